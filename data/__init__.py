@@ -2,7 +2,7 @@
 (loader).
 """
 
-if __name__ == "data":  # imported in a clone, by the name of its folder
+if __name__ == "data":  # a clone imports it as `data`, the folder's name
     from stoker.clone import alias
 
     alias(__name__)

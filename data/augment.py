@@ -16,16 +16,16 @@ from stoker.trainer.copies import to_device
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.losses import IGNORED
 
-# The geometric ones in the order in which they are applied, whatever the order of the list.
-# `flip` takes no value, the others this one by default.
+# Geometric augmentations in the order in which they are applied, whatever their order in the list.
+# `flip` takes no value; these are the defaults of the others.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
-SLIDING = ("crop", "shift")  # drawn in this order for the rows, then for the columns
+SLIDING = ("crop", "shift")  # drawn in this order, first for rows, then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
 DEFAULTS: dict[str, Any] = {**GEOMETRIC, **MIXING}
 
 # A list such as ["flip", {"crop": 4}, function], one of these alone, or None.
 Spec = Any
-# What the geometric ones need for a batch, on the CPU, one row per sample.
+# The geometric augmentations' random numbers for a batch: on the CPU, one row per sample.
 Draws = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -86,9 +86,7 @@ class Augment:
         if item != "flip":
             check_number(key, value, whole=True, least=1)
         elif value is not True and value != "alternate":
-            raise UserError(
-                f"{key}={value}: there is no such flip. Type flip or {{flip: alternate}}."
-            )
+            raise UserError(f"{key}={value}: not a valid flip. Type flip or {{flip: alternate}}.")
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
@@ -99,13 +97,13 @@ class Augment:
         """Check that these augmentations work on inputs and class targets of these shapes."""
         if self.mixing and target_shape:
             raise UserError(
-                f"dataset.augment: {self.mixing[0]} mixes samples of one class each, and these "
-                "have a class per token or pixel. Leave it out."
+                f"dataset.augment: {self.mixing[0]} mixes samples that have a single class, but "
+                "these have a class per token or pixel. Leave it out."
             )
         moved = len(target_shape) == 2 and (self.geometric or self.transforms)
         if moved and tuple(target_shape) != tuple(in_shape[1:]):
             raise UserError(
-                "dataset.augment: masks move with their images, but these masks are "
+                "dataset.augment: masks are moved with their images, but these masks are "
                 f"{tuple(target_shape)} and the images {tuple(in_shape[1:])}.\n"
                 "Give both the same height and width, or type dataset.augment=[]."
             )
@@ -120,7 +118,7 @@ class Augment:
         smallest = min(in_shape[1:], default=math.inf)
         if crop >= smallest:
             raise UserError(
-                f"dataset.augment.crop={crop}: give less than the {smallest} pixels of the image."
+                f"dataset.augment.crop={crop}: give a number below the image's {smallest} pixels."
             )
 
     def __call__(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
@@ -158,7 +156,7 @@ class Augment:
                     )
                     draws[f"{name} {axis}"] = offsets
         if "cutout" in self.geometric:
-            # The middle lies anywhere in the image, so the square may hang over the border.
+            # The center may be anywhere in the image, so the square may extend beyond the border.
             for axis, size in enumerate(shape[2:]):
                 middle = torch.randint(0, size, column, generator=generator)
                 draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2
@@ -226,8 +224,8 @@ class Augment:
         """Return from which row, or column, each one is read, (N, size), and after a shift whether
         it is visible.
         """
-        # The last operation is undone first: from the pixel that is written back to the pixel that
-        # is read.
+        # The last operation is undone first, to get from the pixel that is written to the pixel
+        # that is read.
         place = torch.arange(size, device=device).expand(n, size)
         if "crop" in self.geometric:
             place = (place + draws[f"crop {axis}"]).abs()
@@ -270,7 +268,7 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
         return targets
     if num_classes is None:
         raise UserError(
-            "Augment with mixup or cutmix: give num_classes, since class targets become (N, "
+            "Augment with mixup or cutmix needs num_classes, since class targets become (N, "
             "num_classes) probabilities."
         )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
@@ -324,7 +322,7 @@ def _cutmix(
         stop = ((middle + side / 2) * size).round()
         inside.append(_between(size, start, stop, inputs.device))
     pasted = _outer(*inside)
-    # What is left of each image, after the border has cut the rectangle.
+    # The share left of each image, after clipping the rectangle at the border.
     share = 1 - pasted.to(targets.dtype).mean()
     mixed = torch.where(pasted, inputs.roll(1, 0), inputs)
     return mixed, _with_neighbours(targets, share)

@@ -22,22 +22,22 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain
 from stoker.trainer.memory import MIB
 
-VERSION = 3  # of the files; a part of every key
+VERSION = 3  # file format version, part of every key
 PIXELS = "pixels.u8"
 SUMS = "crc32.u32"
 ABOUT = "about.json"
 FILES = (PIXELS, SUMS, ABOUT)
 NOTE = (
-    "Decoded images, kept by Stoker so that they need not be decoded again. "
-    "May be deleted at any time."
+    "Images decoded by Stoker, cached so that it need not decode them again. You can delete them "
+    "at any time."
 )
-# How much of the file is mapped at most: without a limit, all of it would count as this process's
+# Most bytes of the file to map at once. Without a limit, all of it would count as this process's
 # memory.
 MAPPED = 64 * MIB
-# A page fault maps this much around the address.
+# A page fault maps this many bytes around the address.
 FAULT = 64 * 1024
 
-# {"root", "images", "shape", "resized"}: what is in a cache.
+# The contents of a cache: {"root", "images", "shape", "resized"}.
 About = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache |
     except (OSError, ValueError) as error:
         if place != "auto":
             raise UserError(
-                f"dataset.cache={place}: no decoded images can be kept there ({error}).\n"
+                f"dataset.cache={place}: decoded images cannot be cached there ({error}).\n"
                 "Type dataset.cache=DIR for another folder, or dataset.cache=false."
             ) from None
         return None, f"not cached ({error})"
@@ -110,7 +110,7 @@ class PixelCache:
         self.pixels = torch.frombuffer(self.map, dtype=torch.uint8).view(images, self.size)
         self.sums = numpy.frombuffer(sums, dtype=numpy.uint32)
         self.nbytes = images * (self.size + 4)
-        self.touched = 0  # bytes that are mapped in, at most
+        self.touched = 0  # upper bound on the mapped bytes
         self.warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -185,8 +185,7 @@ def create(folder: str, about: About) -> None:
     free = shutil.disk_usage(base).free
     if need > free / 2:
         raise OSError(
-            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} that are free "
-            f"in {base}"
+            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} MiB free in {base}"
         )
     temporary = tempfile.mkdtemp(prefix=f"{key}.", dir=base)
     try:

@@ -1,7 +1,6 @@
 """Data sets by name, and the public types for your own: Data, TensorSplit and DatasetSplit."""
 
 import gzip
-import io
 import math
 import os
 import struct
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# What each label of MNIST, and of those that took its form, stands for.
+# Class names of MNIST and of the data sets in its format.
 CLASSES = {
     "MNIST": [f"{i} - {name}" for i, name in enumerate(NUMBERS)],
     "FashionMNIST": [
@@ -48,11 +47,10 @@ CLASSES = {
     ],
     "KMNIST": ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"],
 }
-# Samples of `synthetic` that are made at once, so that a large set of images never exists as
-# floats.
+# Samples of `synthetic` generated at once, so that a large set of images never exists as floats.
 PIECE = 4096
 
-# The training samples, the test samples and the names of the classes.
+# (training samples, test samples, class names)
 Known = tuple[TensorSplit, TensorSplit, list[str]]
 
 
@@ -69,7 +67,7 @@ def digits(
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as lines:
         rows = torch.tensor([[int(value) for value in line.split(",")] for line in lines])
-    levels = rows[:, :64]  # of 0 to 16
+    levels = rows[:, :64]  # values from 0 to 16
     images = (levels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
     labels = rows[:, 64].contiguous()
     train, val, test = cut(images, labels, fractions, split_seed)
@@ -169,20 +167,16 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
     read.
     """
     read, title = READERS[name]
-    unreadable = (RuntimeError, OSError, ValueError, EOFError)
     try:
         return read(title, root)
-    except unreadable as error:
-        reason: Exception = error
-    # Imported late, and with it urllib and ssl: most runs need neither.
+    except (RuntimeError, OSError, ValueError, EOFError) as error:
+        reason = error
+    # Imported here, since it imports urllib and ssl, which most runs do not need.
     from stoker.data import download as downloads
 
     if download:
         downloads.fetch(name, root)
-        try:
-            return read(title, root)
-        except unreadable as error:
-            reason = error
+        return read(title, root)
     size = downloads.megabytes(name)
     folder = os.path.join(root, downloads.SOURCES[name].folder)
     if not os.path.isdir(folder) or isinstance(reason, FileNotFoundError):
@@ -238,22 +232,17 @@ def read_idx(path: str, dimensions: int) -> Tensor:
     """
     name = os.path.basename(path)
     length = 4 + 4 * dimensions
-    with open_plain(path, links=True) as raw, io.BufferedReader(raw) as file:
-        header = file.read(length)
-        if len(header) < length or header[:4] != bytes((0, 0, 8, dimensions)):
-            raise ValueError(f"{name} is not an IDX file of {dimensions} dimensions")
-        sizes = struct.unpack(f">{dimensions}i", header[4:])
-        count = math.prod(sizes)
-        size = os.fstat(raw.fileno()).st_size
-        if min(sizes) < 1 or size != length + count:
-            raise ValueError(f"{name} has {size:,} bytes, which do not fit its sizes {sizes}")
-        contents = bytearray(count)
-        if file.readinto(contents) != count:
-            raise ValueError(f"{name} became shorter")
-    return torch.frombuffer(contents, dtype=torch.uint8).view(sizes)
+    with open_plain(path, links=True) as file:
+        content = bytearray(file.readall())
+    if len(content) < length or content[:4] != bytes((0, 0, 8, dimensions)):
+        raise ValueError(f"{name} is not an IDX file of {dimensions} dimensions")
+    sizes = struct.unpack_from(f">{dimensions}i", content, 4)
+    if min(sizes) < 1 or len(content) != length + math.prod(sizes):
+        raise ValueError(f"{name} has {len(content):,} bytes, which do not fit its sizes {sizes}")
+    return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
 
 
-# How each set is read, and its name in torchvision.
+# How each data set is read, and its name in torchvision.
 READERS: dict[str, tuple[Callable[[str, str], Known], str]] = {
     "mnist": (_read_mnist, "MNIST"),
     "fashion_mnist": (_read_mnist, "FashionMNIST"),
@@ -298,7 +287,7 @@ def synthetic(
     dtype = torch.uint8 if is_image else torch.float32
     generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))
     patterns = torch.randn(num_classes, *shape, generator=generator)
-    if is_image:  # coarse ones, which convolutions and pooling do not wash out
+    if is_image:  # coarse patterns, which survive convolutions and pooling
         coarse = torch.randn(num_classes, shape[0], 4, 4, generator=generator)
         patterns = torch.nn.functional.interpolate(coarse, shape[1:], mode="nearest")
     targets = torch.arange(n) % num_classes

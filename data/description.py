@@ -27,8 +27,8 @@ KEYS = (
     "tokens",
     "resize",
 )
-TOKENS = ("characters", "bytes", "ids")  # what a text consists of
-# The most numbers in one sample, and the most classes.
+TOKENS = ("characters", "bytes", "ids")  # kinds of tokens in a text
+# Most values in one sample, and most classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
@@ -54,11 +54,13 @@ def columns_line(about: Description) -> str:
     if classes is not None:
         meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
     parts = [f"{printable(about['table']['target'])}: {meaning}"]
-    numbers = [column["name"] for column in columns if "categories" not in column]
+    numbers = []
     categories = []
     for column in columns:
         if "categories" in column:
             categories.append(f"{column['name']} ({len(column['categories'])})")
+        else:
+            numbers.append(column["name"])
     if numbers:
         parts.append(f"numbers: {first_few(numbers, 10)}")
     if categories:
@@ -85,7 +87,7 @@ def _has_form(about: Any) -> bool:
     classes = about["classes"]
     if not isinstance(shape, list) or not 1 <= len(shape) <= 8:
         return False
-    # In this order: the product of untrusted values may take any amount of memory.
+    # Checked in this order, since the product of untrusted values may take any amount of memory.
     if not all(map(_is_size, [outputs, *shape])) or math.prod(shape) > MOST_NUMBERS:
         return False
     if kind not in KINDS or not isinstance(about["dataset"], str):
@@ -115,7 +117,7 @@ def _has_form(about: Any) -> bool:
         is_positive = key in ("std", "target_scale")
         if not _are_numbers(values, positive=is_positive) or len(values) not in fitting:
             return False
-    tokens = about.get("tokens")  # older files have none
+    tokens = about.get("tokens")  # older files lack it
     if tokens is not None and not (_is_text(about) and about["dtype"] == "int64"):
         return False
     table = about["table"]
@@ -172,7 +174,7 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
     for value in values:
         if type(value) not in (int, float):
             return False
-        if not abs(value) < 2**1023:  # NaN is not either
+        if not abs(value) < 2**1023:  # NaN is not finite either
             return False
         if positive and value <= 0:
             return False

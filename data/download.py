@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stoker.trainer.errors import TrainingError, UserError, printable
 from stoker.trainer.files import replacing
 
-SILENCE = 30  # seconds without a byte
+SILENCE = 30  # seconds to wait for the next byte
 
 
 class File(NamedTuple):
@@ -41,8 +41,8 @@ def mnist_files(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
     )
 
 
-# The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in
-# tensorflow/datasets (url_checksums) and pytorch/vision's prototype; the CIFARs as in keras and
+# Folders as in torchvision. Sizes and checksums: MNIST, Fashion-MNIST and KMNIST from
+# tensorflow/datasets (url_checksums) and pytorch/vision's prototype; the CIFARs from keras and
 # pytorch/vision's prototype.
 SOURCES = {
     "mnist": Source(
@@ -119,7 +119,7 @@ def fetch(name: str, root: str | Path) -> None:
         kind = TrainingError if is_full else UserError
         raise kind(
             f"{name} could not be downloaded to {printable(root)} ({printable(reason)}).\n"
-            "If you have it already, type dataset.root=DIR."
+            "If you already have it, type dataset.root=DIR."
         ) from None
 
 

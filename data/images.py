@@ -39,7 +39,7 @@ from stoker.trainer.seeding import mix_seed
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Those of torchvision's ImageFolder, and .gif.
+# The endings of torchvision's ImageFolder, and .gif.
 IMAGE_ENDINGS = (
     ".jpg",
     ".jpeg",
@@ -52,14 +52,14 @@ IMAGE_ENDINGS = (
     ".webp",
     ".gif",
 )
-# What a file may hold, whatever its name: Pillow reads many more formats, and starts a program for
-# some of them.
+# Formats that a file may have, whatever its name. Pillow reads many more, some of which start
+# another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-# The folders of the parts.
+# The folders of each part.
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-MOST_SIZE = 4096  # pixels per side that images are resized to: 50 MB a colour image
-CHUNK = 16 * MIB  # bytes that are decoded at once if all images are wanted
-MOST_MEASURED = 5000  # images from which mean and deviation are computed
+MOST_SIZE = 4096  # largest side to resize images to, in pixels: 50 MB per colour image
+CHUNK = 16 * MIB  # bytes decoded at once when all images are read
+MOST_MEASURED = 5000  # images used to compute the mean and deviation
 
 
 def image_folder(
@@ -178,15 +178,15 @@ def _list_parts(
         classes = _folders(tops["train"])
         if len(classes) < fewest:
             raise UserError(
-                f"{printable(tops['train'])}: there are {len(classes)} folders, and each class "
-                "needs one.\n"
-                f"Type dataset.root=DIR for a folder with at least {fewest} of them."
+                f"{printable(tops['train'])}: at least {fewest} class folders are needed, but "
+                f"it has {len(classes)}.\n"
+                "Type dataset.root=DIR for a folder that contains one folder per class."
             )
         for part, folder in tops.items():
             listed[part] = _list_images(folder, classes, state, left_out)
     except OSError as error:
         raise UserError(
-            f"{printable(error.filename or root)}: this cannot be read ({error.strerror})."
+            f"{printable(error.filename or root)}: cannot be read ({error.strerror})."
         ) from None
     empty = [tops[part] for part, (files, _) in listed.items() if len(files) == 0]
     labels = set(listed["train"][1].tolist())
@@ -195,8 +195,8 @@ def _list_parts(
             empty.append(os.path.join(tops["train"], name))
     if empty:
         raise UserError(
-            f"{printable(empty[0])}: there is no image in this folder "
-            f"({', '.join(IMAGE_ENDINGS)}).\nAdd some, or remove the folder."
+            f"{printable(empty[0])}: this folder has no images ({', '.join(IMAGE_ENDINGS)}).\nAdd "
+            "some, or remove the folder."
         )
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
@@ -212,7 +212,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
             raise UserError(
-                f"{printable(root)}: there is {first_few(names, 3)}, but no folder train.\n"
+                f"{printable(root)}: it has {first_few(names, 3)}, but no folder train.\n"
                 "Name the folders train, val and test, in lower case."
             )
         return {"train": root}
@@ -223,8 +223,8 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
             left_out[f"folder beside train ({printable(name)})"] += 1
         elif part in tops:
             raise UserError(
-                f"{printable(os.path.join(root, name))}: {printable(tops[part])} is the {part} "
-                "part already.\nRemove one of them, or merge them."
+                f"{printable(os.path.join(root, name))}: {printable(tops[part])} is already the "
+                f"{part} part.\nRemove one of them, or merge them."
             )
         else:
             tops[part] = os.path.join(root, name)
@@ -311,7 +311,7 @@ def _choose_shape(
         _, *wanted = trained["in_shape"]
         is_square = len(wanted) == 2 and wanted[0] == wanted[1]
         if is_square and tuple(wanted) != shape:
-            return (wanted[0], wanted[1]), True  # as task=predict does it
+            return (wanted[0], wanted[1]), True  # as in task=predict
     return shape, False
 
 
@@ -370,7 +370,8 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
     most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
     chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
-    # From histograms: 256 counts per channel are exact, and need no float copy of the images.
+    # Computed from histograms: 256 counts per channel are exact, and avoid a float copy of the
+    # images.
     counts = torch.zeros(split.channels, 256, dtype=torch.float64)
     for images in split.chunks(chosen):
         for c in range(split.channels):
@@ -417,7 +418,7 @@ class Paths:
         state.update(self.sizes.tobytes())
 
 
-# The paths of images and their labels.
+# (paths of the images, labels)
 Files = tuple[Paths, Tensor]
 
 
@@ -525,7 +526,11 @@ class ImageSplit:
         pixels, missing, damaged = self.cache.read(slots)
         if damaged and not self.cache.warned:
             file = printable(self.files[indices[damaged[0]]])
-            log.warning("%s: its pixels in %s are damaged; decoded again.", file, self.cache.folder)
+            log.warning(
+                "%s: its pixels in %s are damaged, so it was decoded again.",
+                file,
+                self.cache.folder,
+            )
             self.cache.warned = True
         todo = missing + damaged
         decoded = map(self._decode, [indices[i] for i in todo])
@@ -540,8 +545,8 @@ class ImageSplit:
 
 def decoding_threads(size: Sequence[int] | None) -> int:
     """Return how many threads decode images of this (H, W), or None if they may be large."""
-    # Small images are decoded faster than threads can hand the GIL over:
-    # of 32x32 one thread does 8,600 a second, two do 5,600.
+    # Small images are decoded faster than threads can hand over the GIL: at 32x32, one thread
+    # decodes 8,600 images per second, two decode 5,600.
     is_small = size is not None and math.prod(size) < 256 * 256
     return 1 if is_small else min(os.cpu_count() or 1, 16)
 
@@ -565,13 +570,13 @@ def decode_image(
     with open_image(file) as image:
         height, width = size or (image.height, image.width)
         if resize is True:
-            # A large JPEG is decoded at the nearest scale above.
+            # A large JPEG is decoded at the next larger scale.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "F":
-            raise ValueError("its pixels are floats of an unknown range")
+            raise ValueError("its pixels are floats with an unknown range")
         if image.mode.startswith("I"):
-            # 16 bits, of which `convert` would take all above 255 for white.
+            # 16-bit pixels: `convert` would make all values above 255 white.
             image = image.point(lambda level: level * (1 / 256))
         image = image.convert("L" if channels == 1 else "RGB")
         if size is None:
@@ -582,28 +587,23 @@ def decode_image(
             image = image.resize((width, height), Image.Resampling.BILINEAR)
     if image.size != (width, height):
         raise UserError(
-            f"{printable(file)}: this image has {image.height}x{image.width} pixels, "
-            f"but the first one has {height}x{width}.\n"
-            f"Type dataset.size={min(height, width)} (any whole number) to resize all of them."
+            f"{printable(file)}: this image is {image.height}x{image.width} pixels, "
+            f"but the first is {height}x{width}.\n"
+            f"Type dataset.size={min(height, width)}, or any other size, to resize them all."
         )
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, channels).permute(2, 0, 1)
 
 
 def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
-    """Resize the shorter side, and cut out the middle; to the pixel as torchvision's Resize and
-    CenterCrop of an image of Pillow.
-    """
-    from PIL.Image import Resampling
+    """Resize the shorter side, and cut out the middle."""
+    from torchvision.transforms.v2 import functional
 
-    least = min(image.size)
-    sides = [int(shorter * side / least) for side in image.size]
-    if max(sides) > 4 * MOST_SIZE:
+    if shorter * max(image.size) > 4 * MOST_SIZE * min(image.size):
         raise ValueError(f"it has {image.height}x{image.width} pixels, which is too narrow")
-    image = image.resize((sides[0], sides[1]), Resampling.BILINEAR)
-    left = round((sides[0] - width) / 2)
-    top = round((sides[1] - height) / 2)
-    return image.crop((left, top, left + width, top + height))
+    resized = functional.resize(image, [shorter])
+    middle: Image = functional.center_crop(resized, [height, width])
+    return middle
 
 
 @contextlib.contextmanager
@@ -629,7 +629,7 @@ def open_image(file: str) -> "Iterator[Image]":
     except UnidentifiedImageError:
         formats = ", ".join(IMAGE_FORMATS)
         raise broken_image(file, f"it is not one of {formats}, or is damaged") from None
-    except Exception as error:  # Pillow's decoders raise anything for what they do not understand
+    except Exception as error:  # Pillow's decoders raise all kinds of errors
         raise broken_image(file, str(error) or type(error).__name__) from None
 
 

@@ -2,7 +2,6 @@
 same batches.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,15 +23,15 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
 
-# How many numbers are gathered and normalised at once. On a CPU they stay in its cache: an epoch of
-# MNIST takes 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU
-# wants few large kernels.
+# Values gathered and normalised at once. On a CPU they should fit in the cache: an epoch of MNIST
+# takes 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU is
+# fastest with a few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-MOST_DECODED = 64 * MIB  # of pixels before the training, if it can stream them instead
-AHEAD = 256 * MIB  # of batches that wait for the training
+MOST_DECODED = 64 * MIB  # pixels decoded before the training, if they could be streamed instead
+AHEAD = 256 * MIB  # batches prefetched for the training
 
-# Inputs and targets.
+# (inputs, targets)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -95,7 +94,7 @@ def make_loaders(
     transforms = None
     if only is None:
         transforms = Augment(augment).per_sample(data.in_shape, seed)
-    held = dict(splits)  # what may be resident
+    held = dict(splits)  # parts that may be resident
     if transforms is not None:
         if resident is True:
             raise UserError(
@@ -104,9 +103,12 @@ def make_loaders(
             )
         del held["train"]
     fits, why = _choose_place(held, device, resident)
-    if fits and resident == "auto" and sum(map(bytes_to_decode, held.values())) > MOST_DECODED:
-        fits = False
-        why = "which decodes the images; the next run has them resident"
+    if fits and resident == "auto":
+        # A run need not read its test part, which is then decoded when it becomes resident.
+        undecoded = sum(bytes_to_decode(held[name]) for name in held if name != "test" or only)
+        if undecoded > MOST_DECODED:
+            fits = False
+            why = "which decodes the images; in the next run they are resident"
     reading: dict[str, Any] = {}
     if fits:
         why = f"resident on {device}, {why}"
@@ -116,7 +118,7 @@ def make_loaders(
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
         why = f"{why}; the training part {streamed}" if fits else f"{streamed}, {why}"
     elif resident is True or not hasattr(first, "missing"):
-        # Images are resident once they are decoded: then workers are no mistake.
+        # Images become resident only once they are decoded, so workers are useful.
         _check_unused("workers", workers, 0, "auto")
         _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
     place = getattr(first, "place", "")
@@ -148,8 +150,8 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
     for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
         if value and value != default:
             raise UserError(
-                f"dataset.{key}: this needs inputs of a known shape, but this data set "
-                "may return any samples.\nLeave it out, and transform the samples in the data set."
+                f"dataset.{key}: this needs inputs of a known shape, but the data set can return "
+                "anything.\nLeave it out, and transform the samples in the data set instead."
             )
 
 
@@ -157,10 +159,11 @@ def _choose_place(
     splits: dict[str, Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
     """Decide whether the splits are resident, and say why."""
-    kinds = {type(split) for split in splits.values() if not hasattr(split, "tensors")}
-    streamed = sorted(kind.__name__ for kind in kinds)
+    streamed = {type(part).__name__ for part in splits.values() if not hasattr(part, "tensors")}
     if streamed and resident is not False:
-        reason = f"{' and '.join(streamed)} without tensors(), which would give all of a part"
+        reason = (
+            f"{' and '.join(sorted(streamed))} without tensors(), which would give all of a part"
+        )
         if resident == "auto":
             return False, reason
         raise UserError(
@@ -170,7 +173,7 @@ def _choose_place(
         return bool(resident), "as asked"
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
-    # The processes of a machine share its memory; a GPU belongs to one.
+    # Processes on a machine share its memory, but each GPU belongs to one process.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
     fits = size <= free / 2 / sharing
     return fits, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
@@ -187,7 +190,7 @@ def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
     """Refuse a setting of the workers that were asked for beside resident data."""
     if value not in (unused, default):
         raise UserError(
-            f"dataset.{key}={value}: a resident data set has no use for workers.\n"
+            f"dataset.{key}={value}: a resident data set does not use workers.\n"
             f"Type dataset.resident=false, or dataset.{key}={default}."
         )
 
@@ -229,27 +232,29 @@ def normalizer(
     """Return a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
     types as they are.
     """
-    return functools.partial(_normalize, *scaling(mean, std, device))
+    scale, offset = scaling(mean, std, device)
+
+    def normalize(inputs: Tensor) -> Tensor:
+        if inputs.dtype != torch.uint8:
+            return inputs
+        return inputs.float().mul_(scale).add_(offset)
+
+    return normalize
 
 
 def scaling(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Return (scale, offset): a normalised pixel is pixel * scale + offset."""
-    means = torch.tensor(0.0 if mean is None else mean, device=device)
-    stds = torch.tensor(1.0 if std is None else std, device=device)
-    scale = 1 / (255 * stds)
-    offset = -means / stds
-    if scale.ndim > 0 or offset.ndim > 0:  # one per channel, in front of rows and columns
-        scale = scale.view(-1, 1, 1)
-        offset = offset.view(-1, 1, 1)
-    return scale, offset
+    means = _per_channel(0.0 if mean is None else mean, device)
+    stds = _per_channel(1.0 if std is None else std, device)
+    return 1 / (255 * stds), -means / stds
 
 
-def _normalize(scale: Tensor, offset: Tensor, inputs: Tensor) -> Tensor:
-    if inputs.dtype != torch.uint8:
-        return inputs
-    return inputs.float().mul_(scale).add_(offset)
+def _per_channel(numbers: float | Sequence[float], device: torch.device | str) -> Tensor:
+    """Return numbers as a tensor; one per channel, in front of rows and columns."""
+    tensor = torch.tensor(numbers, device=device)
+    return tensor if tensor.ndim == 0 else tensor.view(-1, 1, 1)
 
 
 class Loader(Ordered):
@@ -272,18 +277,17 @@ class Loader(Ordered):
         super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
         self.targets_are_uniform = data.targets_are_uniform
-        # Not a method of this loader: a cycle self -> augment -> self would leave the loader to the
-        # garbage collector, which ends a DataLoader's workers in the wrong order and waits 5 s for
-        # each.
+        # Not a method: with a cycle self -> augment -> self, the garbage collector would free the
+        # loader, end a DataLoader's workers in the wrong order, and wait 5 s for each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
         self.in_shape = data.in_shape
-        # What mixes the samples of a batch needs all of them, so they are dealt out after it.
+        # Mixing needs all samples of a batch, so they are split among the processes afterwards.
         self.dealt_late = bool(self.augment.rest)
         self.share = self.batch_size if self.dealt_late else len(range(self.batch_size)[self.mine])
         self.generator = torch.Generator()
-        # In which epochs an alternating flip flips a sample: the even ones or the odd ones.
+        # Whether an alternating flip flips a sample in even or in odd epochs.
         self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
@@ -295,7 +299,7 @@ class Loader(Ordered):
         whole = self.whole_batches(epoch, position)
         done = 0
         for inputs, targets in self.read(self._dealt(whole), epoch):
-            count = -(-len(inputs) // self.share)  # `read` may give several batches at once
+            count = -(-len(inputs) // self.share)  # `read` may return several batches at once
             shape = inputs.shape[1:]
             draws = self._draws(
                 epoch,
@@ -313,8 +317,8 @@ class Loader(Ordered):
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
-        # Batches of which this process has no sample: the others may wait for it all the same. It
-        # gets one that is lent, and parallel.has_samples says that it does not count.
+        # For batches without a sample for this process, which the others may still wait for, it
+        # gets a borrowed sample, and parallel.has_samples says that it does not count.
         for samples in whole[done:]:
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
@@ -373,7 +377,7 @@ class DeviceLoader(Loader):
         except Exception as error:
             raise self._unreadable(f"The {split} part of {data.name}", error) from error
         self.resident_bytes = self.nbytes
-        self.split = None  # what is on the device is read from there alone
+        self.split = None  # the data is only read from the device from now on
         numbers = max(1, self.share) * inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
         self.batches_at_once = max(1, min(16, most // numbers))
@@ -439,14 +443,14 @@ class HostLoader(Loader):
             workers,
             timeout=settings.check("dataset.timeout", timeout),
             ahead=AHEAD // max(1, batch_bytes * max(workers, 1)),
-            # On mps the memory is one and the same.
+            # On mps, host and device share their memory.
             pin_memory=self.device.type not in UNIFIED,
         )
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
-        # What is evaluated is the same each time.
+        # Every evaluation sees the same samples.
         drawn = epoch if self.shuffle else 0
-        # Lists, since the indices travel to the workers, where a tensor would need shared memory.
+        # Lists, since indices are sent to the workers, and a tensor would need shared memory.
         for batch in self.workers.read([(drawn, samples.tolist()) for samples in batches]):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)

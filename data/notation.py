@@ -3,7 +3,7 @@
 import contextlib
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,17 @@ from pyarrow import compute
 
 from stoker.trainer.errors import UserError
 
-LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
-DIGITS = 15  # of a whole number that a float holds
-FEW = 0.05  # of the values of a column, where nearly all others are numbers
-# A number with what stands before and after it, as in $1,234.50, 12 kg or 1'234.
+LARGEST = 1e38  # largest number in a table, since float32 ends at 3.4e38
+DIGITS = 15  # digits of a whole number that a float can hold
+FEW = 0.05  # share of a column's values, if nearly all others are numbers
+# A number with its prefix and suffix, as in $1,234.50, 12 kg or 1'234.
 IN_UNITS = re.compile(r"\W*[-+]?\d(?:[\d.,'\u2019\s]*\d)?\D*")
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
 CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float can hold
-MICROSECONDS = 86_400e6  # of a day
+MICROSECONDS = 86_400e6  # microseconds in a day
 
-Texts = Any  # an array of pyarrow: null where a value is missing
+Texts = Any  # a pyarrow array, with null for a missing value
 
 
 def only(mask: Any, values: Any) -> Any:
@@ -44,7 +44,7 @@ class Notation:
 
     def __post_init__(self) -> None:
         if self.decimal not in (".", ","):
-            raise UserError(f"dataset.decimal={self.decimal}: give . or \"','\".")
+            raise UserError(f"dataset.decimal={self.decimal}: must be a point or a comma.")
         for mark in self.marks:
             if mark.isdigit() or mark in "+-" or mark == self.decimal:
                 raise UserError(
@@ -73,17 +73,6 @@ class Notation:
         numbers = compute.replace_substring(texts, self.decimal, ".").cast(pyarrow.float64())
         return usable(numbers)
 
-    def amounts(self, names: Sequence[str]) -> list[float | str]:
-        """Return what each name is worth, whatever its spelling: a number if floats tell it apart,
-        else lower case.
-        """
-        amounts: list[float | str] = []
-        numbers = self.numbers(pyarrow.array(names, pyarrow.string())).to_pylist()
-        for name, number in zip(names, numbers, strict=True):
-            is_exact = number is not None and abs(number) < 10**DIGITS
-            amounts.append(number if is_exact else name.lower())
-        return amounts
-
     def settings(self) -> str:
         """Return what to type for this notation."""
         typed = []
@@ -101,10 +90,10 @@ def dates(texts: Texts) -> Any:
     """
     texts = only(compute.match_substring_regex(texts, DATE), texts)
     days = compute.utf8_slice_codeunits(texts, 0, 10)
-    # strptime takes February 30 for March 1.
+    # strptime reads February 30 as March 1.
     real = compute.strptime(days, "%Y-%m-%d", "s").cast(pyarrow.date32()).cast(pyarrow.string())
     texts = only(compute.equal(days, real), texts)
-    texts = compute.replace_substring_regex(texts, r"(\.\d{6})\d*|Z", r"\1")  # no nanoseconds
+    texts = compute.replace_substring_regex(texts, r"(\.\d{6})\d*|Z", r"\1")  # drops nanoseconds
     moments = texts.cast(pyarrow.timestamp("us")).cast(pyarrow.int64())
     return compute.divide(moments.cast(pyarrow.float64(), safe=False), MICROSECONDS)
 

@@ -44,7 +44,7 @@ class Ordered(Seekable):
     rank + ranks, ... of the `global_size` samples of the whole batch.
     """
 
-    global_size: int | None = None  # samples of the batch given last, over all processes
+    global_size: int | None = None  # samples in the last batch, over all processes
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Ordered(Seekable):
         last = 0 if self.drop_last else self.samples % self.batch_size
         if self.batch_size < ranks:
             raise UserError(
-                f"batch_size={self.batch_size}: {ranks} processes cannot share this batch. "
+                f"batch_size={self.batch_size}: this batch is too small for {ranks} processes. "
                 f"Type batch_size={ranks} or more, or start fewer."
             )
         if 0 < last < ranks:

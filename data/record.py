@@ -46,11 +46,11 @@ class Data:
     """
 
     name: str
-    train: Any  # a Split, or of kind "other" anything that gives samples or batches
+    train: Any  # a Split, or for kind "other" anything that yields samples or batches
     val: Any
     test: Any
     in_shape: Any = None  # a tuple of numbers
-    num_classes: Any = None  # of a regression, the number of targets
+    num_classes: Any = None  # for a regression, the number of targets
     kind: str = "classification"
     classes: list[str] | None = None
     mean: Sequence[float] | None = None
@@ -66,16 +66,17 @@ class Data:
         self.name = printable(self.name)
         check_choice("kind", self.kind, KINDS)
         if self.train is None:
-            raise UserError(f"{self.name}: there is no training part.")
+            raise UserError(f"{self.name} has no training part.")
         if self.kind == "other":
             return
         if self.in_shape is None:
             raise UserError(f"{self.name}: give in_shape, the shape of one sample's inputs.")
         self.in_shape = tuple(self.in_shape)
-        if not isinstance(self.num_classes, SupportsIndex):  # an int of torch or numpy is one
+        if not isinstance(self.num_classes, SupportsIndex):  # accepts integers of torch and numpy
             check_number("num_classes", self.num_classes, whole=True, least=1)
         if self.classes is not None:
-            self._check_class_names(self.classes)
+            self.classes = [str(name) for name in self.classes]
+            self._check_class_names(len(self.classes))
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])
         self.std = _per_channel("std", self.std, self.in_shape[0])
         for name, part in self.parts().items():
@@ -85,13 +86,13 @@ class Data:
             if self.kind == "classification":
                 _check_labels(where, part, self.num_classes, self.target_shape)
 
-    def _check_class_names(self, classes: list[str]) -> None:
+    def _check_class_names(self, count: int) -> None:
         reason = f"num_classes is {self.num_classes}"
         if self.kind == "regression":
             reason = "a regression has none"
-        elif len(classes) == self.num_classes:
+        elif count == self.num_classes:
             return
-        raise UserError(f"{self.name}: there are {len(classes)} class names, and {reason}.")
+        raise UserError(f"{self.name}: there are {count} class names, and {reason}.")
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -125,21 +126,20 @@ class Data:
         """
         if self.kind == "other":
             return {**dict.fromkeys(KEYS), "dataset": self.name, "kind": self.kind}
-        classes = self.classes
         return {
             "dataset": self.name,
             "kind": self.kind,
             "in_shape": [int(size) for size in self.in_shape],
             "dtype": str(input_type(self.train)).removeprefix("torch."),
             "num_classes": int(self.num_classes),
-            "classes": None if classes is None else [str(name) for name in classes],
+            "classes": self.classes,
             "mean": self.mean,
             "std": self.std,
             "target_mean": torch.as_tensor(self.target_mean, dtype=torch.float64).tolist(),
             "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
             "table": self.table,
             "tokens": self.tokens,
-            "resize": getattr(self.train, "resize", None),  # of image files, see decode_image
+            "resize": getattr(self.train, "resize", None),  # for image files, see decode_image
         }
 
     def prepare_as(self, about: Description) -> None:
@@ -155,27 +155,19 @@ class Data:
         if self.kind == "other":
             return
         if list(self.in_shape) != about["in_shape"]:
-            raise self._wrong_shape(about["in_shape"])
+            raise UserError(
+                f"dataset: {self.name} has inputs of the shape {list(self.in_shape)}, "
+                f"but the run was trained on {about['in_shape']}."
+            )
         self.mean = about["mean"]
         self.std = about["std"]
         self._adopt_classes(about)
         if self.kind == "regression":
             self._adopt_units(about)
 
-    def _wrong_shape(self, wanted: list[int]) -> UserError:
-        given = "x".join(map(str, self.in_shape))
-        trained = "x".join(map(str, wanted))
-        text = f"dataset: {self.name} has inputs of {given}, and the run was trained on {trained}."
-        if len(wanted) == len(self.in_shape) == 3:
-            text += (
-                "\nA folder of images is resized by "
-                f"dataset.channels={wanted[0]} dataset.size={wanted[2]}."
-            )
-        return UserError(text)
-
     def _adopt_classes(self, about: Description) -> None:
         known = about["classes"]
-        names = None if self.classes is None else [str(name) for name in self.classes]
+        names = self.classes
         if names is None or known is None or names == known:
             if self.num_classes > about["num_classes"]:
                 raise UserError(
@@ -230,7 +222,8 @@ class Data:
             if len(parts) > 1:
                 names = ", ".join(parts)
                 raise UserError(
-                    f"split=all: {self.name} is divided into parts. Type split= one of: {names}."
+                    f"split=all: {self.name} is already split into parts. Type split= one of: "
+                    f"{names}."
                 )
             return "train"
         if split:
@@ -243,30 +236,18 @@ class Data:
             f"dataset: {self.name} has neither a test nor a validation part. Type split=train."
         )
 
-    def classes_without_samples(self, part: str) -> list[str]:
-        """Return the names of the classes of which a part has no sample.
-
-        Classes of tokens and pixels are not counted: few parts have all of them.
-        """
-        if not self._has_labels():
-            return []
-        absent = (self._class_counts(part) == 0).nonzero().view(-1).tolist()
-        if self.classes is None:
-            return [str(label) for label in absent]
-        return [printable(self.classes[label]) for label in absent]
-
     def check_classes(self) -> None:
         """Check that there are classes to tell apart, and that no part has one that the training
         part lacks; classes of tokens and pixels are not counted.
         """
-        if not self._has_labels():
+        if self.kind != "classification" or self.target_shape:
             return
         trained = self._class_counts("train")
         labels = trained.nonzero().view(-1).tolist()
         if len(labels) == 1:
             raise UserError(
-                f"{self.name}: all {trained.sum()} training samples are of one class, "
-                f"{self._class_name(labels[0])}. There is nothing to learn."
+                f"{self.name}: all {trained.sum()} training samples have the same class, "
+                f"{self._class_name(labels[0])}, so there is nothing to learn."
             )
         for name in self.parts():
             present = self._class_counts(name) > 0
@@ -275,13 +256,9 @@ class Data:
                 raise UserError(
                     f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
                     "which the training part lacks.\n"
-                    "Add training samples of it, or type another dataset.split_seed or "
+                    "Add training samples of this class, or type another dataset.split_seed or "
                     "smaller fractions."
                 )
-
-    def _has_labels(self) -> bool:
-        """Whether each sample is of one class."""
-        return self.kind == "classification" and not self.target_shape
 
     def balanced_weights(self) -> list[float]:
         """Return a weight for each class, which all together count the same in training.
@@ -318,10 +295,7 @@ def input_type(part: Split) -> torch.dtype:
     """Return the dtype of a part's inputs; a part that does not tell is asked for its first
     sample.
     """
-    inputs = getattr(part, "inputs", None)
-    dtype = getattr(part, "dtype", None)
-    if isinstance(inputs, Tensor):
-        dtype = inputs.dtype
+    dtype = getattr(getattr(part, "inputs", part), "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
     with random_stream():
@@ -352,7 +326,7 @@ def fingerprint(data: Data) -> str:
         for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
             if isinstance(tensor, Tensor):
                 state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-                # As bytes without a copy: MNIST takes 0.05 s.
+                # Read as bytes without a copy; MNIST takes 0.05 s.
                 values = tensor.detach().cpu().contiguous().reshape(-1)
                 state.update(values.view(torch.uint8).numpy().data)
         feed = getattr(part, "feed", None)
@@ -390,15 +364,15 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     if wrong:
         raise UserError(
             f"{where}: this {type(part).__name__} {wrong}.\n"
-            "A part has len(), nbytes, targets as a tensor, and gives (inputs, targets) for "
-            "a list of indices: see\n"
+            "A part needs len(), nbytes, targets as a tensor, and must return (inputs, targets) "
+            "for a list of indices: see\n"
             "examples/own_data.py. DatasetSplit(dataset), of stoker.data.datasets, makes one "
             "of a torch Dataset."
         )
     if len(part) == 0:
         raise UserError(f"{where}: it is empty.")
     if targets is not None and len(targets) != len(part):
-        raise UserError(f"{where}: there are {len(part)} inputs and {len(targets)} targets.")
+        raise UserError(f"{where}: there are {len(part)} inputs but {len(targets)} targets.")
 
 
 def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
@@ -406,12 +380,12 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
     inputs = getattr(part, "inputs", None)
     if isinstance(inputs, Tensor) and tuple(inputs.shape[1:]) != in_shape:
         raise UserError(
-            f"{where}: inputs have the shape {tuple(inputs.shape[1:])}, and should have {in_shape}."
+            f"{where}: inputs have the shape {tuple(inputs.shape[1:])}, but should have {in_shape}."
         )
     for name, tensor in (("inputs", inputs), ("targets", getattr(part, "targets", None))):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             continue
-        # NaN if there is any; one pass over it, and no memory.
+        # The sum is NaN if any value is. It takes one pass and no memory.
         low, high = tensor.aminmax()
         if not (low.isfinite() and high.isfinite()):
             place = (~tensor.isfinite()).nonzero()[0].tolist()
@@ -429,7 +403,8 @@ def _target_shape(part: Split) -> tuple[int, ...]:
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
     """Check that labels are class numbers, of as many per sample as `shape` has dimensions."""
     labels = getattr(part, "targets", None)
-    is_column = shape == (1,)  # labels with a dimension too many: no sequence has one token
+    # labels with an extra dimension, since no sequence has a single token
+    is_column = shape == (1,)
     if labels is not None and (labels.dtype != torch.int64 or labels.ndim > 3 or is_column):
         raise UserError(
             f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "

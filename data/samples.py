@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from stoker.data import settings
 from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit
@@ -17,10 +16,10 @@ from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import UserError, cause, kind_of
-from stoker.trainer.loading import IterableLoader, length_of, name_of
+from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
-MOST = 10**6  # samples in the evaluation of a stream without a length
+MOST = 10**6  # samples used to evaluate a stream without a length
 AHEAD = 2  # batches that each worker prepares
 
 Collate = Callable[[list[Any]], Any]
@@ -86,7 +85,7 @@ def is_labelled(part: Any) -> bool:
     if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
         return False
     whole = whole_of(part)
-    # What changes targets as they are read leaves neither `targets` nor `classes` true.
+    # If targets are transformed as they are read, `targets` and `classes` are wrong.
     if getattr(whole, "target_transform", None) is not None:
         return False
     if not hasattr(whole, "classes") or targets_of(part) is None:
@@ -106,11 +105,11 @@ def loader_line(data: Data) -> str:
     if data.kind != "other" or has_samples(part) or is_stream(part):
         return ""
     loader = IterableLoader(part)
-    if loader.is_stateful or not loader.length_is_exact:  # `fit` warns of a stream
+    if loader.is_stateful or not loader.length_is_exact:  # for a stream, `fit` warns
         return ""
     return (
-        f"loader   train is your own {loader.name}: a resume reads it again up to where it stopped,"
-        " and is exact only if its batches follow from the global seeds"
+        f"loader   train is your own {loader.name}: a resumed run reads it again up to where it "
+        "stopped, and is exact only if its batches depend only on the global seeds"
     )
 
 
@@ -186,7 +185,7 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         lacks = "len(). Type a number of samples."
         if length is not None and limit is not None:
             return max(1, round(limit * length))
-    raise UserError(f"limit_{part}={limit}: {name_of(loader)} has no {lacks}")
+    raise UserError(f"limit_{part}={limit}: {type(loader).__name__} has no {lacks}")
 
 
 class EndingBatches:
@@ -236,7 +235,7 @@ class SampleLoader(Ordered):
         self.workers = Workers(
             SampleReader(dataset, name, workers, self.seed),
             workers,
-            timeout=settings.check("dataset.timeout", timeout),
+            timeout=timeout,
             ahead=AHEAD,
             pin_memory=self.device.type not in UNIFIED,
         )
@@ -246,8 +245,7 @@ class SampleLoader(Ordered):
         whole = self.whole_batches(epoch, position)
         plan = []
         for samples in whole:
-            # Without a sample of the batch, a process gets one that is lent: see
-            # parallel.has_samples.
+            # A process without a sample of the batch gets a borrowed one: see parallel.has_samples.
             mine = samples[self.mine] if len(samples) > launch.rank() else samples[:1]
             plan.append((epoch if self.shuffle else 0, mine.tolist()))
         for samples, batch in zip(whole, self.workers.read(plan), strict=True):
@@ -262,7 +260,13 @@ class SampleLoader(Ordered):
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and makes a batch of them."""
 
-    def __init__(self, dataset: Any, part: str, workers: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        part: str,
+        workers: int,
+        seed: int,
+    ) -> None:
         super().__init__(dataset, part, workers)
         self.seed = seed
         self.collate: Collate = getattr(dataset, "collate_fn", None) or default_collate
@@ -282,8 +286,8 @@ class SampleReader(Reader):
                 dataset = type(self.split).__name__
                 raise UserError(
                     f"{self.part}: its samples cannot be collated into a batch, {cause(error)}.\n"
-                    f"Give {dataset} a collate_fn(samples), which makes a batch of a list of "
-                    "samples, or let it return tensors of one shape."
+                    f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
+                    "batch, or return tensors of equal shape."
                 ) from error
 
     def _name(self, index: int) -> str:

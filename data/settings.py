@@ -20,7 +20,8 @@ class ShareOrCount:
         if value is None or is_share or is_count:
             return value
         raise UserError(
-            f"{key}={as_typed(value)}: give a share above 0 and up to 1.0, or a number of samples."
+            f"{key}={as_typed(value)}: give a share above 0 and at most 1.0, or a number of "
+            "samples."
         )
 
 
@@ -45,7 +46,7 @@ def check_augmentation(name: Any) -> Any:
     if isinstance(name, str) and name in AUGMENTATIONS:
         return name
     raise UserError(
-        f"dataset.augment={as_typed(name)}: there is no such augmentation."
+        f"dataset.augment={as_typed(name)}: not a valid augmentation."
         f"{did_you_mean(name, AUGMENTATIONS)}\n"
         f"Type a list of {', '.join(AUGMENTATIONS)}."
     )

@@ -81,7 +81,7 @@ class DatasetSplit:
                 targets = [dataset[i][1] for i in range(len(dataset))]
         self.dataset = dataset
         self.targets = _stacked(dataset, "target", targets)
-        if self.targets.is_floating_point():  # a regression's: (N, number of targets)
+        if self.targets.is_floating_point():  # for a regression: (N, number of targets)
             self.targets = self.targets.float().view(len(self.targets), -1)
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class DatasetSplit:
                 raise UserError(
                     f"DatasetSplit: sample {i} of this {type(dataset).__name__} is "
                     f"{kind_of(sample)}, not (input, target).\n"
-                    "Let __getitem__ return both, as tensors or numbers."
+                    "Return both from __getitem__, as tensors or numbers."
                 )
             inputs.append(sample[0])
         return _stacked(dataset, "input", inputs)
@@ -114,7 +114,7 @@ def _stacked(dataset: Any, part: str, values: Sequence[Any] | Tensor) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"DatasetSplit: the {part}s of this {type(dataset).__name__} cannot be stacked, "
-            f"{cause(error)}.\nLet __getitem__ return tensors of one shape, or numbers."
+            f"{cause(error)}.\nReturn tensors of equal shape, or numbers, from __getitem__."
         ) from error
 
 
@@ -160,8 +160,8 @@ def split_indices(
         if fraction > 0 and len(part) == 0:
             shares = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{n} samples cannot be divided by the fractions {shares}: a part would be empty.\n"
-                "Type another dataset.val_fraction or dataset.test_fraction (0: no such part)."
+                f"{n} samples cannot be split by the fractions {shares}: a part would be empty.\n"
+                "Type another dataset.val_fraction or dataset.test_fraction (0 leaves it out)."
             )
     return parts
 
@@ -189,8 +189,8 @@ def divide(
     check_number("dataset.fold", fold, whole=True, least=0)
     if folds == 1 or fold >= max(folds, 1):
         raise UserError(
-            f"dataset.folds={folds} dataset.fold={fold}: give 2 folds or more, and the number of "
-            "one of them, from 0 on.\nType dataset.folds=5 dataset.fold=0."
+            f"dataset.folds={folds} dataset.fold={fold}: give at least 2 folds, and the number of "
+            "one of them, counted from 0.\nType dataset.folds=5 dataset.fold=0."
         )
     if times is not None:
         if folds or groups is not None:
@@ -205,7 +205,7 @@ def divide(
     rest, test = split_indices(targets, fractions[1:], seed, stratified)
     if len(rest) < folds:
         raise UserError(
-            f"dataset.folds={folds}: there are only {len(rest)} samples or groups to divide."
+            f"dataset.folds={folds}: there are only {len(rest)} samples or groups to split."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
@@ -229,7 +229,7 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     for members, size in zip(parts, [1, *sizes], strict=True):
         if size > 0 and len(members) == 0:
             raise UserError(
-                "dataset.split_time: too many samples have the same time, and a part would be "
+                "dataset.split_time: too many samples have the same time, so a part would be "
                 "empty.\nType another dataset.val_fraction or dataset.test_fraction."
             )
     return parts
@@ -253,12 +253,10 @@ def cut(
     fractions: Sequence[float],
     seed: int,
     stratified: bool = True,
-    lines: Tensor | None = None,
 ) -> list[Any]:
     """Return the TensorSplit of the rest and of each part, None for a fraction of 0."""
     splits: list[TensorSplit | None] = []
     for part in split_indices(targets, fractions, seed, stratified):
-        their_lines = None if lines is None else lines[part]
-        split = TensorSplit(inputs[part], targets[part], their_lines)
+        split = TensorSplit(inputs[part], targets[part])
         splits.append(split if len(part) else None)
     return splits

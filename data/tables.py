@@ -30,19 +30,18 @@ except ModuleNotFoundError as error:
         raise
     pyarrow = None
 
-Texts = Any  # an array of pyarrow: null where a value is missing
-FIRST = 2  # line of a row, where the header is line 1
-PIECE = 2**18  # bytes of a csv file, or
-ROWS = 2**12  # rows of a parquet file, that are read at once
-LONGEST = 2**20  # bytes of a header
-MOST_NUMBERS = 2**28  # that a table may become
-FEWEST_ROWS = 20  # in which a column that counts them is no accident
-FEW_KINDS = 20  # distinct values, which may be categories or classes however few rows there are
+Texts = Any  # a pyarrow array, with null for a missing value
+FIRST = 2  # line of the first row; the header is line 1
+PIECE = 2**18  # bytes of a csv file read at once
+ROWS = 2**12  # rows of a parquet file read at once
+LONGEST = 2**20  # bytes in a header
+MOST_NUMBERS = 2**28  # values in a table
+FEW_KINDS = 20  # distinct values that may be categories or classes, however few rows there are
 EMPTY = ("", "?")  # a missing value, in any column
-WORDS = ("na", "n/a", "nan", "null", "none")  # so are these, but in a target of text
+WORDS = ("na", "n/a", "nan", "null", "none")  # also these, except in a text target
 MISSING = (*EMPTY, *WORDS)
 CORRECT = (
-    "Write numbers as 1234.5, up to 1e38, dates as 2024-01-31, and nothing where one is missing"
+    "Write numbers as 1234.5 (at most 1e38) and dates as 2024-01-31, and leave missing values empty"
 )
 
 
@@ -90,32 +89,36 @@ def csv(
         "marks": marks,
     }
     table = Table(str(path), reading)
-    table.check("target", [target])
+    table.check("dataset.target=", target)
     divided_by: list[str] = []
     for key, name in (("split_group", split_group), ("split_time", split_time)):
         if name is not None:
-            divided_by += table.check(key, str(name))
+            divided_by += table.check(f"dataset.{key}=", str(name))
             if target in divided_by:
                 raise UserError(f"dataset.{key}={target}: this is the target. Type another column.")
+    columns: list[Column] = []
     if trained is None:
-        categorical = table.check("categorical", categorical)
-        ignore = table.check("ignore", ignore)
+        categorical = table.check("dataset.categorical=", categorical)
+        ignore = table.check("dataset.ignore=", ignore)
         names = [name for name in table.names if name not in (target, *ignore, *divided_by)]
     else:
+        columns = check_table(trained)["columns"]
         kind = trained["kind"]
-        known = check_table(trained)["columns"]
-        names = table.check_trained(known)
-        categorical = [column["name"] for column in known if "categories" in column]
+        names = table.check_trained(columns)
+        categorical = [column["name"] for column in columns if "categories" in column]
     if not names:
         raise UserError(f"{table.shown} has no column besides the target {target}.")
     values = table.read([target, *names, *divided_by], [target, *categorical])
+    if missing == "error" and trained is None:
+        for name in names:
+            check_values(name, values[name])  # which neither a mean nor other rows can replace
     answers = values.pop(target)
     kind, classes, targets = _read_target(target, answers, table, kind, trained)
     rows = table.complete({target: targets.isnan(), **gaps_in(values)}, target)
     targets = targets[rows]
     if classes is not None:
         targets = targets.long()
-    # Sorted indices of the rows that are left.
+    # Sorted indices of the remaining rows.
     parts = divide(
         len(rows) if classes is None else targets,
         fractions,
@@ -134,23 +137,14 @@ def csv(
             center = trained["target_mean"]
             scale = trained["target_scale"]
         targets = ((targets - center) / scale).float().unsqueeze(1)
-    columns: list[Column] = []
     if trained is not None:
-        columns = known
         table.warn_of_unknown(columns, values)
     else:
+        train = rows[parts[0]]
         for name in names:
-            columns.append(table.describe(name, values[name], rows[parts[0]], name in categorical))
-        _check_size(columns, len(rows))
+            columns.append(table.describe(name, values[name], train, name in categorical))
     order = torch.cat(parts)
-    inputs = torch.empty(len(rows), sum(len(names_of(column)) for column in columns))
-    width = 0
-    for column in columns:
-        block = table.encode(column, values.pop(column["name"]))[rows[order]]
-        if "categories" not in column:
-            block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0)
-        inputs[:, width : width + block.shape[1]] = block
-        width += block.shape[1]
+    inputs = _encoded(table, columns, values, rows[order])
     sizes = [len(part) for part in parts]
     pieces = (inputs, targets[order], rows[order] + FIRST)
     splits = []
@@ -196,8 +190,8 @@ class Table:
         self.key = key
         if pyarrow is None:
             raise UserError(
-                f"{key}={self.shown}: tables are read by pyarrow.\n"
-                "Type pip install 'stoker[tables]'."
+                f"{key}={self.shown}: reading tables needs pyarrow.\nInstall it with pip install "
+                "'stoker[tables]'."
             )
         self.missing = check_choice(
             "dataset.missing", reading["missing"], ("error", "mean", "drop")
@@ -207,19 +201,18 @@ class Table:
         self.delimiter = "\t" if reading["delimiter"] == "tab" else reading["delimiter"]
         if not isinstance(self.delimiter, str) or len(self.delimiter) != 1:
             raise UserError(
-                f"dataset.delimiter={self.delimiter!r}: give one character, such as ',' or ';', "
-                "or tab."
+                f"dataset.delimiter={self.delimiter!r}: must be a single character, such as "
+                "',' or ';', or the word tab."
             )
         with self._open([]) as (written, _):
             self.written = {name.strip(): name for name in written}
         self.names = list(self.written)
-        if len(self.names) < len(written) or "" in self.written:
-            names = Counter(map(str.strip, written))
-            twice = [name for name, count in names.items() if count > 1 or name == ""]
-            raise UserError(
-                f"{self.shown}: the header has the column {twice[0]!r} {names[twice[0]]} times. "
-                "Give each column a unique name; to_csv(index=False) leaves out the index."
-            )
+        for name, count in Counter(map(str.strip, written)).items():
+            if count > 1 or name == "":
+                raise UserError(
+                    f"{self.shown}: the header has the column {name!r} {count} times. "
+                    "Give each column a unique name; to_csv(index=False) leaves out the index."
+                )
         if len(written) == 1 and self.names != [alone]:
             raise UserError(
                 f"{self.shown} has only one column, {self.names[0][:50]!r}.\n"
@@ -240,7 +233,7 @@ class Table:
                     stored = parquet.ParquetFile(file)
                     yield stored.schema_arrow.names, stored.iter_batches(ROWS, columns=names)
                     return
-                # A row has to fit in a piece, and some pieces are read ahead.
+                # A row has to fit in a block, and some blocks are read ahead.
                 piece = max(PIECE, 8 * len(start.partition(b"\n")[0]))
                 types = dict.fromkeys(names, pyarrow.string())
                 rows = open_csv(
@@ -257,9 +250,9 @@ class Table:
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             advice = ""
             if "UTF8" in str(error) or isinstance(error, UnicodeDecodeError):
-                advice = "\nSave it as UTF-8, as by iconv -f cp1252 -t utf-8."
+                advice = "\nSave it as UTF-8, for example with iconv -f cp1252 -t utf-8."
             raise UserError(
-                f"{self.key}={self.shown}: this cannot be read as a table "
+                f"{self.key}={self.shown}: cannot be read as a table "
                 f"({printable(error)[:300]}).{advice}"
             ) from None
 
@@ -297,59 +290,52 @@ class Table:
         """Return the columns: float64 where all values are numbers and the name is not in `texts`,
         else texts.
         """
-        numeric = [name for name in names if name not in texts]
+        pieces: dict[str, list[Texts]] = {name: [] for name in names}
         rows = 0
         for piece in self.pieces(names):
             rows += len(piece[names[0]])
             if rows * len(names) > MOST_NUMBERS:
                 raise UserError(
-                    f"{self.shown} has more than {MOST_NUMBERS:,} values, which is more than fits "
-                    "in memory.\nType dataset.ignore=[COLUMN], or write your own data set."
+                    f"{self.shown} has more than {MOST_NUMBERS:,} values, too many to fit in "
+                    "memory.\nType dataset.ignore=[COLUMN], or write your own data set."
                 )
-            for name in list(numeric):
-                if self.notation.numbers(piece[name]).null_count > piece[name].null_count:
-                    numeric.remove(name)
+            for name, values in piece.items():
+                pieces[name].append(values)
         if rows == 0:
             raise UserError(f"{self.shown} is empty: it needs a header and a row.")
-        numbers = {name: torch.empty(rows, dtype=torch.float64) for name in numeric}
-        columns: dict[str, list[Any]] = {name: [] for name in names}
-        start = 0
-        for piece in self.pieces(names):
-            for name, values in piece.items():
-                if name in numeric:
-                    amounts = tensor_of(self.notation.numbers(values))
-                    numbers[name][start : start + len(values)] = amounts
-                else:
-                    columns[name].append(values)
-            start += len(values)
-        return {
-            name: pyarrow.array(numbers[name].numpy(), from_pandas=True)
-            if name in numeric
-            else pyarrow.concat_arrays(columns[name])
-            for name in names
-        }
+        columns = {}
+        for name in names:
+            column = pieces.pop(name)
+            if name not in texts:
+                column = self._as_numbers(column)
+            columns[name] = pyarrow.concat_arrays(column)
+        return columns
 
-    def check(self, key: str, names: str | Sequence[str]) -> Sequence[str]:
-        """Return the names that a setting gives as a list; UserError unless they are columns."""
-        names = [names] if isinstance(names, str) else names
+    def _as_numbers(self, column: list[Texts]) -> list[Any]:
+        """Return the pieces of a column as float64 if all values are numbers, else as they are."""
+        numbers = []
+        for values in column:
+            amounts = self.notation.numbers(values)
+            if amounts.null_count > values.null_count:
+                return column
+            numbers.append(amounts)
+        return numbers
+
+    def check(self, where: str, names: str | Sequence[str]) -> list[str]:
+        """Return the names of columns as a list; UserError for one that the table lacks."""
+        names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.written:
-                raise self._no_column(f"dataset.{key}={name}", name)
+                raise UserError(
+                    f"{where}{name}: {self.shown} has no such column."
+                    f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}."
+                )
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
         """Return the names of the columns that a run was trained on; UserError if one is absent."""
         names = [column["name"] for column in columns]
-        for name in names:
-            if name not in self.written:
-                raise self._no_column(f"The run was trained on the column {name!r}", name)
-        return names
-
-    def _no_column(self, where: str, name: str) -> UserError:
-        return UserError(
-            f"{where}: {self.shown} has no such column.{did_you_mean(name, self.names)}\n"
-            f"It has {first_few(self.names, 20)}."
-        )
+        return self.check("The run was trained on the column ", names)
 
     def complete(
         self, lacking: dict[str, Tensor], target: str | None = None, line: int = FIRST
@@ -363,13 +349,16 @@ class Table:
             kept = ~torch.stack(list(gappy.values())).any(0)
             if target is not None and not kept.any():
                 raise UserError(
-                    "dataset.missing=drop leaves no row: each has a missing value. "
+                    "dataset.missing=drop would drop all rows, since each has a missing value. "
                     "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
                 )
             if target is not None:
                 dropped = rows - int(kept.sum())
                 log.warning(
-                    "%s: %d of %d rows lack a value and are left out.", self.shown, dropped, rows
+                    "%s: %d of %d rows have missing values and are left out.",
+                    self.shown,
+                    dropped,
+                    rows,
                 )
             return kept.nonzero().view(-1)
         name, mask = next(iter(gappy.items()))
@@ -398,20 +387,22 @@ class Table:
             "as 2024-01-31."
         )
 
-    def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
+    def describe(
+        self,
+        name: str,
+        values: Any,
+        train: Tensor,
+        categorical: bool,
+    ) -> Column:
         """Return {"name", "mean", "std"} of a numeric column, with "date" if it holds dates, and
         {"name", "categories"} of another, by the rows `train`.
         """
         learned = values.take(pyarrow.array(train.numpy()))
-        if learned.null_count == len(learned):
-            raise UserError(
-                f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
-            )
+        check_values(name, learned)
         for is_date in () if categorical else (False, True):
             amounts = self.amounts(values, is_date)
             if amounts.isnan().sum() == values.null_count:
                 mean, std = mean_and_std(self.amounts(learned.drop_null(), is_date))
-                self.warn_of_useless(name, amounts)
                 return {"name": name, "mean": mean, "std": std, "date": is_date}
         categories = sorted(learned.unique().drop_null().to_pylist())
         column = {"name": name, "categories": categories}
@@ -439,10 +430,10 @@ class Table:
         few = count <= max(1, FEW * present)
         distinct = texts.unique().drop_null().to_pylist()
         notation = None if few else fitting(distinct, FEW_KINDS)
-        # Where a comma was typed, points are those of other columns.
+        # If a comma was typed, points belong to other columns.
         if notation is not None and self.notation.decimal != ",":
             raise UserError(
-                f"{where} has numbers in another notation, such as {first}.\n"
+                f"{where} has numbers in a different notation, such as {first}.\n"
                 f"Type {notation.settings()}{instead}."
             )
         swapped = Notation("." if self.notation.decimal == "," else ",")
@@ -456,18 +447,6 @@ class Table:
             are_mistakes,
             f"{count} of {present} values cannot be read as a number, the first {first}",
         )
-
-    def warn_of_useless(self, name: str, amounts: Tensor) -> None:
-        """Warn of a column of numbers that tells nothing about the target."""
-        is_whole = (amounts == amounts.floor()).all()
-        if amounts.min() == amounts.max():
-            reason = "has one value only, as far as a float64 can tell, and says nothing"
-        elif len(amounts) >= FEWEST_ROWS and is_whole and (amounts.diff() > 0).all():
-            reason = "counts the rows, and a number of that kind says nothing of a new row"
-        else:
-            return
-        advice = f"Leave it out: dataset.ignore=[{name}]."
-        log.warning("%s: the column %r %s. %s", self.shown, name, reason, advice)
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
         """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
@@ -504,14 +483,22 @@ class Table:
                 clean.append(column)
                 continue
             log.warning(
-                "%s, line %d: %r in the column %r was not in the training data; such values are "
-                "treated as unknown.",
+                "%s, line %d: %r in the column %r was not in the training data; such values count "
+                "as unknown.",
                 self.shown,
                 line + place,
                 str(texts[place])[:50],
                 column["name"],
             )
         return clean
+
+
+def check_values(name: str, values: Any) -> None:
+    """Raise UserError for a column without any value to learn from."""
+    if values.null_count == len(values):
+        raise UserError(
+            f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
+        )
 
 
 def tensor_of(array: Any) -> Tensor:
@@ -545,17 +532,32 @@ def mean_and_std(numbers: Tensor) -> tuple[float, float]:
     return numbers.mean().item(), std
 
 
-def _check_size(columns: list[Column], rows: int) -> None:
-    """Check that the numbers that a table becomes fit in memory: a small file can ask for any
-    amount.
+def _encoded(
+    table: Table,
+    columns: list[Column],
+    values: dict[str, Any],
+    rows: Tensor,
+) -> Tensor:
+    """Return the numbers that these rows become, (N, width); UserError for more than fit in memory.
+
+    The columns are taken out of `values`, so that a large table is not in memory twice.
     """
     widths = [len(names_of(column)) for column in columns]
-    if sum(widths) * rows > MOST_NUMBERS:
+    if sum(widths) * len(rows) > MOST_NUMBERS:  # a small file can ask for any amount
         name = columns[widths.index(max(widths))]["name"]
         raise UserError(
-            f"Column {name!r} has {max(widths)} categories in {rows} rows, "
+            f"Column {name!r} has {max(widths)} categories in {len(rows)} rows, "
             f"which is more than fits in memory.\nType dataset.ignore=[{name}]."
         )
+    inputs = torch.empty(len(rows), sum(widths))
+    start = 0
+    for column, width in zip(columns, widths, strict=True):
+        block = table.encode(column, values.pop(column["name"]))[rows]
+        if "categories" not in column:
+            block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0)
+        inputs[:, start : start + width] = block
+        start += width
+    return inputs
 
 
 def _read_target(
@@ -571,7 +573,10 @@ def _read_target(
         classes = trained["classes"]
         is_class = compute.is_in(texts, pyarrow.array(classes))
         texts = only(compute.or_(is_class, present.is_valid()), texts)
-        return kind, classes, labels_of(_respelled(name, texts, classes, table.notation), classes)
+        unknown = set(texts.unique().drop_null().to_pylist()).difference(classes)
+        if unknown:
+            raise unknown_class(min(unknown), classes)
+        return kind, classes, labels_of(texts, classes)
     where = f"dataset.target={name}"
     numbers = table.amounts(present)
     is_text = bool(numbers.isnan().sum() > present.null_count)
@@ -629,28 +634,10 @@ def labels_of(texts: Texts, classes: list[str]) -> Tensor:
     return tensor_of(compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64()))
 
 
-def _respelled(target: str, texts: Texts, classes: list[str], notation: "Notation") -> Texts:
-    """Return the values of a target as the classes of a run are spelled; UserError for one that is
-    none of them.
-
-    A number that is written differently, as 1.0 for 1, counts as the only class of that value,
-    with a warning.
-    """
-    amounts = notation.amounts(classes)
-    for name in sorted({*texts.unique().drop_null().to_pylist()}.difference(classes)):
-        [amount] = notation.amounts([name])
-        if amounts.count(amount) != 1:
-            raise unknown_class(name, classes)
-        known = classes[amounts.index(amount)]
-        texts = compute.if_else(compute.equal(texts, name), known, texts)
-        log.warning("dataset.target=%s: %r is read as the class %r.", target, name, known)
-    return texts
-
-
 def check_table(trained: Description) -> dict[str, Any]:
     """Return the table of a run's description; UserError if it was trained on something else."""
     if not is_description(trained):
-        raise UserError("dataset.trained: only a run sets this. Leave it out.")
+        raise UserError("dataset.trained: only a run sets this key. Leave it out.")
     if trained["table"] is None:
         raise UserError(
             f"dataset: the run was trained on {trained['dataset']}, which is not a table."

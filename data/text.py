@@ -21,10 +21,10 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
-MOST_IDS = 2**24  # classes; higher numbers are hardly token ids
-PIECE = 2**20  # tokens that are looked at together
-PIECES = 256  # that a fingerprint covers
-UNICODE = 0x110000  # numbers of characters
+MOST_IDS = 2**24  # most classes; larger numbers are unlikely to be token ids
+PIECE = 2**20  # tokens checked at once
+PIECES = 256  # pieces of the text that a fingerprint covers
+UNICODE = 0x110000  # code points of characters
 
 
 class TextSplit:
@@ -42,7 +42,7 @@ class TextSplit:
         self.length = length
         self.stride = stride
         self.target_shape = (length,)
-        self.nbytes: int = 16 * len(tokens)  # on another device, which gets them twice
+        self.nbytes: int = 16 * len(tokens)  # on another device, which needs two copies
 
     def __len__(self) -> int:
         return (len(self.tokens) - self.length - 1) // self.stride + 1
@@ -105,12 +105,7 @@ def text(
         count = 256 if form == "bytes" else count_ids(path, ids)
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
-        raise unreadable(path, f"these are {kind}, and the run was trained on {trained['tokens']}.")
-    if trained is not None and length != trained["in_shape"][0]:
-        usual = trained["in_shape"][0]
-        raise UserError(
-            f"dataset.length={length}: the run was trained with dataset.length={usual}. Type that."
-        )
+        raise unreadable(path, f"these are {kind}, but the run was trained on {trained['tokens']}.")
     train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]
     return Data(name, train, val, test, (length,), count, classes=classes, tokens=kind)
@@ -133,7 +128,7 @@ def _parts(
                 f"dataset.length={length}: the {name} part has {size:,} of the {len(ids):,} tokens "
                 f"in {printable(path)}, but a window and its targets take {length + 1:,}.\n"
                 "Type a shorter dataset.length, or other fractions: dataset.val_fraction, "
-                "dataset.test_fraction (0: no such part)."
+                "dataset.test_fraction (0 leaves it out)."
             )
         part = TextSplit(ids[start : start + size], length, length if parts else stride)
         parts.append(part if fraction > 0 else None)
@@ -190,7 +185,7 @@ def open_ids(path: str, form: str) -> Tokens:
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     except (ValueError, EOFError):
         raise unreadable(
-            path, f"it does not hold {form}.\nType dataset.tokens= one of: {', '.join(FORMS)}."
+            path, f"it does not contain {form}.\nType dataset.tokens= one of: {', '.join(FORMS)}."
         ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise unreadable(path, "token ids are a one-dimensional array of whole numbers.")

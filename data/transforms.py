@@ -12,7 +12,6 @@ from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import CPU, mix_seed, random_states, seed_generators, set_random_states
 
 MODULE = "torchvision.transforms.v2"
-OF_BATCHES = {"MixUp": "mixup", "CutMix": "cutmix"}
 
 
 def is_transform(item: Any) -> bool:
@@ -20,8 +19,6 @@ def is_transform(item: Any) -> bool:
     modules = [base.__module__ for base in type(item).__mro__]
     name = type(item).__name__
     if any(module.startswith(MODULE) for module in modules):
-        if name in OF_BATCHES:
-            raise UserError(f"dataset.augment: instead of {name}, type {OF_BATCHES[name]}.")
         return True
     if any(module.startswith("torchvision.transforms.") for module in modules):
         raise UserError(f"dataset.augment: instead of this {name}, use {MODULE}.{name}.")
@@ -44,7 +41,7 @@ class PerSample:
         self.names = ", ".join(type(transform).__name__ for transform in transforms)
         if len(self.in_shape) != 3:
             raise UserError(
-                f"dataset.augment: {self.names} is for images, and these inputs have the shape "
+                f"dataset.augment: {self.names} is for images, but these inputs have the shape "
                 f"{self.in_shape}."
             )
         self.sets_size = self._sets_size()
@@ -83,7 +80,7 @@ class PerSample:
         has_mask = targets.ndim == 2 and not targets.is_floating_point()
         sample = [Image(inputs)]
         if has_mask:
-            # What comes in from outside an image is 0, so that the classes begin at 1.
+            # Pixels from outside an image become 0, so classes begin at 1.
             sample.append(Mask((targets + 1).where(targets != IGNORED, 0)))
         for transform in self.transforms:
             name = type(transform).__name__
@@ -109,6 +106,6 @@ class PerSample:
             )
         if inputs.shape != self.in_shape:
             raise UserError(
-                f"dataset.augment: {self.names} gives an image of {tuple(inputs.shape)}, but the "
-                f"data set has {self.in_shape}."
+                f"dataset.augment: {self.names} returns an image of shape {tuple(inputs.shape)}, "
+                f"but the data set has {self.in_shape}."
             )

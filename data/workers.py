@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -30,13 +30,13 @@ from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
 
 TIMEOUT = 300  # seconds to wait for one batch
-POLL = 1.0  # seconds between two looks at whether the workers still live
-END = object()  # what comes after the last batch
-INSTEAD = "Type dataset.workers=0 to have the samples read by this process."
-# The processes of all loaders.
+POLL = 1.0  # seconds between two checks that the workers are alive
+END = object()  # marks the end of the batches
+INSTEAD = "Type dataset.workers=0 to read the samples in this process."
+# Worker processes of all loaders.
 WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=WORKERS.clear)  # they are the parent's to end
+    os.register_at_fork(after_in_child=WORKERS.clear)  # only the parent ends its workers
 
 # (epoch, indices of a batch).
 Place = tuple[int, list[int]]
@@ -56,16 +56,6 @@ def whole_of(dataset: Any) -> Any:
     return dataset
 
 
-def reading(
-    split: Any, transforms: PerSample | None, epoch: int
-) -> Callable[[list[int]], tuple[Any, Any]]:
-    """Return the function that reads samples of a split, transformed as in this epoch."""
-    if transforms is None:
-        read: Callable[[list[int]], tuple[Any, Any]] = split.__getitem__
-        return read
-    return functools.partial(transforms.read, split, epoch)
-
-
 class Workers:
     """`count` processes that read batches `ahead` of the training; with 0, this process reads each
     when it is wanted.
@@ -78,21 +68,21 @@ class Workers:
     ) -> None:
         self.reader = reader
         self.timeout = timeout
-        self.plan = Plan()
+        self.plan: list[Place] = []  # the sampler: the batches that are still to be read
         self.loader: Any = torch.utils.data.DataLoader(
             reader,
-            batch_size=None,  # an index of the plan is a whole batch already: nothing is collated
+            batch_size=None,  # each index is already a whole batch, so nothing is collated
             sampler=self.plan,
             num_workers=count,
             pin_memory=pin_memory,
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
-            # Its own, or each epoch would draw from the global one.
+            # Its own generator, or each epoch would draw from the global one.
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
-        self.batches: Any = None  # the iterator of the loader
-        self.processes: list[BaseProcess] = []  # from the first batch on
+        self.batches: Any = None  # the loader's iterator
+        self.processes: list[BaseProcess] = []  # set at the first batch
 
     def read(self, plan: list[Place]) -> Iterator[Any]:
         """Yield the batches of the plan; the processes live on for the next one."""
@@ -104,34 +94,35 @@ class Workers:
                     raise batch
                 finally:
                     # It would keep itself alive through this frame, and the workers would only end
-                    # with the garbage collection.
+                    # at garbage collection.
                     del batch
             yield batch
 
     def _start(self, plan: list[Place]) -> None:
         """Begin to read the plan; the workers are started with the first one."""
         if self.processes:
-            # What the workers had begun before a seek is waited for, and dropped.
-            self.plan.batches = []
+            # Batches begun before a seek are awaited and dropped.
+            self.plan.clear()
             while self._take() is not END:
                 pass
             if not all(worker.is_alive() for worker in self.processes):
                 raise self._lost(None)
-            self.batches._timeout = (
-                0  # private: DataLoader's timeout, for this iterator, torch 2.15
-            )
-        self.plan.batches = plan
+            self.batches._timeout = 0  # private: this iterator's timeout, torch 2.15
+        self.plan[:] = plan
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Here, or a pending signal would arrive before the processes to end are known.
-                # private: _workers, the processes of an iterator, torch 2.15
+                # Recorded here, or a pending signal could arrive before the processes to end are
+                # known. private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
-                self._end_with_this_process()
+                WORKERS.update(self.processes)
+                # To be the first at exit: torch waits 5 s for each, and multiprocessing forever.
+                atexit.unregister(kill_all)
+                atexit.register(kill_all)
         except Exception as error:
             if self.processes:
                 raise self._lost(error) from None
-            # Too little memory, or a split that cannot be pickled.
+            # Not enough memory, or a split that cannot be pickled.
             kind = TrainingError if isinstance(error, OSError) else UserError
             raise kind(
                 f"dataset.workers={self.loader.num_workers}: the workers could not be "
@@ -139,16 +130,8 @@ class Workers:
                 f"{INSTEAD}"
             ) from error
         if self.processes:
-            # Only now: their start may take seconds, which is no hang.
+            # Set only now, since starting workers may take seconds.
             self.batches._timeout = POLL  # private: as above
-
-    def _end_with_this_process(self) -> None:
-        """Have the processes killed at exit, before torch waits 5 s for each, and multiprocessing
-        forever.
-        """
-        WORKERS.update(self.processes)
-        atexit.unregister(kill_all)
-        atexit.register(kill_all)
 
     def _take(self) -> Any:
         """Return the next batch or END; TrainingError if a worker is lost or all are too slow."""
@@ -159,7 +142,8 @@ class Workers:
             except RuntimeError as error:
                 if not is_late(error) or time.monotonic() >= limit:
                     raise self._lost(error) from None
-            except Exception as error:  # of the hand-over: too many open files, no shared memory
+            # passing a batch failed: too many open files, no shared memory
+            except Exception as error:
                 raise self._lost(error) from None
 
     def _lost(self, error: Exception | None) -> TrainingError:
@@ -174,8 +158,8 @@ class Workers:
             return self._died(workers[first].pid, codes[first] or 0, readings[first])
         if error is not None and not is_late(error):
             return TrainingError(
-                f"The loader's workers could not hand over {self.reader.part}: {cause(error)}.\n"
-                f"Type a lower dataset.workers than {len(workers)}, or 0."
+                f"The loader's workers could not pass on {self.reader.part}: {cause(error)}.\n"
+                f"Type a dataset.workers below {len(workers)}, or 0."
             )
         busy = ""
         for worker, reading in zip(workers, readings, strict=True):
@@ -184,7 +168,7 @@ class Workers:
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "
             f"seconds{busy}.\n"
-            "Type a higher dataset.timeout if that may take so long (0: no limit)."
+            "If reading may take this long, type a higher dataset.timeout (0: no limit)."
         )
 
     def _died(self, pid: int | None, code: int, reading: str) -> TrainingError:
@@ -194,7 +178,7 @@ class Workers:
         during = f" while it read {reading}" if reading else ""
         return TrainingError(
             f"The loader's worker {pid} {end}{during}.\n"
-            f"If memory is short, type a lower dataset.workers than {len(self.processes)}, or give "
+            f"If memory is short, type a dataset.workers below {len(self.processes)}, or provide "
             "more shared memory (docker run --shm-size=8g). Or type dataset.workers=0."
         )
 
@@ -210,21 +194,6 @@ class Workers:
 def is_late(error: Exception | None) -> bool:
     """Tell whether an error of a DataLoader says that no batch arrived within its timeout."""
     return str(error).startswith("DataLoader timed out")
-
-
-class Plan(torch.utils.data.Sampler[Place]):
-    """The sampler of a HostLoader: the batches still to read, replaced each epoch, so that the
-    workers can live on.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[Place] = []
-
-    def __iter__(self) -> Iterator[Place]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 class Reader(torch.utils.data.Dataset[Any]):
@@ -248,8 +217,8 @@ class Reader(torch.utils.data.Dataset[Any]):
         self.part = part
         self.stream: tuple[Any, ...] | None = stream
         if type(split) in (TensorSplit, ImageSplit):
-            self.stream = None  # those draw nothing
-        # Of each worker: how many samples it is reading, and the first three of them.
+            self.stream = None  # other operations draw no random numbers
+        # For each worker: how many samples it is reading, and the first three of them.
         self.reading = torch.zeros(workers, 4, dtype=torch.int64)
         if workers > 0:
             self.reading.share_memory_()
@@ -271,11 +240,15 @@ class Reader(torch.utils.data.Dataset[Any]):
         return batch
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
-        read = reading(self.split, self.transforms, epoch)
         if self.stream is None:
-            return read(indices)
+            return self._transformed(epoch, indices)
         with random_stream("read", *self.stream, epoch, indices[0]):
-            return read(indices)
+            return self._transformed(epoch, indices)
+
+    def _transformed(self, epoch: int, indices: list[int]) -> Any:
+        if self.transforms is None:
+            return self.split[indices]
+        return self.transforms.read(self.split, epoch, indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
         """Return the error for these samples; it names the first one that fails on its own, too."""
@@ -318,13 +291,13 @@ def begin_worker(_: int, parent: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # A fork's parent may have died before it could be asked for; of other kinds it is a server that
-    # dies with it.
+    # The parent may have died before the fork could ask for it. With other start methods the parent
+    # is a server, which dies with it.
     if multiprocessing.get_start_method() != "fork":
         parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # A thread of multiprocessing shows a traceback with it if the parent ends in the middle of a
-    # hand-over.
+    # With it, a multiprocessing thread would print a traceback if the parent ends while receiving a
+    # batch.
     sys.excepthook = lambda *_: None
 
 
@@ -354,7 +327,7 @@ def stops_wait() -> Iterator[None]:
     """Keep SIGINT and SIGTERM from processes that are started within, until `begin_worker` has them
     ignored.
     """
-    # A fork server would hand the mask on to other processes than ours.
+    # A fork server would pass the mask on to other processes.
     is_server = multiprocessing.get_start_method() == "forkserver"
     if is_server or not hasattr(signal, "pthread_sigmask"):
         yield

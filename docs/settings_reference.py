@@ -104,7 +104,7 @@ def type_of(row: Row) -> str:
     """Return the type of a setting in words."""
     default = row.value
     record = settings.SETTINGS.get(row.key, settings.Setting())
-    limit = record.limit
+    limit = settings.limit_of(row.key)
     words = {bool: "true or false", int: "integer", float: "number", list: "list", dict: "mapping"}
     if isinstance(limit, Choice):
         values = sorted(limit.values, key=lambda value: value is False)  # true before false

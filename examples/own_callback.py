@@ -27,21 +27,21 @@ class Plateau(Monitor):
     def on_fit_start(self, trainer):
         super().on_fit_start(trainer)
         if not isinstance(trainer.scheduler, Schedule):
-            what = f"{type(trainer.scheduler).__name__} sets the rates by itself"
+            what = f"{type(trainer.scheduler).__name__} sets the rates itself"
             raise UserError(
                 f"callbacks.plateau: {what}. Type scheduler=constant, or another one of stoker.trainer.schedules."
             )
 
     def on_log(self, trainer, row):
         better = self.improved(trainer, row)
-        if better is None:  # not a row of an evaluation
+        if better is None:  # not an evaluation row
             return
         self.waited = 0 if better else self.waited + 1
         if self.waited == self.patience:
             self.waited = 0
             rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
             trainer.set_lr([rate * self.factor for rate in rates])
-            if launch.is_first():  # of several processes one prints
+            if launch.is_first():  # only one of several processes prints
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"
                 )

@@ -35,7 +35,7 @@ class Tones:
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
         self.targets = self.numbers % 4
-        self.nbytes = 4 * length * len(self.numbers)  # as if all of it were in memory
+        self.nbytes = 4 * length * len(self.numbers)  # as if it were all in memory
 
     def __len__(self):
         return len(self.numbers)
@@ -49,7 +49,7 @@ class Tones:
         return self[list(range(len(self)))]
 
     def tone(self, i):
-        # Seeded by its number, so that a sample is always the same.
+        # Seeded by the sample's index, so that each sample is always the same.
         generator = torch.Generator().manual_seed(self.numbers[i].item())
         noise = torch.randn(self.length, generator=generator)
         return torch.sin(torch.arange(self.length) * (0.2 + 0.1 * self.targets[i])) + 3 * noise

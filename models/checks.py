@@ -3,9 +3,8 @@
 Each raises a ValueError whose text starts with the argument's name.
 """
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 
 def check(name: str, value: object, valid: bool, wanted: str) -> None:
@@ -25,14 +24,9 @@ def check_dropout(value: float) -> None:
     check("dropout", value, valid, "a number at least 0 and at most 0.95")
 
 
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Check that a value is one of the choices, and suggest the one that was likely meant."""
-    choices = list(choices)
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        names = ", ".join(choices)
-        raise ValueError(f"{name}={value}: there is no such choice.{hint}\nGive one of: {names}.")
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Check that a value is one of the choices."""
+    check(name, value, value in choices, f"one of: {', '.join(choices)}")
 
 
 def check_sizes(name: str, sizes: Sequence[int], *, empty: bool = False) -> list[int]:
@@ -51,7 +45,7 @@ def check_image(model: str, in_shape: Sequence[int]) -> tuple[int, int, int]:
     """Return (channels, height, width) of the inputs; ValueError if they are not images."""
     if len(in_shape) != 3:
         raise ValueError(
-            f"{model} takes images, and these inputs have the shape {tuple(in_shape)}.\n"
+            f"{model} takes images, but these inputs have the shape {tuple(in_shape)}.\n"
             "Type model=mlp or model=linear."
         )
     channels, height, width = in_shape

@@ -30,7 +30,7 @@ class CNN(nn.Module):
         for outputs in check_sizes("channels", channels):
             blocks.append(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False))
             if min(height, width) >= 4:
-                # In front of the norm: norm and activation have a quarter of the work.
+                # Before the norm, so that norm and activation have a quarter of the work.
                 blocks.append(nn.MaxPool2d(2))
                 height //= 2
                 width //= 2

@@ -35,7 +35,7 @@ class GPT(nn.Module):
         super().__init__()
         if len(in_shape) != 1:
             raise ValueError(
-                f"gpt takes tokens, and these inputs have the shape {tuple(in_shape)}.\n"
+                f"gpt takes tokens, but these inputs have the shape {tuple(in_shape)}.\n"
                 "Type dataset=text, or another model."
             )
         for name, size in (("layers", layers), ("heads", heads), ("width", width)):
@@ -54,7 +54,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        # Each block adds two terms to the sum that runs through all of them.
+        # Each block adds two terms to the residual stream.
         for block in blocks:
             for last in (block.attention.out, block.shrink):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
@@ -66,7 +66,7 @@ class GPT(nn.Module):
         x = self.dropout(self.tokens(inputs) + self.positions(places))
         for i, block in enumerate(self.blocks):
             x = block(x, past[i] if past else None)
-        # The embedding is the output layer too, without a second name in the checkpoints.
+        # The output layer shares the embedding's weight, without a second name in checkpoints.
         return functional.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
 
     @torch.no_grad()
@@ -77,7 +77,6 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
-        cached: bool = True,
     ) -> Tensor:
         """Return the tokens (N, T) with `count` more, drawn one by one.
 
@@ -89,23 +88,19 @@ class GPT(nn.Module):
             temperature: Divides the logits; at 0, the token with the highest logit is chosen.
             top_k: Choose among the `top_k` highest logits only.
             generator: Of the CPU, where the tokens are drawn, whatever the device.
-            cached: Whether keys and values of earlier tokens are kept; if not, they are computed
-                again for each token.
         """
-        past = [Past() for _ in self.blocks] if cached else None
+        past = [Past() for _ in self.blocks]
         context = tokens[:, -self.length :]
         new = context
         for _ in range(count):
-            # Not self(...): a compiled forward would be compiled again for each length.
+            # Not self(...), which would be recompiled for each length.
             logits = self.forward(new, past)[:, :, -1]
             new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat([tokens, new], 1)
             context = torch.cat([context, new], 1)
             if context.shape[1] > self.length:
                 context = context[:, -max(1, self.length // 2) :]
-                past = [Past() for _ in self.blocks] if cached else None
-                new = context
-            elif not cached:
+                past = [Past() for _ in self.blocks]
                 new = context
         return tokens
 
@@ -144,7 +139,7 @@ class Attention(nn.Module):
         samples, count, width = x.shape
         qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
-        # After others, a single token sees all of them.
+        # A single token after others sees all of them.
         is_causal = past is None or past.count == 0
         if past is not None:
             keys, values = past.extend(keys, values)
@@ -188,6 +183,6 @@ def choose(
     if top_k is not None:
         lowest = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -math.inf)
-    # The highest is 0, so that no temperature makes infinity of it.
+    # The highest logit becomes 0, so that no temperature makes it infinite.
     shares = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
     return torch.multinomial(shares, 1, generator=generator)

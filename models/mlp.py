@@ -45,7 +45,7 @@ class MLP(nn.Module):
         norm_layer = NORMS[norm]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in itertools.pairwise(sizes):
-            # The norm has an offset, so a bias in front of it would do nothing.
+            # The norm has an offset, so a bias before it would have no effect.
             layers.append(nn.Linear(inputs, outputs, bias=norm_layer is None))
             if norm_layer is not None:
                 layers.append(norm_layer(outputs))

@@ -60,7 +60,8 @@ class ResNet(nn.Module):
         inputs = widths[0]
         stages = []
         for stage, outputs in enumerate(widths):
-            # Not down to 1x1: with one sample in a batch, the norms would see one value a channel.
+            # Not down to 1x1: with a single sample in a batch, the norms would see one value per
+            # channel.
             stride = 2 if stage > 0 and smallest >= 3 else 1
             smallest = -(-smallest // stride)
             for i in range(blocks[stage]):

@@ -49,11 +49,12 @@ class WhitenedCNN(nn.Module):
         check_choice("views", views, VIEWS)
         if min(height, width) < 3:
             raise ValueError(
-                f"whitened_cnn takes images from 3x3 up, and these have {height}x{width}."
+                "whitened_cnn takes images of at least 3x3 pixels, but these have "
+                f"{height}x{width}."
             )
         self.logit_scale = logit_scale
         self.views = views
-        # Each direction of a 2x2 patch, and its negative.
+        # Each principal direction of a 2x2 patch, and its negative.
         inputs = 2 * channels * 2 * 2
         self.first = nn.Conv2d(channels, inputs, 2)
         smallest = min(height, width) - 1
@@ -82,7 +83,7 @@ class WhitenedCNN(nn.Module):
     def logits(self, inputs: Tensor) -> Tensor:
         """Compute the logits of the images as they are."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        # In full precision: in bf16 two near logits would often be equal.
+        # In full precision, since close logits would often be equal in bf16.
         with torch.autocast(inputs.device.type, enabled=False):
             outputs: Tensor = self.head(features.to(self.head.weight.dtype))
             return outputs * self.logit_scale
@@ -159,14 +160,14 @@ class Whiten(Callback):
             raise UserError(
                 f"callbacks.whiten: {name} has no layer to whiten. Type model=whitened_cnn."
             )
-        if trainer.step == 0:  # a resumed run has its filters already
+        if trainer.step == 0:  # a resumed run already has its filters
             trainer.module.whiten(first_images(trainer.train_loader, self.images))
         trainer.module.first.weight.requires_grad_(False)
         self.on_step_end(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
         module = trainer.module
-        assert isinstance(module, WhitenedCNN)  # on_fit_start has checked it
+        assert isinstance(module, WhitenedCNN)  # checked by on_fit_start
         assert module.first.bias is not None
         learns = trainer.step < self.bias_epochs * trainer.steps_per_epoch
         module.first.bias.requires_grad_(learns)
@@ -174,7 +175,7 @@ class Whiten(Callback):
 
 def first_images(loader: Any, count: int) -> Iterator[Tensor]:
     """Yield the images of the first batches: `count` in all, or as many as an epoch has."""
-    # `fit` seeks before it starts, so this changes the order of nothing.
+    # `fit` seeks before it starts, so this does not affect the order of batches.
     loader.seek(0)
     for images, *_ in loader:
         share = range(launch.rank(), count, launch.world_size())

@@ -1,5 +1,6 @@
 """The command `stoker`, also `python -m stoker`."""
 
+import gc
 import time
 
 from stoker.command import signals
@@ -9,9 +10,11 @@ START = time.perf_counter()
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    signals.listen()  # before anything that takes time
+    signals.listen()  # before any slow import
+    gc.disable()  # imports leave little to collect, and each collection walks through them all
     from stoker.tasks.main import run
 
+    gc.enable()
     run(START)
 
 

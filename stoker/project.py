@@ -7,7 +7,6 @@ is the working directory.
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ else:
     import tomli as tomllib
 
 FILE = "stoker.toml"
-SHARED_FILE = "pyproject.toml"  # its table [tool.stoker]
+SHARED_FILE = "pyproject.toml"  # in its [tool.stoker] table
+EXAMPLES = {"trusted": '["mypackage"]', "experiment": '"NAME"', "runs": '"FOLDER"'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Project:
 
     root: Path
     file: Path | None = None
-    trusted: tuple[str, ...] = ()  # packages that a _target_ in a config may name
-    experiment: str | None = None  # the one of a training that names none
-    runs: str = "runs"  # where runs go, relative to the root
+    trusted: tuple[str, ...] = ()  # packages that a config's _target_ may name
+    experiment: str | None = None  # the experiment used if none is typed
+    runs: str = "runs"  # folder for runs, relative to the root
 
     @property
     def runs_folder(self) -> str:
@@ -45,17 +45,10 @@ class Project:
         return [str(self.root), str(source)] if source.is_dir() else [str(self.root)]
 
     def enter(self) -> None:
-        """Have the project's modules found; UserError for a trusted package that is not there."""
+        """Have the project's modules found."""
         for folder in reversed(self.import_folders()):
             if folder not in sys.path:
                 sys.path.insert(0, folder)
-        for package in self.trusted:
-            name = package.partition(".")[0]
-            if importlib.util.find_spec(name) is None:
-                raise UserError(
-                    f"{self.file}: trusted names {package}, and {self.root} has no such package. "
-                    f"Correct the name, or add the folder {name}."
-                )
 
 
 def current() -> Project:
@@ -89,36 +82,28 @@ def table_in(file: Path) -> dict[str, Any] | None:
         return None
     try:
         values: Any = tomllib.loads(contents.decode())
-    except ValueError as error:  # also if it is not UTF-8
+    except ValueError as error:  # also raised if it is not UTF-8
         raise UserError(f"{file}: this is not valid TOML ({error}).") from None
     if file.name == FILE:
         return dict(values)
-    tools = values.get("tool")
-    table = tools.get("stoker") if isinstance(tools, dict) else None
-    if table is not None and not isinstance(table, dict):
-        raise UserError(f"{file}: tool.stoker is not a table. Type [tool.stoker] above its keys.")
+    table: dict[str, Any] | None = values.get("tool", {}).get("stoker")
     return table
 
 
 def checked(file: Path, table: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a project file; UserError for an unknown one or a wrong value."""
-    keys = ("trusted", "experiment", "runs")
-    for key in table:
-        if key not in keys:
+    for key, value in table.items():
+        if key not in EXAMPLES:
             raise UserError(
-                f"{file}: there is no key {key}.{did_you_mean(key, keys)} "
-                f"The keys are {', '.join(keys)}."
+                f"{file}: there is no key {key}.{did_you_mean(key, EXAMPLES)} "
+                f"The keys are {', '.join(EXAMPLES)}."
             )
-    packages = table.get("trusted", [])
-    if not isinstance(packages, list) or not all(map(is_dotted_name, packages)):
-        raise UserError(
-            f'{file}: trusted is a list of package names. Type trusted = ["mypackage"].'
-        )
-    for key in ("experiment", "runs"):
-        value = table.get(key)
-        if key in table and (not isinstance(value, str) or not value):
-            raise UserError(f'{file}: {key} is a string. Type {key} = "NAME".')
-    return {**table, "trusted": tuple(packages)}
+        is_valid = isinstance(value, str) and value != ""
+        if key == "trusted":
+            is_valid = isinstance(value, list) and all(map(is_dotted_name, value))
+        if not is_valid:
+            raise UserError(f"{file}: {key} is not valid. Type {key} = {EXAMPLES[key]}.")
+    return {**table, "trusted": tuple(table.get("trusted", ()))}
 
 
 def is_dotted_name(value: Any) -> bool:

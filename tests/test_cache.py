@@ -186,7 +186,7 @@ def test_links_and_pipes_are_refused(folder, name, kind):
         (target / "mine.txt").write_text("mine")
     before = victim.read_bytes() if name else b""
     with pytest.raises(
-        UserError, match="dataset.cache=.*no decoded images can be kept there"
+        UserError, match="dataset.cache=.*decoded images cannot be cached there"
     ) as caught:
         open_folder(folder)
     assert str(caught.value).count("\n") == 1
@@ -214,7 +214,7 @@ def test_its_header_tells_a_person_what_it_is(folder):
         40,
         [3, 5, 6],
     )
-    assert "May be deleted" in about["note"] and sorted(os.listdir(place)) == sorted(FILES)
+    assert "You can delete them" in about["note"] and sorted(os.listdir(place)) == sorted(FILES)
     assert (place / PIXELS).stat().st_size == 40 * 90 and os.listdir(place.parent) == [place.name]
 
 
@@ -341,7 +341,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     data = open_folder(folder)
     (train, val, test), why = make_loaders(data, workers=0, **OPTIONS)
     assert why == (
-        "streamed with 0 workers, which decodes the images; the next run has them resident; "
+        "streamed with 0 workers, which decodes the images; in the next run they are resident; "
         + data.train.place
     )
     assert isinstance(train, HostLoader)
@@ -352,7 +352,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     (train, _, _), why = make_loaders(open_folder(folder), workers=2, **OPTIONS)
     assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 0.0 MiB of ")
     same(epochs(train), reference)
-    with pytest.raises(UserError, match="no use for workers"):
+    with pytest.raises(UserError, match="does not use workers"):
         make_loaders(data, batch_size=5, workers=2, resident=True)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import functools
 import json
 import math
@@ -12,7 +13,8 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.diagnostics.lr_find import draw, lr_find
+from stoker.diagnostics import lr_find as search
+from stoker.diagnostics.lr_find import lr_find
 from stoker.runs.loggers import JSONL, TensorBoard
 from stoker.trainer import callbacks, checkpoint
 from stoker.trainer.callbacks import (
@@ -126,7 +128,7 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
     trainer.fit(loaders()[0])
     before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
-    with pytest.raises(UserError, match="A batch is a tuple of 3"):
+    with pytest.raises(UserError, match="A batch is a tuple of 3, but compute_loss takes"):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
 
@@ -540,8 +542,8 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
     trainer.fit(*loaders())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        "device",
         "model",
+        "device",
         "plan",
         "epoch",
         "epoch",
@@ -638,7 +640,12 @@ def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
     first.callbacks = [Watch()]
     first.fit(train_loader)
     assert math.isclose(found.losses[0], rows[0]["train/loss"], rel_tol=1e-6)
-    assert draw(found, tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    search.write(found, tmp_path / "new" / "curve.csv")
+    with open(tmp_path / "new" / "curve.csv", encoding="utf-8", newline="") as file:
+        read = [(float(row["lr"]), float(row["loss"])) for row in csv.DictReader(file)]
+    expected = list(zip(found.rates, found.losses, strict=True))
+    for row, pair in zip(read, expected, strict=True):
+        assert row == pytest.approx(pair, rel=1e-5)
 
 
 def schedule_constant(optimizer, total_steps):
@@ -758,7 +765,7 @@ def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):
 
 def test_an_average_that_the_checkpoint_has_not_is_refused(tmp_path):
     make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
-    with pytest.raises(UserError, match="no state of the callback EMA"):
+    with pytest.raises(UserError, match="no state for the callback EMA"):
         make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(
             *loaders(), resume=checkpoint.newest(tmp_path)[0]
         )
@@ -810,6 +817,6 @@ def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_is_explain
     val.inputs[:] = math.nan
     resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
     with pytest.raises(
-        TrainingError, match="all weights are finite.\nLook at the data and the targets of val"
+        TrainingError, match="all weights are finite.\nCheck the data and the targets of val"
     ):
         resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

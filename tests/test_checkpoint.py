@@ -159,7 +159,7 @@ def test_tied_and_non_contiguous_tensors(tmp_path):
 
 
 def test_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(TypeError, match=r"state/a/1: .* not set"):
+    with pytest.raises(UserError, match=r"state/a/1: .* not set"):
         save(tmp_path / "new" / "state.ckpt", {"a": [1, {2}]})
     assert list(tmp_path.iterdir()) == []
 
@@ -178,7 +178,7 @@ def test_a_tuple_as_a_key_comes_back_or_is_refused(tmp_path):
     state = {(0, 1): 2}
     try:
         save(tmp_path / "state.ckpt", state)
-    except TypeError:
+    except UserError:
         return
     assert equal(state, load(tmp_path / "state.ckpt"))
 
@@ -494,9 +494,7 @@ def test_no_good_one_is_an_error_and_none_at_all_is_none(tmp_path):
     fill(tmp_path, 1, 2)
     damage(tmp_path / "step_1.ckpt")
     damage(tmp_path / "step_2.ckpt")
-    with pytest.raises(
-        TrainingError, match=r"(?s)None of the 2 checkpoints .*run_dir=DIR"
-    ) as caught:
+    with pytest.raises(TrainingError, match=r"(?s)All 2 checkpoints .*run_dir=DIR") as caught:
         checkpoint.newest(tmp_path)
     assert 1 <= len(str(caught.value).splitlines()) <= 3
     with pytest.raises(TrainingError):

@@ -65,7 +65,7 @@ def test_split_of_a_number_and_of_other_seeds():
     parts = split_indices(1000, [0.1, 0.2], 0)
     assert [len(part) for part in parts] == [700, 100, 200]
     assert not torch.equal(parts[1], split_indices(1000, [0.1, 0.2], 1)[1])
-    with pytest.raises(UserError, match=r"3 samples cannot be divided by the fractions 0.1"):
+    with pytest.raises(UserError, match=r"3 samples cannot be split by the fractions 0.1"):
         split_indices(torch.tensor([0, 1, 2]), [0.1], 0)
 
 
@@ -242,7 +242,7 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
         ),
         (
             lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]),
-            "targets of .* cannot be stacked, .*\n.*of one shape",
+            "targets of .* cannot be stacked, .*\n.*of equal shape",
         ),
     ],
 )
@@ -282,13 +282,13 @@ def tensors():
             torch.zeros(5, 4),
             torch.tensor([0, 1] * 3),
             "classification",
-            "there are 5 inputs and 6 targets",
+            "there are 5 inputs but 6 targets",
         ),
         (
             torch.zeros(6, 3),
             torch.tensor([0, 1] * 3),
             "classification",
-            r"have the shape \(3,\), and should have \(4,\)",
+            r"have the shape \(3,\), but should have \(4,\)",
         ),
         (
             torch.zeros(6, 4),
@@ -314,7 +314,7 @@ def tensors():
             "regression",
             r"targets\[2, 0\] is inf",
         ),
-        (torch.zeros(3, 4), torch.zeros(4, 1), "regression", "there are 3 inputs and 4 targets"),
+        (torch.zeros(3, 4), torch.zeros(4, 1), "regression", "there are 3 inputs but 4 targets"),
     ],
 )
 def test_parts_are_checked(part, inputs, targets, kind, words):
@@ -331,7 +331,8 @@ def test_parts_are_checked(part, inputs, targets, kind, words):
 def test_classes_are_checked():
     one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
     with pytest.raises(
-        UserError, match="mine: all 3 training samples are of one class, 'dog'. There is nothing"
+        UserError,
+        match="mine: all 3 training samples have the same class, 'dog', so there is nothing",
     ):
         Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"]).check_classes()
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
@@ -341,7 +342,7 @@ def test_classes_are_checked():
     ):
         Data("mine", tensors(), more, None, (4,), 3).check_classes()
     Data("mine", more, one, tensors(), (4,), 9).check_classes()
-    with pytest.raises(UserError, match="there is no training part"):
+    with pytest.raises(UserError, match="has no training part"):
         Data("mine", None, one, None, (4,), 3)
 
 

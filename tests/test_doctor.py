@@ -49,21 +49,13 @@ def test_a_layer_that_is_dead_is_named(caplog, capsys):
     model = three_layers()
     nn.init.constant_(model[2].bias, -1000.0)
     doctor = examined(model, optimizer=torch.optim.SGD)
-    assert doctor.said == {
-        "dead": ["0", "2", "4"],
-        "saturated": ["3"],
-    }  # in front of it and behind it nothing arrives
-    dead, saturated = caplog.messages  # and not again at each of the samples after it
+    # In front of it and behind it nothing arrives.
+    assert doctor.said == {"dead": ["0", "2", "4"]}
+    (dead,) = caplog.messages  # and not again at each of the samples after it
     assert dead.startswith(
         "doctor: dead, at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16"
     )
-    assert saturated.startswith(
-        "doctor: saturated, at step 3: 3 (100% of its outputs).\nPut a norm in front"
-    )
-    assert (
-        capsys.readouterr().out
-        == "doctor   3 weights in 24 of 24 steps: dead in 3; saturated in 1\n"
-    )
+    assert capsys.readouterr().out == "doctor   3 weights in 24 of 24 steps: dead in 3\n"
 
 
 class Functional(nn.Module):
@@ -90,16 +82,9 @@ def test_units_are_counted_also_where_the_activation_is_no_module(caplog):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_rate_that_is_far_too_high_or_too_low(optimizer):
+def test_a_rate_that_is_far_too_high(optimizer):
     high = examined(three_layers(nn.Tanh), 1e3, optimizer, scheduler=schedules.constant)
     assert set(high.said["large updates"]) >= {"0", "2"}
-    low = examined(three_layers(nn.Tanh), 1e-9, optimizer)
-    assert low.said == {"small updates": ["0", "2", "4"]}
-
-
-def test_the_ends_of_a_schedule_are_no_small_updates():
-    cosine = functools.partial(schedules.cosine, warmup=12, final=0.0)
-    assert examined(three_layers(), 1e-4, every=1, scheduler=cosine).said == {}
 
 
 def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_norms(caplog):
@@ -125,13 +110,6 @@ def test_gradients_that_explode():
     assert "exploding" in examined(model, 1e-6).said
 
 
-def test_activations_that_are_saturated():
-    model = three_layers(nn.Tanh)
-    with torch.no_grad():
-        model[0].weight.mul_(1000)
-    assert examined(model, 1e-3).said["saturated"] == ["1"]
-
-
 @pytest.mark.parametrize("make", [MLP, CNN])
 def test_healthy_trainings_on_the_digits_get_no_warning(make, capsys, caplog):
     data = datasets.digits()
@@ -147,7 +125,7 @@ def test_healthy_trainings_on_the_digits_get_no_warning(make, capsys, caplog):
     trainer.fit(train, val)
     assert not doctor.said and not caplog.messages
     assert (
-        f"doctor   {3 if make is MLP else 4} weights in 23 of 100 steps: nothing"
+        f"doctor   {3 if make is MLP else 4} weights in 23 of 100 steps: no warnings"
         in capsys.readouterr().out
     )
 
@@ -208,7 +186,6 @@ def test_sizes_are_those_of_the_step():
     assert sample.updates["0"] == pytest.approx(
         0.25 / 5 * size, rel=1e-4
     )  # four steps of warmup come first
-    assert sample.at_full_rate["0"] == pytest.approx(0.25 * size, rel=1e-4)
 
 
 def test_steps_that_the_scaler_skips_are_no_samples():
@@ -252,7 +229,7 @@ def test_what_cannot_be_looked_into_is_refused():
     ):
         begin("fsdp", None)
     with pytest.raises(
-        UserError, match="the steps of a graph cannot be inspected. Type compile=false"
+        UserError, match="it cannot inspect the steps of a CUDA graph. Type compile=false"
     ):
         begin("single", GraphStep())
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
@@ -260,4 +237,4 @@ def test_what_cannot_be_looked_into_is_refused():
 
 
 def test_nothing_seen_is_nothing_found():
-    assert findings([], {}) == {}
+    assert findings([]) == {}

@@ -140,7 +140,7 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
     assert (
         other.shape == (64, 5)
         and whose == "64 generated samples"
-        and (other[:, 1:4].sum(1) == 1).all()
+        and abs(other[:, 0].mean() - 1e6) < 10
     )
 
 
@@ -231,7 +231,7 @@ def test_the_card_of_unusual_outputs_says_what_they_are(run):
         assert says in text and "Classes" not in text and "argmax" not in text
     with pytest.raises(
         UserError,
-        match=r"(?s)it returns a tuple, but an exported model returns a tensor.*format=safetensors",
+        match=r"(?s)it returns a tuple, but an exported model must return a tensor.*format=safetensors",
     ):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
 
@@ -249,7 +249,7 @@ def test_a_model_that_draws_is_exported_where_it_draws_the_same(run, form):
     model = trained(lambda in_shape, _: GAN(in_shape))
     inputs = exporting.generated(model.about)
     if form == "onnx":
-        with pytest.raises(UserError, match=r"its forward is random.*\.\nType format=safetensors"):
+        with pytest.raises(TrainingError, match=r"outputs differ .*Nothing was written"):
             exporting.export(model, run, form, inputs, "noise")
         assert list((run / "export").iterdir()) == []
         return
@@ -309,11 +309,9 @@ def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_lef
 
 
 def test_a_model_that_cannot_be_exported_is_the_users_error(run, capfd):
-    for make, says in ((Unsteady, ""), (Fixed, "write x.shape.0. instead of len")):
+    for make in (Unsteady, Fixed):
         model = trained(make)
-        with pytest.raises(
-            UserError, match=rf"(?s)cannot be exported.*{says}.*Type format=safetensors"
-        ):
+        with pytest.raises(UserError, match=r"(?s)cannot be exported.*Type format=safetensors"):
             exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
     assert capfd.readouterr() == ("", "")
     assert list((run / "export").iterdir()) == []
@@ -365,6 +363,8 @@ def test_an_export_of_weights_that_the_run_has_not_tested_is_refused(run):
     path.unlink()
     name, weight = next(iter(model.module.named_parameters()))
     weight.data.view(-1)[3] += 1e-6
-    with pytest.raises(TrainingError, match=f"{name} of its best checkpoint is not what the run"):
+    with pytest.raises(
+        TrainingError, match=f"{name} in its best checkpoint differs from the tested"
+    ):
         exporting.export(model, run, "safetensors", inputs, "noise")
     assert not path.exists()

@@ -167,7 +167,7 @@ def test_a_resumed_fit_trains_what_was_trained_then(tmp_path, step, optimizer):
     assert_same(again.callbacks[1].state_dict(), whole.callbacks[1].state_dict())
 
 
-def test_a_resume_says_what_it_freezes_and_a_load_freezes_nothing(tmp_path, caplog):
+def test_a_resume_freezes_what_was_frozen_and_a_load_freezes_nothing(tmp_path, caplog):
     trainer = fitted({2: (False, True)}, Checkpoint(tmp_path))
     trainer.fit(batches())
     other = fitted({})
@@ -175,9 +175,6 @@ def test_a_resume_says_what_it_freezes_and_a_load_freezes_nothing(tmp_path, capl
     assert other.module[0].weight.requires_grad and not caplog.records
     other.fit(batches(), resume=tmp_path)
     assert not other.module[0].weight.requires_grad
-    assert [record.getMessage() for record in caplog.records] == [
-        "Restored from the checkpoint: 0.weight is frozen."
-    ]
 
 
 class EvaluatesWithin(Callback):
@@ -210,9 +207,9 @@ def test_averages_are_not_saved_as_the_weights_of_a_training():
     trainer.fit(batches())
     state = trainer.state_dict()
     with trainer.evaluating():
-        with pytest.raises(UserError, match="the model has the averages"):
+        with pytest.raises(UserError, match="the model holds the averages"):
             trainer.state_dict()
-        with pytest.raises(UserError, match="the model has the averages"):
+        with pytest.raises(UserError, match="the model holds the averages"):
             trainer.load_state_dict(state)
     assert_same(trainer.state_dict(), state)
 
@@ -272,7 +269,7 @@ def test_an_average_of_weights_that_were_changed_since_is_not_used(tmp_path, cap
     trainer.module.load_state_dict(other.state_dict())
     assert_same(evaluated(trainer), dict(other.state_dict()))
     (message,) = caplog.messages
-    assert message.startswith("EMA: the weights have been changed since its fit or checkpoint")
+    assert message.startswith("EMA: the weights have changed since the fit or checkpoint")
     assert trainer.state_dict()["callbacks"]["EMA"]["average"] is None
     trainer.load_state_dict(state)  # brings its average
     assert_same(evaluated(trainer), average)

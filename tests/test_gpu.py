@@ -344,7 +344,7 @@ class Stepping(Trainer):
 )
 def test_a_step_that_no_graph_can_repeat_is_refused_and_the_process_goes_on(kind, problem):
     trainer = make_trainer(kind=kind, device="cuda", compile="graph")
-    with pytest.raises(UserError, match=rf"compile=graph: .*test_gpu.py:\d+, .* {problem}"):
+    with pytest.raises(UserError, match=f"compile=graph: the step {problem}"):
         trainer.fit(*loaders())
     trainer = make_trainer(make_model(dropout=0.5), device="cuda", compile="graph", epochs=1)
     trainer.fit(*loaders())
@@ -457,17 +457,11 @@ def test_a_class_out_of_range_is_named_as_the_likely_cause():
         [sys.executable, "-c", OUT_OF_RANGE], capture_output=True, text=True, timeout=120
     )
     last = done.stderr.strip().splitlines()[-2:]
-    assert "UserError: A check inside a kernel on cuda:0 has failed" in last[0], done.stderr
+    assert "UserError: An assertion inside a kernel failed on cuda:0" in last[0], done.stderr
     assert (
-        last[1] == "Type device=cpu to see which: the same step fails there with a clear message."
+        last[1] == "Type device=cpu to see which one: the same step fails there with a clear "
+        "message."
     )
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_the_device_line_says_whether_cudnn_searches(monkeypatch, deterministic):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not deterministic)
-    text = devices.describe(choose("cuda"))
-    assert ("cuDNN benchmark on" in text) != deterministic and "GiB free" in text
 
 
 @two_gpus

@@ -153,7 +153,7 @@ HOSTILE = {
     "a tuple of a number": lambda path: signed(
         path, state(model={checkpoint.MARK: "tuple", "items": 3})
     ),
-    # no regular file
+    # not a regular file
     "a folder": lambda path: path.mkdir(),
     "a pipe": lambda path: os.mkfifo(path),
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),

@@ -67,9 +67,9 @@ def refused(words, call):
 
 ROWS = "\n".join(f"{i},{'ab'[i % 2]},{'yes' if i % 3 else 'no'}" for i in range(60))
 TABLES = {
-    "pipe": (os.mkfifo, "no regular file"),
-    "folder": (os.mkdir, "no regular file"),
-    "endless": (lambda path: os.symlink("/dev/zero", path), "no regular file"),
+    "pipe": (os.mkfifo, "not a regular file"),
+    "folder": (os.mkdir, "not a regular file"),
+    "endless": (lambda path: os.symlink("/dev/zero", path), "not a regular file"),
     "link to itself": (lambda path: os.symlink(path, path), "cannot be read as a table"),
     "link to nothing": (lambda path: os.symlink("nowhere", path), "no such file"),
     "utf-16": ("a,b,y\n1,2,3\n".encode("utf-16"), "cannot be read as a table"),
@@ -264,7 +264,7 @@ def test_a_pipe_that_takes_the_place_of_an_image(place):
     for file in data.train.files:
         os.unlink(file)
         os.mkfifo(file)
-    refused("this image cannot be read .*no regular file", data.train.tensors)
+    refused("this image cannot be read .*not a regular file", data.train.tensors)
 
 
 def test_a_linked_class_folder_is_read(place):
@@ -299,17 +299,17 @@ def test_names_that_are_no_text(name, place, capfd):
     )
     for file in (folder / name).iterdir():
         file.unlink()
-    refused("there is no image in this folder", load)
+    refused("this folder has no images", load)
     (folder / name / "a.png").write_bytes(saved("PNG", (7, 7)))
     refused(
-        "this image has 5x6 pixels, but the first one has 7x7|this image has 7x7 pixels",
+        "this image is 5x6 pixels, but the first is 7x7|this image is 7x7 pixels",
         lambda: load(val_fraction=0, test_fraction=0),
     )
     os.mkdir(place / "images2")
     folder.rename(place / "images2" / "train")
     os.makedirs(place / "images2" / "val" / f"{name[:100]}x")
     refused(
-        "the training images have no class|there is no image in this folder",
+        "the training images have no class|this folder has no images",
         lambda: images.image_folder(str(place / "images2"), cache=False),
     )
 

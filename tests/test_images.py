@@ -198,11 +198,11 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
 def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
     for part in ("train", "val", "valid"):
         write_images(tmp_path / "both" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="valid: .*val is the val part already"):
+    with pytest.raises(UserError, match="valid: .*val is already the val part"):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="there is Test, Train, but no folder train"):
+    with pytest.raises(UserError, match="it has Test, Train, but no folder train"):
         images.image_folder(str(tmp_path / "capital"), cache=False)
 
 
@@ -231,9 +231,9 @@ def test_image_folder_mistakes(tmp_path):
         assert str(caught.value).count("\n") <= 2
 
     refused("there is no folder", tmp_path / "nowhere")
-    refused("there are 0 folders, and each class", tmp_path)
+    refused("at least 2 class folders are needed, but it has 0", tmp_path)
     write_images(tmp_path / "one", {"a": 1})
-    refused("there are 1 folders", tmp_path / "one")
+    refused("at least 2 class folders are needed, but it has 1", tmp_path / "one")
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
@@ -243,7 +243,7 @@ def test_image_folder_mistakes(tmp_path):
         size=4097,
     )
     (tmp_path / "two" / "empty").mkdir()
-    refused("empty: there is no image", tmp_path / "two")
+    refused("empty: this folder has no images", tmp_path / "two")
     (tmp_path / "two" / "empty").rmdir()
     write_images(tmp_path / "parts" / "train", {"cat": 1, "dog": 2}, each=5)
     write_images(tmp_path / "parts" / "test", {"cats": 1})
@@ -254,7 +254,7 @@ def test_image_folder_mistakes(tmp_path):
     (tmp_path / "sizes" / "tmp" / "x").rmdir()
     (tmp_path / "sizes" / "tmp").rmdir()
     refused(
-        r"b/3.png: this image has 9x9 pixels, but the first one has 5x6.\n.*dataset.size=",
+        r"b/3.png: this image is 9x9 pixels, but the first is 5x6.\n.*dataset.size=",
         tmp_path / "sizes",
         val_fraction=0,
         test_fraction=0,
@@ -336,11 +336,11 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         file.write_bytes(b"broken")
     with pytest.raises(UserError, match="skip: no image of the class b can be read"):
         load()
-    with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: there is no such choice"):
+    with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: not a valid choice"):
         load(on_bad_sample="ignore")
     write_images(tmp_path / "other", {"b": 20}, size=(9, 9), each=1)  # another size is no damage
     (tmp_path / "other" / "b" / "0.png").rename(tmp_path / "train" / "b" / "0.png")
-    with pytest.raises(UserError, match="this image has 9x9 pixels, but the first one has 5x6"):
+    with pytest.raises(UserError, match="this image is 9x9 pixels, but the first is 5x6"):
         load()
 
 

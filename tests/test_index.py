@@ -61,6 +61,15 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
         assert read(runs)["group/d"]["status"] == "running"
 
 
+def test_a_run_that_has_not_ended_has_its_best_value_so_far(runs):
+    accuracies = make_run(runs / "a", status="stopped")
+    with open(runs / "a/config.yaml", "a") as file:
+        file.write("monitor: auto\nmonitor_mode: auto\n")
+    index.update(runs / "a")
+    entry = read(runs)["a"]
+    assert entry["best"] == ["val/acc", accuracies[-1], False] and "val/acc" in entry["curves"]
+
+
 def test_a_sweep_is_one_row_with_its_best_job(runs):
     sweep = runs / "sweep"
     for i, status in enumerate(["done", "done", "failed"]):
@@ -75,6 +84,8 @@ def test_a_sweep_is_one_row_with_its_best_job(runs):
     best = json.loads((sweep / "1" / "result.json").read_text())["best"]
     assert entry["best"] == ["val/acc", best["value"], False]
     assert (entry["status"], entry["note"]) == ("stopped", "3 of 4 jobs, 1 failed")
+    (sweep / "sweep.json").write_text(json.dumps({"typed": ["seed=0,1,2", "-m"], "jobs": 3}))
+    assert index.entry_of_sweep(sweep)["status"] == "failed"
     assert entry["report"] == "sweep.html" and entry["settings"]["seed"] == "0,1,2,3"
     assert entry["seconds"] == pytest.approx(6 + 12)
 
@@ -182,6 +193,17 @@ def test_an_odd_number_in_somebody_elses_run_spoils_nothing(runs, name):
     del expected["time"]
     assert listed["b"] | {"curves": 0} == expected | {"curves": 0}
     assert listed["b"]["curves"]["val/acc"][1][-1] == expected["curves"]["val/acc"][1][-1]
+
+
+def test_a_page_keeps_the_newest_runs_within_its_limit(runs, monkeypatch):
+    for name in "abc":
+        make_run(runs / name)
+    index.write(runs)
+    page = runs / "index.html"
+    size = page.stat().st_size
+    monkeypatch.setattr(index, "MOST_BYTES", size - 100)  # now too large to be read
+    index.update(runs / "a")
+    assert read(runs).keys() == {"b", "c"} and page.stat().st_size < size - 100
 
 
 def test_a_script_in_somebody_elses_index_goes(runs):

@@ -48,7 +48,7 @@ def test_the_weights_are_those_of_the_file_tensor_for_tensor(trained, tmp_path):
         model = make_model(seed=3)
         report = stoker.init_from(model, source)
         assert_same(dict(model.state_dict()), expected)
-        assert str(report).startswith(f"4 of 4 tensors are those of {source}")
+        assert str(report).startswith(f"loaded 4 of 4 tensors from {source}")
         assert ("averaged by EMA" in str(report)) == (source == sources[0])
         assert not make_trainer(model).optimizer.state
 
@@ -70,9 +70,9 @@ def test_another_number_of_classes_loads_the_body_alone_and_says_so(trained):
     assert torch.equal(model[0].weight, evaluated(trainer)["0.weight"])
     assert torch.equal(model[3].weight, head)
     assert str(report).splitlines()[1:] == [
-        "not loaded, of another shape: 3.weight (3, 16) for (5, 16), 3.bias (3,) for (5,)"
+        "not loaded, since their shapes differ: 3.weight (3, 16) for (5, 16), 3.bias (3,) for (5,)"
     ]
-    assert str(report).startswith("2 of 4 tensors")
+    assert str(report).startswith("loaded 2 of 4 tensors")
 
 
 def test_what_is_missing_and_what_is_not_used_is_named(tmp_path):
@@ -100,11 +100,11 @@ def test_files_that_fit_nothing_or_are_none_are_explained(trained, tmp_path):
     flipped[-5] ^= 1
     (tmp_path / "flipped.ckpt").write_bytes(flipped)
     messages = {
-        "model.pt": "torch's own or a pickle",
-        "text.txt": "no readable checkpoint",
-        "cut.ckpt": "no readable checkpoint",
+        "model.pt": "not a readable checkpoint: .*torch.load",
+        "text.txt": "not a readable checkpoint",
+        "cut.ckpt": "not a readable checkpoint",
         "flipped.ckpt": "damaged",
-        "empty": "no checkpoint in this folder",
+        "empty": "this folder has no checkpoint",
         "missing": "there is no such file",
         "count.safetensors": "none of its 1 tensors fits the model",
     }
@@ -163,7 +163,7 @@ def test_a_run_begins_with_them_unless_it_resumes(built, tmp_path, capsys):
     for name in head:
         assert torch.equal(begun[name], plain[name])
     out = capsys.readouterr().out
-    assert f"init     2 of 4 tensors are those of {source}\n         not loaded, of another" in out
+    assert f"init     loaded 2 of 4 tensors from {source}\n         not loaded, since their" in out
     assert_same(built(f"init_from={source}", resumes=True), plain)
     assert "init " not in capsys.readouterr().out
 

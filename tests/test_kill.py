@@ -176,7 +176,7 @@ def assert_interrupted(done, folder, number, times):
     if (
         done.code == -number and not done.err
     ):  # before the first line of train.py, or after its last one
-        assert done.out == "" or "task=evaluate" in done.out, done.out
+        assert done.out == "" or " evaluate run=" in done.out, done.out
         return
     # What a shell says of a process that was ended by a signal; Python's own end knows no handler
     # any more.

@@ -138,7 +138,7 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         )
         assert said.count("error:") == 1 and "Traceback" not in said
         _, what, again = said.splitlines()
-        assert what == "To go on from the last checkpoint:"
+        assert what == "To resume from the last checkpoint:"
         assert (
             again.startswith(f"torchrun --nproc-per-node {world} {TRAIN} ")
             and again.count("run_dir=run") == 1
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
     assert done.codes[0] == 3 and done.errs[0].startswith(
         f"error: rank 1 (process {done.pids[1]} on "
     ), done.errs
-    assert "did not answer for 6 s" in done.errs[0] and done.errs[0].count("\n") == 3
+    assert "did not respond for 6 s" in done.errs[0] and done.errs[0].count("\n") == 3
     if large:
         job = start(
             tmp_path / "hang",
@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
         )
         done = end(job, tmp_path / "hang")
         assert done.code == 3 and done.err.startswith("error: rank 2 (process"), done.err
-        assert "did not answer for 6 s" in done.err and done.err.count("error:") == 1
+        assert "did not respond for 6 s" in done.err and done.err.count("error:") == 1
 
 
 @pytest.mark.slow
@@ -200,15 +200,16 @@ def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
     cases = [
         (
             ["monitor=${oc.env:RANK}"],
-            "config than rank 0: callbacks.early_stopping.monitor, monitor.",
+            "config: callbacks.early_stopping.monitor, monitor.",
         )
     ]
-    cases += [(["dataset._target_=faults.other"], "data than rank 0: other.")]
+    cases += [(["dataset._target_=faults.other"], "data: other.")]
     for i, (typed, what) in enumerate(cases):
         done = forks.ranks(tmp_path / str(i), 2, "run_dir=run", *JOB[2:], *typed)
         assert done.codes == [2, 2] and done.errs[1] == "", (done.codes, done.errs)
         assert re.match(
-            r"error: rank 1 \(process \d+ on .*\) has other " + re.escape(what), done.errs[0]
+            r"error: rank 1 \(process \d+ on .*\) and rank 0 differ in their " + re.escape(what),
+            done.errs[0],
         ), done.errs
         assert not (tmp_path / str(i) / "run").exists()
 
@@ -229,7 +230,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     assert done.codes == [2, 2, 2] and done.errs[1:] == ["", ""], done.errs
     assert (
         "error: rank 1 (" in done.errs[0]
-        and "has other code than rank 0: mine.py.\n" in done.errs[0]
+        and "and rank 0 differ in their code: mine.py.\n" in done.errs[0]
     )
 
 
@@ -410,13 +411,13 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     done = run(tmp_path, *typed)
     left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
-    assert left["error"].startswith("batch_size=1: 2 processes cannot share this batch.")
+    assert left["error"].startswith("batch_size=1: this batch is too small for 2 processes.")
 
 
 REFUSED = [
     (
         "devices=2",
-        "error: devices=2: strategy=auto starts only one process",
+        "error: devices=2: strategy=auto uses only one process",
         "Type strategy=ddp devices=2 or strategy=fsdp",
     ),
     ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
@@ -434,12 +435,12 @@ REFUSED = [
     ),
     (
         "strategy=fsdp compile=true",
-        "error: strategy=fsdp: sharded parameters are not compiled",
+        "error: strategy=fsdp: sharded parameters cannot be compiled, but there is compile=true.",
         "Type compile=false",
     ),
     (
         "strategy=fsdp compile=graph",
-        "error: strategy=fsdp: sharded parameters are not compiled",
+        "error: strategy=fsdp: sharded parameters cannot be compiled",
         "Type compile=false",
     ),
     (
@@ -449,7 +450,7 @@ REFUSED = [
     ),
     (
         "strategy=ddp devices=5 batch_size=4",
-        "error: batch_size=4: 5 processes",
+        "error: batch_size=4: this batch is too small for 5 processes",
         "Type batch_size=5 or more",
     ),
 ]
@@ -466,7 +467,7 @@ REFUSED_AMONG_SEVERAL = [
     ),
     (
         "-m seed=0,1",
-        "error: -m: a sweep starts its runs itself.",
+        "error: -m: a sweep starts its own processes.",
         f"Type {PROGRAM} -m ... strategy=ddp devices=N.",
     ),
     ("task=lr_find", "error: task=lr_find is for one process.", f"Type {PROGRAM}"),

@@ -331,12 +331,12 @@ def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_pa
 MISTAKES = [
     (
         "hydra/launcher=joblib",
-        "hydra/launcher=joblib: this is for the jobs of a sweep.",
+        "hydra/launcher=joblib: this setting is for sweeps.",
         "Type -m as well",
     ),
     (
         "-m seed=0,1 hydra/launcher=jobib",
-        "hydra/launcher=jobib: there is no such choice.",
+        "hydra/launcher=jobib: not a valid choice.",
         "Did you mean 'joblib'?",
     ),
     (

@@ -326,18 +326,18 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
         ({"batch_size": 5, "eval_batch_size": -1}, "eval_batch_size=-1"),
         ({"batch_size": 5, "resident": "yes"}, "dataset.resident=yes"),
         ({"batch_size": 5, "workers": -1}, "dataset.workers=-1"),
-        ({"batch_size": 5, "workers": 2, "resident": True}, "no use for workers"),
+        ({"batch_size": 5, "workers": 2, "resident": True}, "does not use workers"),
         (
             {"batch_size": 5, "timeout": 5},
-            "dataset.timeout=5: .* no use for workers.\\n.*dataset.timeout=300",
+            "dataset.timeout=5: .* does not use workers.\\n.*dataset.timeout=300",
         ),
         (
             {"batch_size": 5, "timeout": 0, "resident": True},
-            "dataset.timeout=0: .* no use for workers",
+            "dataset.timeout=0: .* does not use workers",
         ),
         ({"batch_size": 5, "timeout": 5, "resident": False, "workers": 0}, None),
         ({"batch_size": 5, "augment": ["crop"]}, None),
-        ({"batch_size": 5, "augment": [{"crop": 8}]}, "less than the 8 pixels"),
+        ({"batch_size": 5, "augment": [{"crop": 8}]}, "below the image's 8 pixels"),
     ],
 )
 def test_refused(options, words):

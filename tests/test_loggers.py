@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from conftest import assert_same, make_data, make_trainer
 from test_cli import ENVIRONMENT, ROOT, forked, read
 
 from stoker.data.loader import DeviceLoader
-from stoker.runs import loggers, pictures
+from stoker.runs import loggers
 from stoker.runs.lock import lock
 from stoker.runs.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
 from stoker.trainer import checkpoint
@@ -37,13 +36,6 @@ CONFIG = {
     "deterministic": True,
     "device": "cpu",
 }
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADElEQVR4nGNg+A+EAAYAAf+T0eSJAAAAAElFTkSuQmCC"
-SEEN = {
-    "split": "test",
-    "classes": ["a", "b", "$c"],
-    "confusion": [[5, 1, 0], [0, 7, 0], [2, 0, 0]],
-}
-SEEN |= {"worst": [{"png": PNG, "true": 2, "predicted": 0, "probability": 0.9}]}
 FINAL = {"test/loss": 0.25, "test/acc": 0.75}
 RESULT = {"result/test/loss": 0.25, "result/test/acc": 0.75}
 CHARTS = {"train/loss": "loss/train", "val/loss": "loss/val"}  # others have the row's name
@@ -209,7 +201,7 @@ def told(tmp_path_factory):
         logger = make(tool, folder)
         logger.describe(CONFIG, "a-sweep", "c0ffee")
         fit(folder, logger)
-        logger.finish(24, FINAL, SEEN)
+        logger.finish(24, FINAL)
         return folder
 
     return tell
@@ -359,63 +351,6 @@ def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
     assert run.info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_has_the_images(told, tool):
-    from matplotlib.image import imread
-
-    folder, expected = told(tool), pictures.of(SEEN)
-    assert list(expected) == ["test/confusion", "test/worst"]
-    for name, image in expected.items():
-        if tool == "tensorboard":
-            [event] = events_of(folder).Images(f"result/{name}")
-            found = io.BytesIO(event.encoded_image_string)
-        elif tool == "wandb":
-            [found] = folder.glob(f"wandb/offline-run-*/files/media/images/result/{name}_*.png")
-        else:
-            client, run = mlflow_of(folder)
-            found = client.download_artifacts(run.info.run_id, f"{name}.png")
-        assert ((imread(found)[..., :3] * 255).round() == image).all()
-
-
-def test_a_matrix_of_many_classes_and_a_name_that_is_a_formula_are_drawn():
-    for n in (1, 30, 200):
-        counts = torch.eye(n, dtype=torch.int64).tolist()
-        image = pictures.confusion(
-            counts, [pictures.short(f"$class {i}$ " + "x" * 50) for i in range(n)]
-        )
-        assert (
-            image.dtype == "uint8" and image.shape[0] == image.shape[1] <= 1200 and image.std() > 0
-        )
-    assert (
-        pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
-    )
-
-
-def test_samples_of_a_regression_and_of_a_model_that_gives_nan_are_drawn():
-    seen = {"png": PNG, "true": [0.5, -1.0], "predicted": [2.0, None], "loss": None}
-    [(name, image)] = pictures.of({"split": "test", "worst": [seen]}).items()
-    assert name == "test/worst" and image.std() > 0
-    [(_, unsure)] = pictures.of(
-        SEEN | {"confusion": None, "worst": [SEEN["worst"][0] | {"probability": None}]}
-    ).items()
-    assert unsure.std() > 0 and (unsure != pictures.of(SEEN)["test/worst"]).any()
-    assert (
-        pictures.name_of([2.0, None], []) == "2.0000, nan"
-        and pictures.name_of(2, ["a", "b", "c"]) == "c"
-    )
-
-
-def test_histograms_are_there_on_request(tmp_path):
-    need("tensorboard")
-    trainer = fit(tmp_path, TensorBoard(tmp_path / "tensorboard", histograms=2))
-    events = events_of(tmp_path)
-    names = [name for name, _ in trainer.module.named_parameters()]
-    assert events.Tags()["histograms"] == names
-    for name, weight in trainer.module.named_parameters():
-        [event] = events.Histograms(name)  # of epoch 2 of 3
-        assert event.step == 16 and event.histogram_value.num == weight.numel()
-
-
 # A logger that fails
 
 
@@ -436,7 +371,7 @@ class Broken(Logger):
     def write(self, numbers, step):
         self.do("write")
 
-    def add_result(self, step, numbers, evaluation):
+    def add_result(self, step, numbers):
         self.do("add_result")
 
     def end(self, outcome):
@@ -457,7 +392,7 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     broken = Broken(where)
     broken.describe({})
     trainer = fit(tmp_path / "a", broken)
-    broken.finish(trainer.step, FINAL, {})
+    broken.finish(trainer.step, FINAL)
     without = fit(tmp_path / "b")
     assert_same(dict(trainer.module.state_dict()), dict(without.module.state_dict()))
     warnings = [record.getMessage() for record in caplog.records]
@@ -477,7 +412,7 @@ def test_a_run_that_mlflow_lost_has_failed_there(tmp_path):
     logger = make("mlflow", tmp_path)
     logger.describe({})
     trainer = fit(tmp_path, logger)
-    logger.finish(trainer.step, {"no such/name?": 1.0}, {})  # which MLflow refuses
+    logger.finish(trainer.step, {"no such/name?": 1.0})  # which MLflow refuses
     assert mlflow_of(tmp_path)[1].info.status == "FAILED"
 
 
@@ -504,7 +439,7 @@ def test_a_tool_hears_how_the_run_ended(tmp_path):
         fit(tmp_path, ends[2], Dies(7, ZeroDivisionError))
     ends[3].describe({})
     fit(tmp_path, ends[3])
-    ends[3].finish(24, {}, {}, "stopped")
+    ends[3].finish(24, {}, "stopped")
     for logger, step in ((ends[4], 2), (ends[5], 0)):  # before its first row; before its first step
         with pytest.raises(ZeroDivisionError):
             fit(tmp_path, logger, Dies(step, ZeroDivisionError))
@@ -605,11 +540,11 @@ def server(tmp_path):
 
 
 @pytest.mark.slow
-def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
+def test_mlflows_server_has_the_rows(tmp_path, server):
     logger = MLflow(tmp_path / "run", server)
     logger.describe(CONFIG)
     fit(tmp_path, logger)
-    logger.finish(24, FINAL, SEEN)
+    logger.finish(24, FINAL)
     client, run = mlflow_of(tmp_path, server)
     found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
     found = {
@@ -619,8 +554,6 @@ def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
         name: [(24, value)] for name, value in RESULT.items()
     }
     assert as_kept("mlflow", found) == expected and run.info.status == "FINISHED"
-    images = [file.path for file in client.list_artifacts(run.info.run_id, "test")]
-    assert images == ["test/confusion.png", "test/worst.png"]
 
 
 TINY = [

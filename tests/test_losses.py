@@ -301,9 +301,16 @@ def test_outputs_and_targets_of_two_shapes_are_refused(loss, use):
         trainer.fit([(drawn(8, 4), drawn(8, 1))] * 2)
 
 
+def test_targets_that_would_be_repeated_for_each_output_are_refused():
+    with pytest.raises(UserError, match="MSELoss would broadcast them"):
+        of_case(nn.MSELoss(), (3,), alone).fit([(drawn(8, 4), drawn(8, 1))])
+
+
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy])
 def test_a_cross_entropy_of_one_class_is_refused(loss):
-    with pytest.raises(UserError, match=r"the outputs \(8, 1\) have one class, and .* always 0"):
+    with pytest.raises(
+        UserError, match=r"the outputs \(8, 1\) have a single class, so .* always 0"
+    ):
         of_case(loss, (1,), alone).fit([(drawn(8, 4), torch.zeros(8, dtype=torch.int64))])
 
 

@@ -311,7 +311,7 @@ def test_each_target_has_a_scale_of_its_own(form):
 
 @pytest.mark.parametrize("make", [MSE, MAE, R2])
 def test_shapes_that_would_broadcast_are_refused(make):
-    with pytest.raises(UserError, match=r"\(4, 1\) for targets of shape \(4,\)"):
+    with pytest.raises(UserError, match=r"\(4, 1\) and the targets \(4,\)"):
         make().update(torch.zeros(4, 1), torch.zeros(4))
 
 

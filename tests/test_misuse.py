@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stoker import Trainer
 from stoker.runs.loggers import JSONL, read_rows
 from stoker.trainer import checkpoint
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Mean
 from stoker.trainer.train_metrics import TrainMetrics
@@ -40,27 +40,6 @@ class OfDicts(Trainer):
         return self.loss(outputs, batch["y"]), outputs
 
 
-class LossAlone(Trainer):
-    def compute_loss(self, batch):
-        return super().compute_loss(batch)[0]
-
-
-class Named(Trainer):
-    def compute_loss(self, batch):
-        loss, outputs = super().compute_loss(batch)
-        return {"loss": loss, "outputs": outputs}
-
-
-class Stepping(Trainer):
-    """Its train_step gives something else than the loss."""
-
-    gives = None
-
-    def train_step(self, batch):
-        super().train_step(batch)
-        return self.gives
-
-
 class Pair(torch.nn.Sequential):
     def forward(self, inputs):
         outputs = super().forward(inputs)
@@ -72,46 +51,15 @@ class Endless(IterableDataset):
         yield from zip(make_data().train.inputs, make_data().train.targets, strict=True)
 
 
-class TwoAtOnce:
-    def keys(self):
-        return ["a", "b"]
-
-    update = compute = reset = print
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model": None}, "model: give a torch.nn.Module, not None"),
-        (
-            {"model": torch.nn.Linear},
-            "model: give a torch.nn.Module, not the class Linear",
-        ),
-        ({"loss": "mse"}, "torch.nn.MSELoss(), not 'mse'"),
-        ({"loss": torch.nn.MSELoss}, "not the class MSELoss"),
-        ({"optimizer": "adam"}, "functools.partial(torch.optim.AdamW"),
+        ({"model": None}, "model: must be a torch.nn.Module, not a NoneType"),
+        ({"model": torch.nn.Linear}, "model: must be a torch.nn.Module, not a type"),
         (
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
-            "4 of the 4 parameters of this SGD are not the model's",
+            "4 of the 4 parameters of this SGD do not belong to the model",
         ),
-        ({"scheduler": "cosine"}, "functools.partial(stoker.trainer.schedules.cosine"),
-        (
-            {
-                "scheduler": torch.optim.lr_scheduler.StepLR(
-                    torch.optim.SGD(make_model().parameters(), lr=1), 3
-                )
-            },
-            "functools.partial(stoker.trainer.schedules.cosine",
-        ),
-        ({"metrics": [Accuracy()]}, "metrics={'acc': Accuracy()}"),
-        (
-            {"metrics": {"acc": Accuracy}},
-            "'acc' has to be one object with update, compute, reset, such as Accuracy(), not the class",
-        ),
-        ({"metrics": {"acc": min}}, "'acc' has to be one object with update, compute"),
-        ({"metrics": {"two": TwoAtOnce()}}, "'two' has to be one object"),
-        ({"callbacks": Progress()}, "callbacks=[Progress()], not a Progress"),
-        ({"callbacks": [print]}, "give objects of stoker.Callback, not a builtin"),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -126,22 +74,15 @@ def test_a_part_that_is_none_is_refused(settings, words):
         (
             Trainer,
             of_dicts(),
-            "A batch is a dict with 'x', 'y', and compute_loss takes (inputs, targets)",
+            "A batch is a dict with 'x', 'y', but compute_loss takes (inputs, targets)",
         ),
-        (OfDicts, of_dicts(), None),
-        (OfDicts, of_dicts(third=True), None),
         (
             Trainer,
             [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
             "A batch is a tuple of 3",
         ),
-        (
-            LossAlone,
-            loader(),
-            "compute_loss has to return loss, outputs",
-        ),
-        (Named, loader(), "compute_loss has to return loss, outputs"),
-        (Stepping, loader(), "train_step has to return the mean loss, a tensor"),
+        (OfDicts, of_dicts(), None),
+        (OfDicts, of_dicts(third=True), None),
         (Trainer, DataLoader(Endless(), 8), "Type max_steps=N or steps_per_epoch=N"),
         (
             Trainer,
@@ -159,14 +100,6 @@ def test_a_batch_or_a_step_of_another_form_is_explained(kind, train, words):
         trainer.fit(train)
 
 
-@pytest.mark.parametrize("gives", [1.5, {"loss": 1.5}])
-def test_a_train_step_that_gives_no_tensor_is_explained(gives):
-    trainer = make_trainer(kind=Stepping)
-    trainer.gives = gives
-    with pytest.raises(UserError, match="train_step has to return the mean loss, a tensor"):
-        trainer.fit(loader())
-
-
 def test_errors_of_other_code_stay_as_they_are():
     class Broken(torch.nn.Sequential):
         def forward(self, inputs):
@@ -180,15 +113,11 @@ def test_errors_of_other_code_stay_as_they_are():
 def test_an_evaluation_is_explained_too():
     with pytest.raises(UserError, match="update_metrics takes"):
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
-    with pytest.raises(UserError, match="has to return loss, outputs"):
-        make_trainer(kind=LossAlone).evaluate(loader())
+    with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
+        make_trainer(model=Pair(*make_model())).evaluate(loader())
     for kind in (Trainer, TrainMetrics):
         with pytest.raises(UserError, match="evaluate needs a loss"):
             make_trainer(kind=kind, loss=None).evaluate(loader())
-    with pytest.raises(
-        UserError, match="The model returns a tuple of 2, .*\nOverride compute_loss"
-    ):
-        make_trainer(Pair(*make_model())).evaluate(loader())
 
     class Both(Accuracy):
         def value(self, sums):
@@ -198,12 +127,9 @@ def test_an_evaluation_is_explained_too():
         make_trainer(metrics={"both": Both()}).evaluate(loader())
 
 
-@pytest.mark.parametrize("several", [{"a": loader(), "b": loader()}, [loader(), loader()]])
-def test_several_loaders_are_no_loader(several):
-    with pytest.raises(
-        UserError, match=r"fit: give one loader, .*not a (dict|list).\n.*val_loader="
-    ):
-        make_trainer().fit(several)
+def test_several_loaders_are_no_loader():
+    with pytest.raises(UserError, match="fit: give one loader, .*not a dict"):
+        make_trainer().fit({"a": loader(), "b": loader()})
 
 
 @pytest.mark.parametrize(
@@ -220,14 +146,9 @@ def test_names_of_validation_loaders_are_checked(named, message):
         make_trainer().fit(loader(), named)
 
 
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [((torch.ones(8, 6), torch.ones(8)), "a tuple"), ("data/", "'data/'")],
-)
-def test_a_batch_and_a_name_are_no_loader(given, kind):
-    words = rf"fit: give one loader, or a list of batches, not {kind}.\nDataLoader"
-    with pytest.raises(UserError, match=words):
-        make_trainer().fit(given)
+def test_a_name_is_no_loader():
+    with pytest.raises(UserError, match="fit: give one loader, or a list of batches, not a str"):
+        make_trainer().fit("data/")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +161,6 @@ def test_a_batch_and_a_name_are_no_loader(given, kind):
         (TensorDataset(torch.ones(8, 6)), "not a TensorDataset"),
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
         ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
-        (of_dicts(), "A batch is a dict with 'x', 'y', and predict_batch takes (inputs, targets)"),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):
@@ -267,10 +187,10 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     ("outputs", "words"),
     [
         (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor that is not one per"),
-        (lambda x: (x, [x, x]), "outputs[1] is a list of 2 for 20 samples"),
+        (lambda x: (x, [x, x]), "outputs[1] is a list that is not one per sample"),
         (lambda x: None, "outputs is a NoneType that is not one per sample"),
-        (lambda x: {"y": x} if x.sum() > 0 else (x,), "a dict with 'y' for one batch, and a tuple"),
-        (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch, and a NoneType"),
+        (lambda x: {"y": x} if x.sum() > 0 else (x,), "a dict with 'y' for one batch and a tuple"),
+        (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch and a NoneType"),
     ],
 )
 def test_predict_refuses_outputs_that_are_not_one_per_sample(outputs, words):
@@ -299,7 +219,7 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     model[0].requires_grad_(True)
     trainer.fit(loader())
     assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer trains 0.weight, 0.bias. Give the"[:45]
+        "No optimizer updates 0.weight, 0.bias. Pass all"[:45]
     ]
 
     class Grow(Callback):
@@ -310,7 +230,7 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     caplog.clear()
     make_trainer(callbacks=[Grow()], log_every=2).fit(loader())
     assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer trains 4.weight, 4.bias. Give the"[:45]
+        "No optimizer updates 4.weight, 4.bias. Pass all"[:45]
     ]
 
     class Two(Trainer):
@@ -372,15 +292,15 @@ def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path)
     assert_same(
         dict(trainer.module.state_dict()), checkpoint.load(tmp_path / "step_00000008.ckpt")["model"]
     )
-    with pytest.raises(UserError, match=r"continue from them: fit\(..., resume="):
+    with pytest.raises(UserError, match=r"resume from them with fit\(..., resume="):
         make_trainer(callbacks=[Checkpoint(tmp_path)]).fit(loader())
 
 
 @pytest.mark.parametrize("source", [True, ["a"]])
 def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
-    with pytest.raises(UserError, match="give its file or its folder"):
+    with pytest.raises(UserError, match="give a checkpoint file or folder"):
         make_trainer().load(source)
-    with pytest.raises(UserError, match="there is no checkpoint in this folder"):
+    with pytest.raises(UserError, match="this folder has no checkpoint"):
         make_trainer().fit(loader(), resume=tmp_path)
 
 
@@ -391,17 +311,9 @@ def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
     )
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
     with pytest.raises(
-        checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"
+        checkpoint.DamagedCheckpoint, match="not a readable checkpoint: .* model.load_state_dict"
     ):
         make_trainer().load(tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("name", ["training_step", "configure_optimizers", "on_train_epoch_end"])
-def test_a_method_that_nobody_would_call_is_refused(name):
-    kind = type("Lightning", (Trainer,), {name: lambda self, *_: None})
-    with pytest.raises(UserError, match=f"Lightning.{name}: Trainer never calls this") as error:
-        make_trainer(kind=kind)
-    assert len(str(error.value).splitlines()) <= 3
 
 
 @pytest.mark.parametrize(
@@ -422,6 +334,14 @@ def test_a_hook_that_nobody_would_call_is_refused(name, instead):
     make_trainer(callbacks=[fine()])
 
 
+@pytest.mark.parametrize("name", ["training_step", "configure_optimizers", "on_train_epoch_end"])
+def test_a_method_that_nobody_would_call_is_refused(name):
+    kind = type("Lightning", (Trainer,), {name: lambda self, *_: None})
+    with pytest.raises(UserError, match=f"Lightning.{name}: Trainer never calls this") as error:
+        make_trainer(kind=kind)
+    assert len(str(error.value).splitlines()) <= 3
+
+
 @pytest.mark.parametrize(
     ("wrapper", "instead"),
     [
@@ -434,24 +354,15 @@ def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
         make_trainer(wrapper(make_model()))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "text"),
-    [
-        (("StepLR", {"step_size": 2}), "step_size=2 is 0.25 epochs. For 2 epochs, give 16."),
-        (("StepLR", {"step_size": 30}), "step_size=30 is after the last step, 24"),
-        (("StepLR", {"step_size": 16}), None),
-        (("MultiStepLR", {"milestones": [3, 16]}), "milestones=3 is 0.38 epochs"),
-        (("CosineAnnealingLR", {"T_max": 3}), "T_max=3 is 0.38 epochs"),
-        (("CosineAnnealingLR", {"T_max": 24}), None),
-        (("LinearLR", {"total_iters": 5}), None),
-        (("LinearLR", {"total_iters": 99}), "total_iters=99 is after the last step"),
-    ],
-)
-def test_epochs_in_a_schedule_of_torch_are_named(caplog, capsys, schedule, text):
-    """Its numbers are steps here, 8 an epoch."""
-    name, arguments = schedule
-    factory = functools.partial(getattr(torch.optim.lr_scheduler, name), **arguments)
-    make_trainer(scheduler=factory, callbacks=[Progress()]).fit(loader())
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (text is not None) and (text is None or text in messages[0])
-    assert f"{name}, {next(iter(arguments))}=" in capsys.readouterr().out
+def test_tensors_are_no_list_of_batches():
+    with pytest.raises(UserError, match="fit: give one loader, or a list of batches, not a tuple"):
+        make_trainer().fit((torch.ones(2, 6), torch.ones(2, 6)))
+
+
+def test_an_error_of_the_model_in_predict_is_its_own():
+    class Broken(torch.nn.Sequential):
+        def forward(self, inputs):
+            return super().forward(inputs).colour
+
+    with pytest.raises(AttributeError, match="colour"):
+        make_trainer(Broken(*make_model())).predict([torch.ones(8, 6)])

@@ -177,7 +177,7 @@ def test_whitened_cnn_is_the_papers_network():
         (256, 7, 7),
         (256, 3, 3),
     ]
-    with pytest.raises(ValueError, match="3x3 up"):
+    with pytest.raises(ValueError, match="at least 3x3 pixels"):
         WhitenedCNN((3, 2, 32), 10)
     assert WhitenedCNN((1, 3, 3), 2).train()(torch.randn(1, 1, 3, 3)).isfinite().all()
 

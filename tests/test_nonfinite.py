@@ -82,7 +82,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
         f": in step {step}, batch[0] has values that are not finite, in 1 of {len(inputs)} rows, "
         f"the first being {row}."
     )
-    assert second == "Look at these samples, or leave them out."
+    assert second == "Check these samples, or leave them out."
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
         third == f"Its batch is in {tmp_path / 'bad'}; fit(..., resume={str(path)!r}) replays it."
@@ -176,10 +176,11 @@ def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
     trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=SGD)
     first, second, _ = failure(trainer)
     assert first == (
-        "train/loss is nan in steps 6 to 8: 3.weight is not finite before step 7, and no step caused "
+        "train/loss is nan in steps 6 to 8: 3.weight is not finite before step 7, but no step "
+        "caused "
         "it."
     )
-    assert second.startswith("Look at your callbacks")
+    assert second.startswith("Check your callbacks")
 
 
 class FreezesAt(Callback):
@@ -206,7 +207,7 @@ def test_a_replay_trains_what_was_trained(until, caplog):
     assert_same(dict(trainer.module.state_dict()), dict(whole.module.state_dict()))
     assert trainer.module[0].weight.requires_grad == (until == 5)
     (message,) = caplog.messages
-    assert message.startswith("Replaying the training from step 1 on")
+    assert message.startswith("Replaying the training from step 1 to")
 
 
 class DoublesGradients(Callback):
@@ -243,7 +244,7 @@ def test_a_replay_that_fails_does_not_replace_the_error(caplog):
     trainer = make_trainer(kind=BreaksAt, callbacks=[NaNGuard()], epochs=1, log_every=1)
     first, _ = failure(trainer, batches)
     assert first.startswith("train/loss is inf at step 7 (learning rate ")
-    assert caplog.messages[-1].startswith("The replay that looks for the cause has failed: ")
+    assert caplog.messages[-1].startswith("The replay to find the cause failed: ")
     assert "OSError: the disk is gone" in caplog.messages[-1]
 
 
@@ -269,7 +270,7 @@ def test_a_replay_begins_at_the_newest_good_checkpoint(tmp_path, caplog, kind, f
     callbacks = [guard, Holds(), Checkpoint(tmp_path, every=1, keep=3)]
     first, *_ = failure(make_trainer(kind=kind, callbacks=callbacks, log_every=5))
     assert f": in step {kind.bad_step}, the loss is " in first
-    assert caplog.messages[0].startswith(f"Replaying the training from step {first_replayed} on")
+    assert caplog.messages[0].startswith(f"Replaying the training from step {first_replayed} to")
     # The row of step 5 is the first after a checkpoint: the copy of the first state is dropped.
     assert [held[step] for step in range(1, 7)] == [True, True, True, True, False, False]
 
@@ -280,7 +281,7 @@ def test_a_fit_without_callbacks_says_that_its_weights_are_not_finite(caplog):
     trainer = make_trainer()
     trainer.fit(train_loader(data))
     assert [message.partition(". ")[0] for message in caplog.messages] == [
-        "The weights of 0.weight are not finite after step 24"
+        "The parameter 0.weight is not finite after step 24"
     ]
     caplog.clear()
     make_trainer().fit(train_loader())
@@ -293,4 +294,4 @@ def test_a_validation_that_is_not_finite_is_not_blamed_on_the_training():
     trainer = make_trainer(callbacks=[NaNGuard(), EMA(0.9)])
     first, second = failure(trainer, val_loader=DeviceLoader(data, "val", 8))
     assert first == "val/loss is nan at step 8, and all weights are finite."
-    assert second == "Look at the data and the targets of val."
+    assert second == "Check the data and the targets of val."

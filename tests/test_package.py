@@ -107,7 +107,7 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     done = run("model=net", "trusted=[mine]", "run_dir=a", *quick)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Net, 650 parameters" in done.stdout
-    assert "stoker task=evaluate run=a 'trusted=[mine]'" in done.stdout
+    assert "stoker evaluate run=a 'trusted=[mine]'" in done.stdout
     asked = run("task=evaluate", "run=a", "trusted=[mine]")
     assert asked.returncode == 0 and "test     loss" in asked.stdout
     if name != "stoker":  # another door to the same program
@@ -125,8 +125,8 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     ("text", "answer"),
     [
         (b"width: [16\n", "broken.yaml, line 2: this is not valid YAML"),
-        (b"- a\n", "model: its file holds a list, not keys."),
-        ("width: 16\n".encode("utf-16"), "is not UTF-8 text. Save it as UTF-8."),
+        (b"- a\n", "model: its file contains a list, not keys."),
+        ("width: 16\n".encode("utf-16"), "these settings cannot be read ('utf-8' codec"),
     ],
 )
 def test_a_broken_file_of_your_own_configs_is_named(tmp_path, text, answer):

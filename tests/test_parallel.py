@@ -66,7 +66,7 @@ def train(forks, folder, world, *job):
     assert done.codes == [0] * world, (done.codes, done.late, done.errs)
     if world == 1:  # which is not worth a mistake
         assert (
-            done.errs[0].endswith("one process, so it changes nothing.\n")
+            done.errs[0].endswith("has no effect with a single process.\n")
             and done.errs[0].count("\n") == 1
         )
     else:

@@ -17,8 +17,9 @@ SCRIPT = Path(__file__).with_name("corners.py")
 FEW = [(2, "ddp"), (2, "fsdp")]
 MANY = [*FEW, (3, "fsdp"), (4, "ddp")]
 BYPASSED = (
-    "A step has to call all of self.model once per backward(), not self.module; "
-    "or parts of it, with stoker.trainer.parallel.average_gradients(part) after each backward()."
+    "A step has to call self.model as a whole, once per backward(), not self.module. "
+    "If it calls parts of the model, call stoker.trainer.parallel.average_gradients(part) after "
+    "each backward()."
 )
 GROUPS = {"same": SAME, "alike": [*ALIKE, "memory"], "refused": REFUSED}
 SHARDS = "Type strategy=ddp, or another optimizer if that is the cause. A step has to call self.model, not parts of it."
@@ -114,7 +115,7 @@ REASONS = {
     (
         "bypassing",
         "ddp",
-    ): f"not the same on all processes: their gradients were not exchanged.\n{BYPASSED}",
+    ): f"differ between processes: their gradients were not exchanged.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
     ("gan", "fsdp"): SHARDS,
     ("diverging", "ddp"): "in steps 1 to 3: in step 3, the loss is inf with a finite batch",
@@ -123,10 +124,10 @@ REASONS = {
     ("0-dim", "fsdp"): "doesn't support scalar parameters",
     ("Adafactor", "fsdp"): "Adafactor needs whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
-    ("channels_last", "fsdp"): "channels_last=true: shards have no memory format",
-    ("unfrozen", "ddp"): "0.weight was frozen when the Trainer was made",
-    ("unfrozen", "fsdp"): "0.weight was frozen when the Trainer was made",
-    ("again", "fsdp"): "an earlier Trainer has sharded this model",
+    ("channels_last", "fsdp"): "channels_last=true: sharded parameters have no memory format",
+    ("unfrozen", "ddp"): "0.weight was frozen when the Trainer was created",
+    ("unfrozen", "fsdp"): "0.weight was frozen when the Trainer was created",
+    ("again", "fsdp"): "an earlier Trainer sharded this model",
 }
 
 

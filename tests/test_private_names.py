@@ -10,7 +10,6 @@ FOLDERS = ("stoker", "trainer", "models", "data", "configs")
 PRIVATE = {
     ("data/workers.py", "_timeout"): "the time limit of one iterator of a DataLoader",
     ("data/workers.py", "_workers"): "the processes of an iterator, to end them in order",
-    ("stoker/diagnostics/doctor.py", "_compiled_call_impl"): "whether a module is compiled",
     ("stoker/diagnostics/flops.py", "_FlopCounterMode"): "counting without torch._dynamo (2 s)",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",
     ("trainer/device.py", "torch.utils._triton"): "whether Triton works on this machine",

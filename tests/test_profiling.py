@@ -2,16 +2,12 @@
 
 import gzip
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.diagnostics import profiling
-from stoker.diagnostics.profiling import ACTIVE, BEFORE, MOST, WARMUP, Profile
-from stoker.diagnostics.timing import Timing
+from stoker.diagnostics.profiling import ACTIVE, BEFORE, WARMUP, Profile
 from stoker.trainer.callbacks import Callback
 
 
@@ -44,7 +40,8 @@ def test_the_trace_has_the_steps_after_the_first_ones(tmp_path, capsys):
     forwards = [event for event in trace["traceEvents"] if event.get("name") == "aten::addmm"]
     assert len(forwards) == 2 * ACTIVE  # two linear layers a step
     text = (tmp_path / "profile" / "operators.txt").read_text()
-    assert len(text.splitlines()) == 1 + MOST and text in capsys.readouterr().out + "\n"
+    printed = capsys.readouterr().out
+    assert "aten::addmm" in text and text.rstrip() in printed
     assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["operators.txt", path.name]
 
 
@@ -77,39 +74,3 @@ def test_it_changes_nothing(tmp_path, settings):
     assert_same(
         with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None}
     )
-
-
-def test_its_own_time_is_none_of_the_trainings(monkeypatch):
-    timing = Timing()
-    timing.began = 5.0
-    trainer = SimpleNamespace(window=SimpleNamespace(start=3.0), callbacks=[Callback(), timing])
-    monkeypatch.setattr(profiling.time, "perf_counter", iter([10.0, 10.25]).__next__)
-    with profiling.untimed(trainer):
-        pass
-    assert (trainer.window.start, timing.began) == (3.25, 5.25)
-
-
-def row(key, cpu, device, count, kind=torch.autograd.DeviceType.CPU):
-    times = {"self_cpu_time_total": cpu, "self_device_time_total": device}
-    return SimpleNamespace(key=key, count=count, device_type=kind, **times)
-
-
-def test_the_table_is_by_the_time_of_the_device():
-    rows = [
-        row("aten::mm", 100, 3000, 10),
-        row("aten::add", 300, 1000, 20),
-        row("ProfilerStep*", 9000, 9000, 5),
-    ]
-    rows += [
-        row("a_kernel", 0, 4000, 10, torch.autograd.DeviceType.CUDA)
-    ]  # the time of aten::mm and aten::add again
-    on_cpu = profiling.operators(rows, 5, torch.device("cpu"))
-    assert [(o.name, o.seconds, o.share, o.calls) for o in on_cpu] == [
-        ("aten::add", pytest.approx(60e-6), 0.75, 4),
-        ("aten::mm", pytest.approx(20e-6), 0.25, 2),
-    ]
-    assert [o.name for o in profiling.operators(rows, 5, torch.device("cuda"))] == [
-        "aten::mm",
-        "aten::add",
-    ]
-    assert list(profiling.table(on_cpu))[1] == "            0.060   75.0%            4  aten::add"

@@ -83,30 +83,21 @@ def test_a_file_of_somebody_else_further_up_is_not_read(folder, monkeypatch):
     ("text", "answer"),
     [
         ('trustd = ["mine"]', "there is no key trustd. Did you mean 'trusted'? The keys are trusted, "),
-        ('trusted = "mine"', 'trusted is a list of package names. Type trusted = ["mypackage"].'),
-        ('trusted = ["mine.py", 3]', "trusted is a list of package names"),
-        ('trusted = ["mi-ne"]', "trusted is a list of package names"),
-        ("experiment = 1", 'experiment is a string. Type experiment = "NAME".'),
-        ('runs = ""', 'runs is a string. Type runs = "NAME".'),
+        ('trusted = "mine"', 'trusted is not valid. Type trusted = ["mypackage"].'),
+        ('trusted = ["mine.py", 3]', "trusted is not valid."),
+        ('trusted = ["mi-ne"]', "trusted is not valid."),
+        ("experiment = 1", 'experiment is not valid. Type experiment = "NAME".'),
+        ('runs = ""', 'runs is not valid. Type runs = "FOLDER".'),
         ("runs = ", "this is not valid TOML ("),
-        ('trusted = ["not_here.net"]', "trusted names not_here.net, and "),
-        ('experiment = "frist"', "there is no experiment frist. Did you mean 'first'? Type one of: "),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
-    write(folder / "configs/experiment/first.yaml", "# @package _global_\n")
     write(folder / "stoker.toml", text)
     with pytest.raises(UserError) as caught:
         project.current().enter()
         arguments.for_hydra([])
     assert str(caught.value).startswith(f"{folder / 'stoker.toml'}: {answer}")
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_table_that_is_none_is_named(folder):
-    write(folder / "pyproject.toml", "[tool]\nstoker = 3\n")
-    with pytest.raises(UserError, match=r"pyproject.toml: tool.stoker is not a table. Type \[tool"):
-        project.current()
 
 
 def test_the_command_is_found_again_from_where_it_was_typed(folder, monkeypatch):
@@ -149,10 +140,10 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
         ("3d", "name a package with letters, digits and _. Type new my_project."),
         ("class", "name a package with letters, digits and _. Type new my_project."),
         ("../net", "name a package with letters, digits and _. Type new my_project."),
-        ("torch", "a package of this name exists. Type another name."),
-        ("__main__", "a package of this name exists. Type another name."),
-        ("configs", "a package of this name exists. Type another name."),
-        ("here", "a file or folder of this name exists. Type another name."),
+        ("torch", "a package with this name already exists. Type another name."),
+        ("__main__", "a package with this name already exists. Type another name."),
+        ("configs", "a package with this name already exists. Type another name."),
+        ("here", "a file or folder with this name already exists. Type another name."),
     ],
 )
 def test_a_name_that_no_new_package_can_have_is_refused(folder, name, answer):
@@ -214,6 +205,10 @@ def test_the_help_has_examples_groups_and_keys_in_80_columns(folder, monkeypatch
     assert {"broken,", "cnn,", "net,"} <= set(models.split())
     for key in OmegaConf.load(configs.FOLDER / "train.yaml"):
         assert f"\n  {key}:" in text or key in ("defaults", "hydra")
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = [line for line in help_text().splitlines() if len(line.split()) > 1]
+    assert all(len(line) <= 40 for line in lines[1:])
+    monkeypatch.delenv("COLUMNS")
     asked = help_text(["model=net", "optimizer=adamw", "--help"])
     assert "  model.width: 1             of a layer\n" in asked and "_target_" not in asked
     for key in OmegaConf.load(configs.FOLDER / "optimizer/adamw.yaml"):
@@ -251,7 +246,7 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     write(tmp_path / "run/provenance/packages.txt", "torch==2.0.0\n")
     other = forks.run(tmp_path, "reproduce", "run=run", "run_dir=other")
     lines = other.out.splitlines()
-    assert other.code == 4 and "differs  model.safetensors has other weights" in lines
+    assert other.code == 4 and "differs  model.safetensors has different weights" in lines
     assert "because  optimizer.lr=0.004 (was 0.003)" in lines
     assert any(line.startswith("         torch=") and "(was 2.0.0)" in line for line in lines)
     write(tmp_path / "run/config.yaml", config)
@@ -259,11 +254,11 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     shutil.rmtree(tmp_path / "other")
     flipped = forks.run(tmp_path, "reproduce", "run=run", "run_dir=other")
     [differs] = [line for line in flipped.out.splitlines() if line.startswith("differs")]
-    assert flipped.code == 4 and differs == "differs  model.safetensors has other weights"
+    assert flipped.code == 4 and differs == "differs  model.safetensors has different weights"
     outside = config.replace("${run_dir}/not_finite", str(tmp_path / "elsewhere"))
     write(tmp_path / "run/config.yaml", outside)
     refused = forks.run(tmp_path, "reproduce", "run=run")
-    assert refused.code == 2 and "this is outside the run directory" in refused.err
+    assert refused.code == 2 and "this path is outside the run directory" in refused.err
     (tmp_path / "run/result.json").unlink()
     unfinished = forks.run(tmp_path, "reproduce", "run=run")
     assert unfinished.code == 2 and "has not finished" in unfinished.err
@@ -275,7 +270,7 @@ def test_a_new_project_trains_in_any_of_its_folders_and_prints_commands_that_wor
     inner = tmp_path / "blue_net" / "tests"
     trained = forks.run(inner, "epochs=1", "report=false")
     assert trained.code == 0 and "model    Net, 1,251 parameters" in trained.out, trained.err
-    [command] = [line.strip() for line in trained.out.splitlines() if "task=evaluate" in line]
+    [command] = [line.strip() for line in trained.out.splitlines() if " evaluate run=" in line]
     assert command.startswith(PROGRAM) and "run=../runs/" in command
     words = shlex.split(command.removeprefix(PROGRAM))
     evaluated = forks.run(inner, *words)

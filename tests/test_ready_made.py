@@ -58,7 +58,9 @@ def test_a_ready_made_optimizer_does_what_it_does_in_plain_torch(tmp_path, kind,
 def test_a_ready_made_optimizer_that_would_not_train_the_model_is_refused():
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="4 of the 4 parameters of this SGD are not the model's"):
+    with pytest.raises(
+        UserError, match="4 of the 4 parameters of this SGD do not belong to the model"
+    ):
         make_trainer(make_model(), optimizer=sgd)
     with pytest.raises(UserError, match="groups= cannot change the parameter groups"):
         make_trainer(model, optimizer=sgd, groups=[{"match": "*", "weight_decay": 0}])
@@ -71,12 +73,6 @@ def test_a_ready_made_optimizer_that_would_not_train_the_model_is_refused():
         UserError, match=r"ByLayer\.parameter_groups cannot change the parameter groups"
     ):
         make_trainer(model, kind=ByLayer, optimizer=sgd)
-    schedule = torch.optim.lr_scheduler.StepLR(sgd, 30)
-    with pytest.raises(UserError, match="scheduler: give a factory"):
-        make_trainer(model, optimizer=sgd, scheduler=schedule)
-    sgd.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(model[0].weight, device="meta")
-    with pytest.raises(UserError, match="the state of this SGD is on meta, but the model on cpu"):
-        make_trainer(model, optimizer=sgd)
 
 
 def test_a_ready_made_optimizer_begins_with_the_rate_that_it_has():

@@ -218,7 +218,7 @@ JOBS = {
     "fp16 with a scale that changes, one cycle": {
         "precision": "fp16",
         "scaler": scaler,
-        "scheduler": schedules.onecycle,
+        "scheduler": functools.partial(schedules.linear, warmup=0.3, start=0.04),
     },
     "Lookahead and EMA, an evaluation a step": {
         "callbacks": lambda: [Lookahead(every=5, decay=0.7, power=2), EMA(0.8)],

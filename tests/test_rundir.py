@@ -194,7 +194,7 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
 @pytest.mark.parametrize("name", ["2024", "1e3", "nan"])
 def test_a_folder_may_be_named_by_a_number(forks, tmp_path, name):
     done = forks.run(tmp_path, *JOB, "max_steps=2", "epochs=null", f"run_dir={name}")
-    assert done.code == 0 and f"task=evaluate run={name}" in done.out, done.err
+    assert done.code == 0 and f"evaluate run={name}" in done.out, done.err
     done = forks.run(tmp_path, "task=evaluate", f"run={name}", "trusted=[test_rundir]")
     assert done.code == 0 and "test" in done.out, done.err
 
@@ -343,7 +343,7 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         seen = read_run(tmp_path / "run")
         offered = {purpose for purpose, _ in origin(seen) + commands(seen)}
         with_weights = {"Evaluate it", "Predict with it", "Export it"}
-        expected = {"Started by", "Resume it, once the cause is mended"}
+        expected = {"Started by", "Resume it once the cause is fixed"}
         assert offered == (expected | with_weights if step > 20 else expected)
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()
@@ -399,11 +399,11 @@ BATCHES_OF_DICTS = [
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (BATCHES_OF_DICTS, ["task=evaluate", "task=predict"]),
-        (["dataset=synthetic"], ["task=evaluate", "task=predict", "task=export"]),
+        (BATCHES_OF_DICTS, ["evaluate", "predict"]),
+        (["dataset=synthetic"], ["evaluate", "predict", "export"]),
         (
             ["dataset=text", "dataset.path=text", "dataset.length=8", "model=gpt", "model.width=8"],
-            ["task=evaluate", "task=generate", "task=export"],
+            ["evaluate", "generate", "export"],
         ),
     ],
 )
@@ -421,18 +421,22 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
+    slower = ["Train it with a tenth of the learning rate"]
+    replay = ["To replay that step"]
     for error, code, offered in (
-        (TrainingError("the disk is full"), 3, ["Resume it, once the cause is mended"]),
-        (NotFinite("the loss is nan"), 3, ["Train it with a tenth of the learning rate"]),
+        (TrainingError("the disk is full"), 3, ["Resume it once the cause is fixed"]),
+        (NotFinite("it is nan\nTo replay that step: stoker resume=x"), 3, [*slower, *replay]),
         (UserError("no such file"), 2, []),
     ):
         (tmp_path / "result.json").unlink(missing_ok=True)
         assert write_failure(tmp_path, error, code, ["dead: a\nuse GELU"])
         result = RunResult.read(tmp_path)
         assert result.doctor == ["dead: a\nuse GELU"]
-        config = {"optimizer.lr": 0.5}
-        run = Run(tmp_path, config, result, state="failed", overrides=["seed=1"])
+        config = {"optimizer.lr": 1e4}
+        run = Run(tmp_path, config, result, state="failed", overrides=["seed=1", "run_dir=x"])
         [started, *others] = origin(run)
         assert started[0] == "Started by" and [purpose for purpose, _ in others] == offered
+        assert started[1].endswith("seed=1 run_dir=x")
         if offered and isinstance(error, NotFinite):
-            assert others[0][1].endswith("seed=1 optimizer.lr=0.05")
+            assert others[0][1].endswith("seed=1 optimizer.lr=1000")
+            assert others[1][1] == "stoker resume=x"

@@ -255,7 +255,7 @@ def test_what_is_no_part_is_refused(parts, message):
         ({"augment": ["flip"]}, r"dataset\.augment: this needs inputs of a known shape"),
         ({"resident": True}, r"dataset\.resident: this needs"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
-        ({"limit_val": 0.5}, r"limit_val=0\.5: Stream has no len\(\)\. Type a number"),
+        ({"limit_val": 0.5}, r"limit_val=0\.5: DataLoader has no len\(\)\. Type a number"),
     ],
 )
 def test_settings_that_these_data_cannot_have(options, message):

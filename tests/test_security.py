@@ -700,7 +700,7 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
     for i, (key, value, message) in enumerate(
         (
-            ("model__hidden", [10**6, 10**6], "far more numbers"),
+            ("model__hidden", [10**6, 10**6], "far more values"),
             (
                 "callbacks__a",
                 {"_target_": "stoker.trainer.callbacks.EMA", "decay": LINEAR},
@@ -864,7 +864,7 @@ def test_a_metric_that_is_too_large_is_refused_before_it_takes_memory(typed):
     node = {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix"}
     build.check_size("metrics.a", node, num_classes=1000)
     with pytest.raises(
-        UserError, match=r"metrics\.a\._target_=.* far more numbers than a loss or a metric"
+        UserError, match=r"metrics\.a\._target_=.* far more values than a loss or a metric"
     ):
         build.check_size("metrics.a", node, num_classes=10**6)
     build.check_size("metrics.a", 3)
@@ -876,7 +876,7 @@ def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
     weights = torch.nn.Linear(3, 2).state_dict()
     node = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
     build.check_size("model", node, weights)
-    with pytest.raises(UserError, match=r"bias is \(4,\) here, \(2,\) in the file"):
+    with pytest.raises(UserError, match=r"bias is \(4,\) in the model and \(2,\) in the file"):
         build.check_size("model", node | {"out_features": 4}, weights)
-    with pytest.raises(UserError, match="far more numbers"):
+    with pytest.raises(UserError, match="far more values"):
         build.check_size("model", node | {"out_features": 10**12}, weights)

@@ -2,6 +2,7 @@
 folder.
 """
 
+import re
 from pathlib import Path
 
 import hydra
@@ -21,32 +22,29 @@ def test_the_augmentations_are_those_that_there_are():
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    with pytest.raises(UserError, match="this is a folder. Type resume=FILE; it has no checkpoint"):
+    message = f"resume={tmp_path}: give auto, never, or a checkpoint file."
+    with pytest.raises(UserError, match=re.escape(message)):
         settings.check_resume(str(tmp_path))
     for step in ("00000020", "99999999", "100000000"):
         (folder / f"step_{step}.ckpt").touch()
-    for place in (tmp_path, folder):
-        with pytest.raises(UserError) as caught:
-            settings.check_resume(str(place))
-        newest = folder / "step_100000000.ckpt"
-        assert str(caught.value) == f"resume={place}: this is a folder. Type resume={newest}."
-        settings.check_resume(str(newest))
+    with pytest.raises(UserError) as caught:
+        settings.check_resume(str(tmp_path))
+    newest = folder / "step_100000000.ckpt"
+    assert str(caught.value).endswith(f"or a checkpoint file, such as {newest}.")
+    settings.check_resume(str(newest))
 
 
 def test_what_is_not_ours_may_have_other_values():
-    """An optimizer, a model or an augmentation of one's own may know rates and shares that ours
-    refuse.
-    """
+    """An optimizer or an augmentation of one's own may know rates that ours refuse."""
     parts = {
         "optimizer": {"lr": -1},
-        "model": {"dropout": 5},
         "dataset": {"augment": [{"_target_": "mine.f"}]},
     }
     config = {**parts, "optimizer": {"_target_": "mine.SGD", **parts["optimizer"]}}
     settings.check_parts(config)
-    for group, target in (("optimizer", "torch.optim.SGD"), ("model", "stoker.models.mlp.MLP")):
-        with pytest.raises(UserError, match=f"{group}.(lr=-1|dropout=5): give a number"):
-            settings.check_parts({**config, group: {**config[group], "_target_": target}})
+    config["optimizer"]["_target_"] = "torch.optim.SGD"
+    with pytest.raises(UserError, match="optimizer.lr=-1: give a number"):
+        settings.check_parts(config)
 
 
 def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():

@@ -116,7 +116,7 @@ def test_a_wrong_state_is_refused_and_nothing_of_it_loaded(tmp_path, good, chang
 
 @pytest.mark.parametrize("value", [None, [], "text", 3, torch.ones(2), {}])
 def test_what_is_no_state_at_all_is_refused(tmp_path, value):
-    with pytest.raises(TrainingError, match="written by another Trainer"):
+    with pytest.raises(TrainingError, match="written by a different Trainer"):
         trainer(tmp_path).load_state_dict(value)
 
 
@@ -271,3 +271,20 @@ def test_a_checkpoint_of_another_device_works_the_way_of_this_one():
     checkpoint.restore(other, saved)
     assert not other.param_groups[0]["fused"] and not other.param_groups[0]["capturable"]
     other.step()
+
+
+@pytest.mark.parametrize(("before", "after"), [("NAdam", "RAdam"), ("Adam", "Adamax")])
+def test_a_state_of_another_optimizer_is_refused(before, after):
+    kinds = {
+        name: functools.partial(getattr(torch.optim, name), lr=0.01) for name in (before, after)
+    }
+    trained = make_trainer(optimizer=kinds[before], epochs=1)
+    data = make_data()
+    batches = [(data.train.inputs, data.train.targets)]
+    trained.fit(batches)
+    state = trained.state_dict()
+    with pytest.raises(UserError, match=f"written with the optimizer '{before}', not {after}"):
+        make_trainer(optimizer=kinds[after], epochs=2).fit(batches, resume=state)
+    make_trainer(optimizer=None).load_state_dict(state)
+    del state["optimizer_class"]  # as in older checkpoints
+    make_trainer(optimizer=kinds[before], epochs=2).fit(batches, resume=state)

@@ -206,9 +206,9 @@ def test_workers_read_each_sample_once():
 @pytest.mark.parametrize(
     ("train", "settings", "words"),
     [
-        (loader(), {"epochs": 2}, "Stream has no len"),
-        ((batch for batch in loader()), {"max_steps": 9}, "generator, gives no batch when it is"),
-        (iter(()), {"max_steps": 9}, "gives no batch"),
+        (loader(), {"epochs": 2}, "DataLoader has no len"),
+        ((batch for batch in loader()), {"max_steps": 9}, "generator, has no batches when it is"),
+        (iter(()), {"max_steps": 9}, "has no batches"),
         (IterableLoader(loader(), accumulate=2), {"max_steps": 9, "micro_batch": 2}, "micro_batch"),
     ],
 )
@@ -219,7 +219,10 @@ def test_what_cannot_be_read_is_refused(train, settings, words):
 
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
-    assert "its loader keeps no state, so a resume reads it again" in caplog.text
+    assert (
+        "this loader does not save its state, so a resumed run reads it from the start"
+        in caplog.text
+    )
     assert "Checkpoint(every=N)" in caplog.text
     caplog.clear()
     saver = Checkpoint(tmp_path / "b", every=1)
@@ -233,7 +236,7 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
             return {"generator": random.Random(0)}
 
     trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=2)
-    with pytest.raises(UserError, match="The state of Odd/generator: .* not Random"):
+    with pytest.raises(UserError, match="state/loader/loader/generator: .* not Random"):
         trainer.fit(Odd(Stream(), 5))
 
 
@@ -416,7 +419,7 @@ def test_a_carried_state_resumes(step, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"grad_accum_steps": 3}, {"micro_batch": "auto"}])
 def test_a_carried_state_needs_whole_batches(settings):
-    words = f"{next(iter(settings))}.*LanguageModel.hidden is carried from one whole batch"
+    words = f"{next(iter(settings))}.*LanguageModel.hidden is carried from each whole batch"
     with pytest.raises(UserError, match=words):
         language_model(**settings).fit(texts())
 

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.trainer import terminal
+from stoker.diagnostics import layers
+from stoker.trainer import live, terminal
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
@@ -183,12 +185,45 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
         "model    MLP, 85,002\n         parameters and more"
     )
     for command in (
-        "         python train.py task=evaluate run=x",
+        "         python train.py evaluate run=x",
         "Replay: python3.12 train.py x=1",
+        "run      runs/the_name_of_a_long_run",
     ):
         assert terminal.wrapped(command) == command
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert terminal.styled("x", "bold") == "\033[1mx\033[0m"
+
+
+def test_the_live_line_has_the_rate_where_the_table_lacks_its_column(monkeypatch, tmp_path):
+    screen = open_screen(monkeypatch)
+    fit(tmp_path, epochs=2, metrics={"a_long_metric_name": Accuracy()})
+    names = next(line for line in left(screen) if line.startswith("epoch ")).split()
+    assert "val/a_long_metric_name" in names and "left" not in names
+    drawn = [one for one in screen.getvalue().split("\r") if "epoch 2/2" in one]
+    assert any(re.search(r"left \d\d:\d\d  lr \d\.\d+  samples/s [\d,]+", one) for one in drawn)
+
+
+def test_small_numbers_have_two_digits_in_one_notation():
+    values = [0.5, 0.001, 0.00083, 0.0001, 0.00002]
+    assert [live.short(value) for value in values] == [
+        "0.5000",
+        "0.0010",
+        "0.00083",
+        "0.00010",
+        "2.0e-05",
+    ]
+
+
+def test_the_layers_leave_out_columns_on_a_narrow_terminal(monkeypatch):
+    open_screen(monkeypatch, 30)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    lines = list(layers.lines(model, (3,), tokens=False))
+    assert lines == [
+        "layer  type    parameters",
+        "0      Linear           8",
+        "1      ReLU",
+        "total                   8",
+    ]
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def test_a_slow_way_to_the_device():
     sends = Clock(at_least=0.015)
     timing, total = fitted(Slow(60, Clock(), sends=sends), epochs=1, trainer=OnItsWay)
     assert abs(timing.took["transfer"] - sends.seconds) <= POINTS * total
-    assert "for batches to be copied to it: give the DataLoader pin_memory=True" in timing.said
+    assert "for batches to be copied: give the DataLoader pin_memory=True" in timing.said
 
 
 def test_too_many_evaluations():
@@ -200,9 +200,9 @@ def test_too_many_evaluations():
     assert timing.took["evaluation"] >= evaluated
     assert abs(timing.took["evaluation"] - evaluated) <= POINTS * total
     share = timing.took["evaluation"] / total
-    assert (
-        timing.said
-        == f"evaluations took {100 * share:.0f} % of the time: set eval_every={min(70, proposed(2, share))}"
+    assert timing.said == (
+        f"evaluations took {100 * share:.0f} % of the time: "
+        "set a larger eval_every, or use a smaller validation part"
     )
 
 
@@ -300,15 +300,12 @@ def test_too_many_checkpoints(tmp_path):
     share = timing.took["checkpoint"] / total
     assert (
         timing.said
-        == f"checkpoints took {100 * share:.0f} % of the time: set checkpoint.every={min(60, proposed(1, share))}"
+        == f"checkpoints took {100 * share:.0f} % of the time: set a larger checkpoint.every"
     )
 
 
 def test_a_slow_logger():
     class SlowLogger(Logger):
-        def begin(self, trainer):
-            time.sleep(1.0)
-
         def write(self, numbers, step):
             with clock():
                 time.sleep(0.02)
@@ -322,14 +319,6 @@ def test_a_slow_logger():
     assert abs(timing.took["logging"] - clock.seconds) <= POINTS * total
     assert timing.said.startswith(
         f"loggers took {100 * timing.took['logging'] / total:.0f} % of the time"
-    )
-
-
-def proposed(every, share, aim=0.05):
-    """The next of 1, 2, 5, 10, 20, ... with which what took this share takes `aim`, or less."""
-    least = every * share / (1 - share) / (aim / (1 - aim))
-    return next(
-        step * 10**power for power in range(9) for step in (1, 2, 5) if step * 10**power >= least
     )
 
 
@@ -351,8 +340,8 @@ def test_tiny_batches():
     assert abs(timing.took["optimizer"] - SlowSGD.clock.seconds) <= POINTS * total
     share = (timing.took["optimizer"] + timing.took["other"]) / total
     assert timing.said == (
-        f"{100 * share:.0f} % of the time went to the optimizer and the loop, which cost the same for any batch: "
-        "set batch_size=16"
+        f"{100 * share:.0f} % of the time went to the optimizer and the loop, which cost the same for any batch size: "
+        "set a larger batch_size"
     )
 
 
@@ -504,17 +493,17 @@ COPIES = {"transfer": 1.0, "step": 3.0}
         (
             COPIES,
             {},
-            "waited 25 % of the time for batches to be copied to it: set dataset.resident=true",
+            "waited 25 % of the time for batches to be copied: set dataset.resident=true",
         ),
         (
             {"evaluation": 5.0, "step": 5.0},
-            {"eval_every": 100},
-            "evaluations took 50 % of the time: set eval_every=2000",
+            {},
+            "evaluations took 50 % of the time: set a larger eval_every",
         ),
         (
             {"checkpoint": 2.0, "step": 8.0},
-            {"save_every": ("checkpoint.epochs", 1), "steps_per_epoch": 9},
-            "checkpoints took 20 % of the time: set checkpoint.epochs=5",
+            {"saves": "checkpoint.epochs"},
+            "checkpoints took 20 % of the time: set a larger checkpoint.epochs",
         ),
         (
             {"logging": 2.0, "step": 8.0},
@@ -534,32 +523,22 @@ COPIES = {"transfer": 1.0, "step": 3.0}
         (
             {"evaluation": 1.9, "step": 8.1},
             {},
-            "this Trainer's own train_step took 81 % of the time: set profile=true",
+            "this Trainer's train_step took 81 % of the time: set profile=true",
         ),
         (
             {"step": 9.0},
-            {"idle": 0.9, "batch_size": 64},
-            "for Python to give it work: set batch_size=1024 or set compile=graph",
+            {"idle": 0.9},
+            "for Python to launch work: set a larger batch_size or set compile=graph",
         ),
         (
             {"optimizer": 9.0, "forward": 1.0},
-            {"batch_size": 64},
-            "the same for any batch: set batch_size=1024",
-        ),
-        (
-            {"optimizer": 5.0, "forward": 5.0},
-            {"batch_size": 50},
-            "the same for any batch: set batch_size=400",
+            {"steps_per_epoch": 23},
+            "the same for any batch size: set a larger batch_size",
         ),
         (
             {"optimizer": 9.0, "forward": 1.0},
-            {"batch_size": 64, "steps_per_epoch": 23},
-            "the same for any batch: set batch_size=256",
-        ),
-        (
-            {"optimizer": 9.0, "forward": 1.0},
-            {"batch_size": 64, "steps_per_epoch": 7},
-            "the same for any batch: this data is too small for larger ones",
+            {"steps_per_epoch": 7},
+            "the same for any batch size: this data is too small for larger ones",
         ),
         ({"data": 5.0}, {"cores": 2}, "waited 100 % of the time for data: set dataset.workers=2"),
         (
@@ -568,40 +547,20 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             "waited 100 % of the time for data: set dataset.resident=true",
         ),
         (
-            {"checkpoint": 5.0},
-            {"save_every": ("checkpoint.every", 1)},
-            "took 100 % of the time: set checkpoint.every=2000",
-        ),
-        (
-            {"checkpoint": 3.0, "step": 7.0},
-            {"save_every": ("checkpoint.minutes", 0.001)},
-            "checkpoints took 30 % of the time: set checkpoint.minutes=1",
-        ),
-        (
             {"checkpoint": 5.0, "step": 5.0},
-            {"save_every": ("checkpoint.epochs", 1), "total_steps": 23, "steps_per_epoch": 20},
+            {},
             "checkpoints took 50 % of the time: the final one is unavoidable",
         ),
         (
-            {"evaluation": 5.0, "step": 5.0},
-            {"eval_every": 10, "total_steps": 20},
-            "evaluations took 50 % of the time: set eval_every=20",
-        ),
-        (
-            {"evaluation": 5.0, "step": 5.0},
-            {"eval_every": 20, "total_steps": 20},
-            "evaluations took 50 % of the time: make the validation part smaller",
-        ),
-        (
             {"step": 9.0},
-            {"idle": 0.9, "batch_size": 4, "captured": True},
-            "for Python to give it work: set batch_size=64",
+            {"idle": 0.9, "captured": True},
+            "for Python to launch work: set a larger batch_size",
         ),
         ({"step": 0.5, "data": 0.49}, {}, None),
         (
             {"data": 6.0, "forward": 2.0, "backward": 1.0, "optimizer": 0.5, "other": 0.1},
             {"loader": "resident"},
-            "waited 62 % of the time for data: no setting helps, but smaller samples do",
+            "waited 62 % of the time for data: no setting helps, only smaller samples",
         ),
         (
             {"data": 4.0, "forward": 3.0, "backward": 1.0, "other": 2.0},
@@ -610,7 +569,7 @@ COPIES = {"transfer": 1.0, "step": 3.0}
         ),
         (
             {"evaluation": 1.9, "data": 0.9, "transfer": 0.9, "other": 2.0, "forward": 1.0},
-            {"loader": "resident", "eval_every": 5},
+            {"loader": "resident"},
             "evaluations took 28 % of the time",
         ),
     ],

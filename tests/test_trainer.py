@@ -20,10 +20,9 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
-from stoker.trainer import checkpoint, parallel, prediction, schedules
+from stoker.trainer import checkpoint, parallel, prediction, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
-from stoker.trainer.copies import move
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
 from stoker.trainer.seeding import mix_seed, seed_generators
@@ -463,13 +462,13 @@ def test_predict_gives_the_nesting_that_the_model_gives(micro_batch):
 
 
 def test_no_samples_and_no_optimizer_are_explained():
-    with pytest.raises(UserError, match="no samples"):
+    with pytest.raises(UserError, match="The val loader is empty"):
         make_trainer().evaluate([])
-    with pytest.raises(UserError, match="no samples"):
+    with pytest.raises(UserError, match="the loader is empty"):
         make_trainer().predict([])
     with pytest.raises(UserError, match="optimizer"):
         make_trainer(optimizer=None).fit(loaders()[0])
-    with pytest.raises(UserError, match="no batch"):
+    with pytest.raises(UserError, match="training loader is empty"):
         make_trainer().fit([])
 
 
@@ -558,7 +557,9 @@ def test_a_loader_with_seek_and_a_wrong_length_is_refused(more):
             return super().__len__() + more
 
     batches = Wrong(loaders()[0])
-    with pytest.raises(UserError, match=re.escape(f"len() is {8 + more}, and it gave 8 batches")):
+    with pytest.raises(
+        UserError, match=re.escape(f"len() is {8 + more}, but it yielded 8 batches")
+    ):
         make_trainer().fit(batches)
 
 
@@ -730,7 +731,7 @@ def test_a_loss_that_would_train_wrongly_is_refused(loss, message):
 def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
     assert_same(trained(strategy="dp"), trained())
     assert [record.getMessage() for record in caplog.records] == [
-        "strategy=dp: no GPU in this run, so it changes nothing."
+        "strategy=dp has no effect: this run has no GPU."
     ]
 
 
@@ -807,42 +808,17 @@ def test_memory_report_counts_every_element():
     assert report["peak"] > report["data"]
 
 
-def test_memory_report_of_a_batch_has_its_activations():
-    """What autograd saves is counted by hand, and nothing of the model changes."""
-    inputs = torch.randn(20, 6)
+def test_what_a_forward_pass_saves_is_counted():
+    """As counted by hand."""
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.5)
     )
-    trainer = make_trainer(model, loss=lambda outputs, targets: outputs.mean())
-    model.eval()
-    before = copy.deepcopy(model.state_dict())
-    drawn = torch.get_rng_state()
-    report = trainer.memory_report((inputs, None))
+    saved = summary.Saved(model)
+    with saved.counted():
+        outputs = model(torch.randn(20, 6))
     # The inputs of Linear and BatchNorm, its mean and deviation, ReLU's outputs, Dropout's mask.
     floats = 20 * 6 + 20 * 10 + 2 * 10 + 20 * 10 + 20 * 10
-    assert report["activations"] * 2**20 == 4 * floats
-    assert all(map(torch.equal, model.state_dict().values(), before.values()))
-    assert not model[3].training and torch.get_rng_state().equal(drawn)
-    trainer.replicas = (0, 1)  # as under dp, whose threads are not counted
-    assert "activations" not in trainer.memory_report((inputs, None))
-    trainer.replicas = ()
-    model.compile(backend="eager")
-    assert "activations" not in trainer.memory_report((inputs, None))
-
-
-def test_where_says_what_lies_where(capsys):
-    trainer = make_trainer(epochs=1)
-    trainer.where()
-    trainer.fit(loaders()[0])
-    trainer.where()
-    trainer.where(
-        move({"image": torch.zeros(2**18, dtype=torch.float64), "name": "x"}, torch.device("cpu"))
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "model      float32 on cpu; 0.00 MiB"
-    assert lines[1:3] == ["optimizer  nothing", "batch      nothing yet"]
-    assert lines[5] == "batch      float32 on cpu, int64 on cpu; 0.00 MiB"
-    assert lines[8] == "batch      float64 on cpu; 2.00 MiB"
+    assert saved.most == 4 * floats and outputs.requires_grad
 
 
 def test_fit_and_close_give_memory_back():

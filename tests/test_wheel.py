@@ -38,7 +38,7 @@ def stoker(installed, folder, *arguments):
 
 def test_it_trains_sweeps_reports_and_exports_in_an_empty_folder(installed, tmp_path):
     out = stoker(installed, tmp_path, "run_dir=run", "max_steps=20")
-    assert "stoker task=evaluate run=run" in out and (tmp_path / "run/report.html").is_file()
+    assert "stoker evaluate run=run" in out and (tmp_path / "run/report.html").is_file()
     evaluated = stoker(installed, tmp_path, "task=evaluate", "run=run").splitlines()
     tested = next(line for line in out.splitlines() if line.startswith("test "))
     assert float(tested.split()[-1]) == pytest.approx(float(evaluated[-1].split()[-1]), abs=5e-5)

@@ -211,7 +211,7 @@ def test_what_cannot_be_handed_to_workers_says_so(script):
         )
     )
     assert code == 2 and "dataset.workers=1: the workers could not be started" in err
-    assert err.endswith("Type dataset.workers=0 to have the samples read by this process.\n")
+    assert err.endswith("Type dataset.workers=0 to read the samples in this process.\n")
 
 
 @posix

@@ -1,6 +1,6 @@
 """The core: one Trainer, and the callbacks, metrics, schedules and checkpoints beside it."""
 
-if __name__ == "trainer":  # imported in a clone, by the name of its folder
+if __name__ == "trainer":  # a clone imports it as `trainer`, the folder's name
     from stoker.clone import alias
 
     alias(__name__)
@@ -8,7 +8,7 @@ if __name__ == "trainer":  # imported in a clone, by the name of its folder
 
 def __getattr__(name: str) -> object:
     # `from stoker.trainer import errors` stays free of torch: a mistake on the command line is
-    # answered before its import.
+    # reported before torch is imported.
     if name == "Trainer":
         from stoker.trainer.trainer import Trainer
 

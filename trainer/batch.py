@@ -1,4 +1,4 @@
-"""Batches, any nesting of tensors and other things: walk through one, measure it, cut it."""
+"""Walk through batches (any nesting of tensors and other objects), measure and split them."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 HOW = (
-    "Override Trainer.sample_dim, which says along which dimension each is cut; "
+    "Override Trainer.sample_dim, which says along which dimension to split each value; "
     "docs/own.md shows how."
 )
 
@@ -22,7 +22,7 @@ SampleDimOf = Callable[[str, Any], SampleDim]
 
 @dataclasses.dataclass
 class Accumulated:
-    """Several batches of a loader: the micro-batches of one step."""
+    """Several batches from a loader, used as the micro-batches of one step."""
 
     parts: list[Any]
 
@@ -41,8 +41,8 @@ def walk(
 
     A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
     lists, tuples, named tuples and dataclasses are walked through, except for a list or tuple
-    inside the batch that `is_leaf(name, value)` takes for a leaf. Anything else stays. Names read
-    like the code that reaches the leaf: `batch[0]['mask']`.
+    inside the batch for which `is_leaf(name, value)` is true. Anything else is unchanged. Names
+    read like the code that reaches the leaf: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)
@@ -67,28 +67,28 @@ def walk(
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
             value = walk(function, value, f"{name}.{field.name}", is_leaf)
-            # Not dataclasses.replace, which runs __init__ again; and this works on a frozen one.
+            # dataclasses.replace would run __init__ again. This also works on a frozen dataclass.
             object.__setattr__(walked, field.name, value)
         return walked
     return batch
 
 
 def entries(batch: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return [(name, tensor)] of all tensors in the batch."""
+    """Return [(name, tensor)] for all tensors in the batch."""
     leaves: list[tuple[str, Any]] = []
     walk(lambda name, leaf: leaves.append((name, leaf)), batch)
     return [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def is_list(value: Any) -> bool:
-    """Return whether this is a list or a tuple, and not a PackedSequence, which is one too."""
+    """Return whether this is a list or tuple, but not a PackedSequence (which is a tuple)."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "to")
 
 
 def usual_dim(name: str, value: Any) -> SampleDim:
-    """Return the dimension of a value's samples: the first one of a tensor, the items of a list.
+    """Return a value's sample dimension: the first one for a tensor, the items for a list.
 
-    "auto" for a list of tensors or of other things: see `reading`.
+    It is "auto" for a list of anything else: see `reading`.
     """
     if is_list(value):
         if not value:
@@ -100,9 +100,9 @@ def usual_dim(name: str, value: Any) -> SampleDim:
 
 
 def lengths(batch: Any, sample_dim: SampleDimOf, auto: int | None) -> dict[str, int | None]:
-    """Return {name: number of samples} of everything in a batch that has samples.
+    """Return {name: number of samples} for everything in a batch that has samples.
 
-    None stands for an object that is not a tensor, whose samples nobody knows. `auto` is what
+    None stands for an object that is not a tensor, whose samples cannot be counted. `auto` is what
     "auto" stands for: 0 counts the items of a list, None looks into it.
     """
     counted: dict[str, int | None] = {}
@@ -134,8 +134,8 @@ def reading(
 ) -> tuple[dict[str, int | None], int | None, list[str]]:
     """Return ({name: number of samples}, what "auto" stands for, lists that may be either).
 
-    Lists are looked into where the tensors in them are as long as everything else in the batch, as
-    inputs that were stacked are; otherwise they have a sample per item, as images of several sizes.
+    If the tensors in a list are as long as everything else in the batch, as stacked inputs are,
+    each is split by rows. Otherwise each item is a sample, as with images of several sizes.
     """
     stacked = lengths(batch, sample_dim, auto=None)
     items = lengths(batch, sample_dim, auto=0)
@@ -149,9 +149,8 @@ def reading(
 
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
-    """Return the number of samples; 1 if nothing has any.
-
-    Where a batch disagrees about it, that is the length of what comes last, usually the targets.
+    """Return the number of samples; 1 if nothing in the batch has samples.
+    If the lengths in a batch differ, the last one counts; it is usually that of the targets.
     """
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
         # The usual (inputs, targets), without a walk.
@@ -167,38 +166,34 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
 
 
 def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, int | None]:
-    """Return (the number of samples, what "auto" stands for) of a batch that is to be cut.
+    """Return (the number of samples, what "auto" stands for) for a batch to be split.
 
     The number is None if nothing in the batch has samples.
 
     Raises:
-        UserError: The batch disagrees about the number, or could be cut in two ways.
+        UserError: The lengths in the batch differ, or it could be split in two ways.
     """
     counted, auto, unclear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if None in numbers:
         name = next(name for name, length in counted.items() if length is None)
-        raise UserError(
-            f"{use}: {name} is not a tensor, and only its class knows how to cut it.\n{HOW}"
-        )
+        raise UserError(f"{use}: {name} is not a tensor, so the Trainer cannot split it.\n{HOW}")
     if len(numbers) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
         raise UserError(
-            f"{use}: the tensors of a batch disagree about the number of samples: {shown}.\n{HOW}"
+            f"{use}: the tensors in a batch have different numbers of samples: {shown}.\n{HOW}"
         )
     if unclear:
         raise UserError(
-            f"{use}: {unclear[0]} may be a list of samples, or of tensors with a sample per row.\n"
+            f"{use}: {unclear[0]} may be a list of samples, or a list of tensors with one sample "
+            "per row.\n"
             f"{HOW}"
         )
-    samples = None
-    for number in numbers:
-        samples = number
-    return samples, auto
+    return next(iter(numbers), None), auto
 
 
 def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
-    """Cut a batch into at most `parts` micro-batches of equal size. See `select` for what is cut.
+    """Split a batch into at most `parts` micro-batches of equal size, as `select` does.
 
     Raises:
         UserError: It is not known how to cut it.
@@ -216,27 +211,27 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
 def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
     """Return (the number of samples, the part for this rank: samples rank, rank + ranks, ...).
 
-    If there is none for it, the part is the first sample, which is not to be counted: a model may
-    not take an empty batch.
+    If no sample is left for this rank, the part is the first sample, which must not be counted: a
+    model may not accept an empty batch.
 
     Raises:
-        UserError: It is not known how to cut the batch, or nothing in it has samples.
+        UserError: It is unclear how to split the batch, or nothing in it has samples.
     """
     use = f"{ranks} processes"
     samples, auto = check(batch, sample_dim, use)
     if samples is None:
         raise UserError(
-            f"{use}: a batch of type {type(batch).__name__} cannot be split among them, "
-            "since it has no tensors."
+            f"{use}: a batch of type {type(batch).__name__} has no tensors, so it cannot be split "
+            "among them."
         )
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
     return samples, select(batch, rows, sample_dim, auto)
 
 
 def select(batch: Any, rows: slice, sample_dim: SampleDimOf, auto: int | None) -> Any:
-    """Return these samples of a batch: rows of its tensors, and items of its lists.
+    """Return the selected samples of a batch: rows of its tensors and items of its lists.
 
-    What has no samples, of which `sample_dim` is None, stays whole.
+    Values without samples (`sample_dim` is None) are kept whole.
     """
 
     def cut(name: str, leaf: Any) -> Any:

@@ -1,6 +1,4 @@
-"""What a Trainer knows of batches: how many samples they have, where to cut them, what they
-weigh.
-"""
+"""How a Trainer counts, splits and weights batches."""
 
 import functools
 from typing import Any
@@ -11,35 +9,34 @@ from stoker.trainer import batch as batches
 from stoker.trainer import losses, parallel
 from stoker.trainer.micro_batch import MicroBatch
 
-# (micro-batch, its share of the weight; None for a whole batch)
+# (micro-batch, its share of the weight, or None for a whole batch)
 MicroBatches = list[tuple[Any, float | torch.Tensor | None]]
 
 
 class Batching:
-    """The part of a Trainer that measures and cuts batches."""
+    """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None  # from targets to what the mean of the loss divides by
+    divisor: losses.Divisor | None  # maps targets to what the mean loss divides by
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch
-    # Of the batch of this step, on this process:
+    # For this step's batch, in this process:
     step_samples: int = 0
     step_weight: float | torch.Tensor = 0
-    # Whether the weight of a training batch is its number of samples, which costs nothing to know.
+    # Whether a training batch weighs its number of samples, which costs nothing to compute.
     weighs_samples: bool = False
-    # Whether a whole batch may weigh 0, by class weights or by a loss_weight of your own.
+    # Whether a whole batch may weigh 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
-    # With several processes: the largest and the smallest number of samples that one of them gets
-    # from the batch, and the weight of this process's mean loss, which your own train_step
-    # multiplies its losses by.
+    # With several processes: the largest and smallest number of samples that any of them gets from
+    # the batch, and the factor by which your own train_step multiplies its losses.
     sample_bounds: tuple[int, int] | None = None
     weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
-        """Return along which dimension of a tensor its samples are, None if it has none.
+        """Return the dimension of a value that counts samples, or None if it has no samples.
 
-        It decides where batches are cut into micro-batches and dealt out to processes, and how many
+        It decides how batches are split into micro-batches and among processes, and how many
         samples they have. Override it if that is not the first dimension::
 
             def sample_dim(self, name, value):
@@ -48,17 +45,17 @@ class Batching:
                 return super().sample_dim(name, value)
 
         Names read like the code that reaches the value: `batch[0]`, `batch['x']`. For a list inside
-        the batch, 0 means one item per sample, None looks into it, and "auto" is what fits the rest
-        of the batch. What has no samples goes to each part as it is.
+        the batch, 0 means one item per sample, None looks into it, and "auto" picks what fits the
+        rest of the batch. Values without samples go to each part unchanged.
         """
         return batches.usual_dim(name, value)
 
     def loss_weight(self, batch: Any) -> float | torch.Tensor:
         """Return what `compute_loss` divides by: the weight of the batch's mean loss.
 
-        Micro-batches, processes, evaluations and logged losses count by it. For torch's own losses
-        of (outputs, targets) it is what they divide by, and the number of samples for any other.
-        Override it for your own loss; a tensor stays on the device.
+        Micro-batches, processes, evaluations and logged losses are averaged with these weights. For
+        torch's losses of (outputs, targets) the weight is what they divide by; for any other loss
+        it is the number of samples. Override it for your own loss; a tensor stays on the device.
         """
         if self.divisor is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:
             targets = batch[1]
@@ -68,7 +65,7 @@ class Batching:
 
     @functools.cached_property
     def sample_dims(self) -> batches.SampleDimOf:
-        """`sample_dim`, as the plain function where a subclass has not overridden it."""
+        """`sample_dim`, or the plain function if no subclass overrides it."""
         is_usual = type(self).sample_dim is Batching.sample_dim
         return batches.usual_dim if is_usual else self.sample_dim
 
@@ -77,8 +74,8 @@ class Batching:
         return batches.size(batch, self.sample_dims)
 
     def weigh(self, batch: Any) -> None:
-        """Note the samples and the weight of a step's batch, which is this process's part."""
-        self.step_samples = batches.size(batch, self.sample_dims)  # `samples`, in one call less
+        """Record the samples and the weight of this process's part of a step's batch."""
+        self.step_samples = batches.size(batch, self.sample_dims)  # `samples` inlined
         if self.weighs_samples:
             self.step_weight = self.step_samples
         elif isinstance(batch, batches.Accumulated):

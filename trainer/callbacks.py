@@ -1,4 +1,4 @@
-"""Callbacks run between steps: the base class, and those that come with the framework."""
+"""The Callback base class and the built-in callbacks, which run between steps."""
 
 import math
 import sys
@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from stoker.trainer import checkpoint, launch, parallel, settings, summary, terminal
+from stoker.trainer import checkpoint, launch, parallel, settings, stopping, summary, terminal
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
@@ -37,18 +37,18 @@ Row = dict[str, Any]
 State = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
-SILENCE = 30  # seconds after which Progress prints a line in the middle of an epoch
+SILENCE = 30  # seconds between two lines that Progress prints within an epoch
 
 
 class Callback:
-    """Base class with seven hooks, each called with the trainer, in the order of the callbacks.
+    """Base class with seven hooks, each called with the trainer.
 
     A callback with state that must survive a restart returns it from `state_dict` (tensors and
     plain values) and takes it back in `load_state_dict`.
 
     If several processes train together, each has its own callbacks and calls them at the same
-    steps: one that stops the training has to do so on all of them. With `first_rank_only`, only
-    rank 0 has the callback, to print or to write.
+    steps: a callback that stops the training has to do so on all of them. With `first_rank_only`,
+    only rank 0 runs the callback, for example to print or to write files.
     """
 
     first_rank_only: bool = False
@@ -57,13 +57,13 @@ class Callback:
         """Called before the first step; `trainer.step` is above 0 in a resumed run."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """Called after each step, and after its evaluation and the end of its epoch, if any."""
+        """Called after each step, including any evaluation or end of epoch at this step."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         """Called after each pass over the training set, but not if the run stops during it."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """Called before an evaluation or a prediction, unless it is part of another."""
+        """Called before an evaluation or a prediction, unless it is nested in another one."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
         """Called after an evaluation or a prediction, even if it failed."""
@@ -72,7 +72,7 @@ class Callback:
         """Called with each row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Called after a fit, even if it failed (`trainer.failed`) before `on_fit_start`."""
+        """Called after a fit, even one that failed (`trainer.failed`) before `on_fit_start`."""
 
     def state_dict(self) -> State:
         """Return what to save in a checkpoint: tensors and plain values."""
@@ -86,45 +86,45 @@ class Callback:
 
 
 class Monitor(Callback):
-    """A callback that watches one logged number.
+    """A callback that monitors one logged number.
 
-    `monitor="auto"` is the first validation metric that says whether higher or lower is better, or
-    the validation loss, or the training loss. The training loss counts as its mean over an epoch.
+    `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
+    or else the validation loss, or else the training loss. The training loss counts as its mean
+    over an epoch.
 
-    With `mode` "max" or "min", it can also be a number that you give to `trainer.log`.
+    With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
 
-    name: str  # of the number, from `on_fit_start` on
+    name: str  # the monitored number, set by `on_fit_start`
     sign: int  # 1 if high is good, -1 if low is good
-    warned: bool  # of a number that is not finite
-    is_missing: bool = False  # a number of your own that has not been logged
+    warned: bool  # whether the warning about a non-finite number was given
+    is_missing: bool = False  # your own number, not logged so far
 
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
-        self.mode: str = settings.check("monitor_mode", mode)
+        self.mode = settings.check("monitor_mode", mode)
         self.forget()
 
     def forget(self) -> None:
         self.best: dict[str, float] | None = None  # {"step", "value"}
-        self.epoch_loss: float = 0.0  # the sum over the samples of this epoch
-        self.epoch_weight: float = 0
+        self.epoch_loss = 0.0  # summed over the samples of this epoch
+        self.epoch_weight = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Choose the number to watch.
+        """Choose the number to monitor.
 
         Raises:
             UserError: The number is never logged, or has no direction.
         """
         if not trainer.step:
-            self.forget()  # what an earlier fit has reached
+            self.forget()  # the results of an earlier fit
         higher_is_better: dict[str, bool | None] = {}
         splits = by_name(trainer.val_loader)
         for split in splits:
             for name, metric in trainer.metrics.items():
                 higher_is_better[f"{split}/{name}"] = getattr(metric, "higher_is_better", None)
-        for split in splits:
+        for split in [*splits, "train"]:
             higher_is_better[f"{split}/loss"] = False
-        higher_is_better["train/loss"] = False
         self.name = self.monitor
         if self.monitor == "auto":
             self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
@@ -147,41 +147,31 @@ class Monitor(Callback):
         self.is_missing = not is_usual and self.best is None
 
     def may_be_logged(self, usual: Iterable[str]) -> bool:
-        """Return whether this can be the name of a number that is given to `trainer.log`."""
+        """Return whether this is a valid name for a number passed to `trainer.log`."""
         is_typo = any(is_one_slip(self.name, name) for name in usual)
         return self.mode != "auto" and "/" in self.name and not is_typo
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Warn if a number of your own was never logged."""
-        if not trainer.failed:
-            self.warn_if_missing()
-
-    def warn_if_missing(self) -> None:
-        """Warn, once in a fit, if the monitored number has not been logged."""
-        if self.is_missing:
+        """Warn if your own monitored number was never logged."""
+        if self.is_missing and not trainer.failed:
             launch.warn(
                 f"{type(self).__name__}: monitor={self.name} was not logged, "
                 "so nothing counts as the best."
             )
-        self.is_missing = False
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
         """Return whether the row's number beats the best by more than `min_delta`; then keep it.
 
-        A number that is not finite never does, and is warned of once in a fit. None if the row does
-        not have the number, or holds only a part of its epoch.
+        A number that is not finite never does, and causes one warning per fit. Return None if the
+        row does not have the number, or covers only part of its epoch.
         """
         if self.name == "train/loss" and "train/samples" in row:
             value = self.over_epoch(trainer, row)
-        elif self.name in row:
-            value = row[self.name]
         else:
-            if trainer.step > trainer.steps_per_epoch:
-                self.warn_if_missing()
-            return None
-        self.is_missing = False
+            value = row.get(self.name)
         if value is None:
             return None
+        self.is_missing = False
         if isinstance(value, list):
             raise UserError(f"monitor={self.name}: this is a list. Monitor a single number.")
         if not math.isfinite(value):
@@ -204,8 +194,8 @@ class Monitor(Callback):
     def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
         """Return the mean training loss of the epoch if this row ends it, else None.
 
-        A training of less than one epoch counts as one. A row of ignored targets has no loss, and
-        an epoch of such rows has no mean.
+        Training for less than one epoch counts as one epoch. If all targets of a row are ignored it
+        has no loss, and an epoch of such rows has no mean.
         """
         if "train/loss" in row:
             weight = weight_of(row)
@@ -216,34 +206,28 @@ class Monitor(Callback):
             return None
         mean = self.epoch_loss / self.epoch_weight if self.epoch_weight else None
         self.epoch_loss = 0.0
-        self.epoch_weight = 0
+        self.epoch_weight = 0.0
         return mean
 
     def state_dict(self) -> State:
-        state: State = {"best": self.best}
-        if self.epoch_weight:
-            state["epoch"] = {"loss": self.epoch_loss, "weight": self.epoch_weight}
-        return state
+        epoch = {"loss": self.epoch_loss, "weight": self.epoch_weight}
+        return {"best": self.best, "epoch": epoch}
 
     def load_state_dict(self, state: State) -> None:
-        epoch = state.get("epoch", {"loss": 0.0, "weight": 0.0})
         self.best = state["best"]
-        self.epoch_loss = epoch["loss"]
-        self.epoch_weight = epoch["weight"]
+        self.epoch_loss = state["epoch"]["loss"]
+        self.epoch_weight = state["epoch"]["weight"]
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
-        like = self.state_dict()
-        like.pop("epoch", None)
-        like["best"] = None
-        if "metrics" in like:  # of a Checkpoint
+        like = {**self.state_dict(), "best": None}
+        if "metrics" in like:  # the state of a Checkpoint
             like["metrics"] = ANYTHING
         if isinstance(state, dict) and state.get("best") is not None:
             like["best"] = {"step": 0, "value": math.inf}
-        if isinstance(state, dict) and "epoch" in state:
-            like["epoch"] = {"loss": math.inf, "weight": 0.0}
         check_like(state, like, name)
-        if "epoch" in state and not state["epoch"]["weight"] > 0:
-            refuse(state["epoch"]["weight"], "a weight above 0", f"{name}.epoch.weight")
+        weight = state["epoch"]["weight"]
+        if not weight >= 0:  # also nan
+            refuse(weight, "a weight of at least 0", f"{name}.epoch.weight")
         step = state["best"]["step"] if state["best"] else 0
         if not isinstance(step, int) or step < 0:
             refuse(step, "a number of steps", f"{name}.best.step")
@@ -252,10 +236,11 @@ class Monitor(Callback):
 class Checkpoint(Monitor):
     """Save the whole state to `folder`/step_<number>.ckpt; keep the last `keep` and the best.
 
-    It saves every `every` steps, every `epochs` epochs and every `minutes` (None is never), when
+    It saves every `every` steps, every `epochs` epochs and every `minutes` (None means never), when
     the monitored number is the best so far, and at the end. Put it last in the list, so that it
-    saves what the other callbacks became in this step. The training waits for a copy of the state,
-    which a thread then writes. The plain values in `about`, such as the config, are saved with it.
+    saves the state of the other callbacks after this step. Training only waits while the state is
+    copied; a thread writes the copy. The plain values in `about`, such as the config, are saved
+    with it.
     """
 
     saved: int  # the step of the last copy
@@ -275,13 +260,13 @@ class Checkpoint(Monitor):
         self.folder = Path(folder)
         self.overwrite = overwrite
         self.about: State = {}
-        self.every: int | None = settings.check("checkpoint.every", every)
-        self.epochs: int | None = settings.check("checkpoint.epochs", epochs)
-        self.minutes: float | None = settings.check("checkpoint.minutes", minutes)
-        self.keep: int = settings.check("checkpoint.keep", keep)
-        self.due: bool = False
-        self.metrics: Row = {}  # the last value of each number logged
-        self.last_time: float = 0.0  # of a copy, by the clock of `trainer.agreement`
+        self.every = settings.check("checkpoint.every", every)
+        self.epochs = settings.check("checkpoint.epochs", epochs)
+        self.minutes = settings.check("checkpoint.minutes", minutes)
+        self.keep = settings.check("checkpoint.keep", keep)
+        self.due = False
+        self.metrics: Row = {}  # the last value of each logged number
+        self.last_time = 0.0  # of the last copy, by `trainer.agreement`'s clock
         self.writer: ThreadPoolExecutor | None = None
         self.writing: Future[None] | None = None
 
@@ -296,7 +281,7 @@ class Checkpoint(Monitor):
                 path = checkpoint.path_of(self.folder, int(self.best["step"]))
                 is_gone = not path.exists()
         if parallel.add_up(int(is_gone)):
-            self.best = None  # it was reached in another folder
+            self.best = None  # it belongs to another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.saved = trainer.step
         self.due = False
@@ -308,21 +293,22 @@ class Checkpoint(Monitor):
         """Raise UserError unless the folder is free for this run."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
-                f"{self.folder} has checkpoints: give another folder, "
-                f"or continue from them: fit(..., resume={str(self.folder)!r})."
+                f"{self.folder} already has checkpoints: give another folder, or resume from them "
+                f"with fit(..., resume={str(self.folder)!r})."
             )
         is_file = self.folder.exists() and not self.folder.is_dir()
-        if is_file or self.folder.is_symlink():  # a link may lead anywhere
+        if is_file or self.folder.is_symlink():  # a link may point anywhere
             raise UserError(
-                f"{self.folder} is not a folder, and checkpoints go into one. "
-                "Remove it, or move it away."
+                f"{self.folder} is not a folder, and checkpoints need one. Remove it, or move it "
+                "away."
             )
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.improved(trainer, row):
             self.due = True
         self.metrics.update(row)
-        for name in ("train/seconds", "train/samples"):  # not part of what a run arrives at
+        # Not part of a run's result.
+        for name in ("train/seconds", "train/samples", "device/memory_mib"):
             self.metrics.pop(name, None)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
@@ -342,8 +328,8 @@ class Checkpoint(Monitor):
                 self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        # Interrupted in the step's evaluation, or after this callback's turn. After an error nobody
-        # knows what state the training is in.
+        # Interrupted in the step's evaluation, or after this callback was called. After an error
+        # the state of the training is unknown.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
@@ -353,7 +339,7 @@ class Checkpoint(Monitor):
         super().on_fit_end(trainer)
 
     def save(self, trainer: "Trainer") -> None:
-        """Copy the state and have it written, one copy at a time.
+        """Copy the state and write it in a thread, one copy at a time.
 
         All processes have to call this, since each may hold a part of the state; rank 0 writes.
 
@@ -369,7 +355,7 @@ class Checkpoint(Monitor):
         if name is not None:
             symptom = f"The weights of {name} are not finite at step {trainer.step}"
             raise NotFinite(
-                f"{symptom}: no checkpoint is written of them.\n"
+                f"{symptom}, so no checkpoint is saved.\n"
                 "Type a lower optimizer.lr, or max_grad_norm=1.",
                 symptom,
             )
@@ -377,12 +363,7 @@ class Checkpoint(Monitor):
         if launch.is_first():
             assert self.writer is not None
             path = checkpoint.path_of(self.folder, trainer.step)
-            self.writing = self.writer.submit(
-                self.write,
-                path,
-                state,
-                self.best,
-            )
+            self.writing = self.writer.submit(self.write, path, state, self.best)
 
     def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
         """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
@@ -393,7 +374,7 @@ class Checkpoint(Monitor):
                 old_path.unlink()
 
     def wait(self) -> None:
-        """Wait until all is written; raise the error from the thread."""
+        """Wait until everything is written; raise the thread's error if there is one."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None
@@ -424,15 +405,15 @@ class EarlyStopping(Monitor):
         mode: str = "auto",
     ) -> None:
         super().__init__(monitor, mode)
-        self.patience: int = settings.check("patience", patience)
+        self.patience = settings.check("patience", patience)
         self.min_delta: float = check_number("min_delta", min_delta, least=0)
-        self.waited: int = 0  # evaluations since the best
+        self.waited = 0  # evaluations since the best
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         super().on_fit_start(trainer)
         if not trainer.step:
             self.waited = 0
-        self.stop_when_due(trainer)  # a run that was stopped early stays stopped
+        self.stop_when_due(trainer)  # a run that stopped early stays stopped
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         better = self.improved(trainer, row, self.min_delta)
@@ -461,15 +442,15 @@ class ShadowWeights(Callback):
     """A callback that keeps a second set of the weights and of BatchNorm's statistics.
 
     Subclasses define `update`, which brings the set up to the trainer's step. It is called at the
-    end of each step, and before an evaluation of the step.
+    end of each step, and before the step's evaluation.
     """
 
-    key: str  # of the set in a checkpoint
+    key: str  # the set's key in a checkpoint
 
     def __init__(self) -> None:
         self.shadow: Tensors | None = None
-        self.step: int = 0  # of the last update
-        # Outside of a fit, the module that the set is of, with the checksums of its tensors.
+        self.step = 0  # the step of the last update
+        # Outside of a fit: the module whose weights these are, and the checksums of its tensors.
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.sums: dict[str, int] | None = None
 
@@ -477,8 +458,8 @@ class ShadowWeights(Callback):
         if hasattr(trainer.optimizer, "eval"):
             name = type(self).__name__
             raise UserError(
-                f"{name}: {type(trainer.optimizer).__name__} evaluates with averaged weights of "
-                f"its own. Leave {name} out."
+                f"{name}: {type(trainer.optimizer).__name__} already evaluates with averaged "
+                f"weights. Leave {name} out."
             )
         self.module = None
         self.sums = None
@@ -486,7 +467,7 @@ class ShadowWeights(Callback):
         if self.shadow is None or not trainer.step:
             self.shadow = current
             self.step = trainer.step
-        # Copies with the devices and layouts of the model: a checkpoint's tensors are on the CPU.
+        # Copied to the devices and layouts of the model: a checkpoint's tensors are on the CPU.
         copies: Tensors = {}
         for name, tensor in current.items():
             value = parallel.like(self.shadow[name], tensor)
@@ -508,7 +489,7 @@ class ShadowWeights(Callback):
             self.update(trainer)
 
     def forget_if_changed(self) -> None:
-        """Forget the set if its fit is over and somebody has changed the weights since."""
+        """Discard the set if its fit is over and the weights have changed since."""
         if self.shadow is None or self.sums is None:
             return
         is_changed = self.current_sums() not in (None, self.sums)
@@ -517,7 +498,7 @@ class ShadowWeights(Callback):
         self.shadow = None
         self.step = 0
         launch.warn(
-            f"{type(self).__name__}: the weights have been changed since its fit or checkpoint, "
+            f"{type(self).__name__}: the weights have changed since the fit or checkpoint, "
             f"so the {self.key} weights are discarded."
         )
 
@@ -534,8 +515,8 @@ class ShadowWeights(Callback):
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
         """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
 
-        A frozen weight is its own average, also when it is trained again later. It is copied at
-        every step, since anybody may set it.
+        A frozen weight is its own average, even if it is trained again later. It is copied at every
+        step, since any code may set it.
         """
         assert self.shadow is not None
         trained = floating_state(trainer.module)
@@ -571,12 +552,12 @@ class ShadowWeights(Callback):
 
 
 class Lookahead(ShadowWeights):
-    """Every `every` steps, move slow weights towards the trained ones, then train on from them.
+    """Every `every` steps, move slow weights towards the trained ones and continue from them.
 
-    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; the last step ends with
-    this too. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
-    2404.00498, section 3.4). With power 0 it is constant (Zhang 2019, arXiv 1907.08610,
-    algorithm 1, where 1 - d is called alpha).
+    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; this also happens at the
+    last step. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
+    2404.00498, section 3.4). With power 0 it is constant (Zhang 2019, arXiv 1907.08610, algorithm
+    1, where 1 - d is called alpha).
     """
 
     key = "slow"
@@ -609,15 +590,15 @@ class Lookahead(ShadowWeights):
 class EMA(ShadowWeights):
     """Evaluate and predict with an exponential moving average of weights and BatchNorm statistics.
 
-    The decay is min(decay, (1 + step) / (10 + step)), so that the average is useful from the first
-    epoch on (as in tf.train.ExponentialMovingAverage).
+    The decay is min(decay, (1 + step) / (10 + step)), so that the average is already useful in the
+    first epoch (as in tf.train.ExponentialMovingAverage).
     """
 
     key = "average"
 
     def __init__(self, decay: float) -> None:
         super().__init__()
-        self.decay: float = settings.check("ema", decay)
+        self.decay = settings.check("ema", decay)
         self.raw: Tensors | None = None  # the trained weights, during an evaluation
 
     def update(self, trainer: "Trainer") -> None:
@@ -646,10 +627,10 @@ class EMA(ShadowWeights):
         super().check_state(trainer, state, name)
 
     def check_weights(self) -> None:
-        """Raise UserError if the model does not have the trained weights now."""
+        """Raise UserError unless the model holds the trained weights now."""
         if self.raw is not None:
             raise UserError(
-                "EMA: in an evaluation the model has the averages, not the trained weights. "
+                "EMA: during an evaluation the model holds the averages, not the trained weights. "
                 "Save and load the training's state before or after it."
             )
 
@@ -678,7 +659,7 @@ def floating_state(module: torch.nn.Module) -> Tensors:
 
 @torch.no_grad()
 def copy_into(tensors: Tensors, values: Tensors) -> None:
-    """Copy values of the same names into the tensors.
+    """Copy the values into the tensors of the same names.
 
     In place: sharded modules ignore tensors that are swapped by `.data`.
     """
@@ -692,7 +673,7 @@ class TimeLimit(Callback):
     end: float  # by the clock of `trainer.agreement`
 
     def __init__(self, minutes: float) -> None:
-        self.minutes: float = settings.check("max_minutes", minutes)
+        self.minutes = settings.check("max_minutes", minutes)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.end = trainer.agreement.now() + 60 * self.minutes
@@ -705,15 +686,15 @@ class TimeLimit(Callback):
 class NaNGuard(Callback):
     """Raise NotFinite at the first logged loss or gradient norm that is not finite.
 
-    `fit` then replays the steps since the last good row or checkpoint, and says which step was the
-    first, and whether its batch, its loss or its gradients were. `folder` gets that batch, and a
-    checkpoint of the state before the step. Until a Checkpoint has saved a state of the fit, a copy
-    of its first one is kept in the memory of the CPU, except where the weights are sharded.
+    `fit` then replays the steps since the last good row or checkpoint, to find the first bad step
+    and whether its batch, its loss or its gradients were not finite. That batch is saved in
+    `folder`, with a checkpoint of the state before the step. Until a Checkpoint has saved a state
+    of the fit, a copy of its first state is kept in CPU memory, unless the weights are sharded.
     """
 
-    finite_until: int  # the step of the last row whose training numbers were finite
+    finite_until: int  # the step of the last row with finite training numbers
     first_step: int  # when the fit began
-    first_state: State | None = None  # of the Trainer at that step, on the CPU
+    first_state: State | None = None  # the Trainer's state at that step, on the CPU
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -721,7 +702,7 @@ class NaNGuard(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
         self.first_step = trainer.step
-        if not any(map(parallel.is_shard, trainer.module.parameters())):  # too large, put together
+        if not any(map(parallel.is_shard, trainer.module.parameters())):  # too large to gather
             self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
@@ -731,34 +712,39 @@ class NaNGuard(Callback):
         for name, value in row.items():
             is_watched = name.endswith("/loss") or name == "train/grad_norm"
             if is_watched and not math.isfinite(value):
-                symptom = f"{name} is {value} {self.where(trainer, name)}"
-                weights_are_finite = checkpoint.first_nonfinite(trainer.module) is None
-                split, _, _ = name.partition("/")
-                if weights_are_finite and split in by_name(trainer.val_loader):
-                    raise NotFinite(
-                        f"{symptom}, and all weights are finite.\n"
-                        f"Look at the data and the targets of {split}."
-                    )
-                is_explained = name.startswith("train/") or not weights_are_finite
-                raise NotFinite(
-                    f"{symptom} (learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
-                    f"Type {self.advice(trainer)}.",
-                    symptom if is_explained else "",
-                )
+                self.fail(trainer, name, value)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if self.is_saved(trainer):
                 self.first_state = None
 
+    def fail(self, trainer: "Trainer", name: str, value: float) -> NoReturn:
+        """Raise NotFinite for this number."""
+        symptom = f"{name} is {value} {self.where(trainer, name)}"
+        broken = checkpoint.first_nonfinite(trainer.module)
+        split, _, _ = name.partition("/")
+        if broken is not None:
+            reason = f"the weights of {broken} are not finite"
+        elif split in by_name(trainer.val_loader):
+            raise NotFinite(
+                f"{symptom}, and all weights are finite.\n"
+                f"Check the data and the targets of {split}."
+            )
+        else:
+            reason = "all weights are finite, so check the inputs, the targets and the loss"
+        is_explained = split == "train" or broken is not None
+        raise NotFinite(
+            f"{symptom} (learning rate {trainer.lr:.3g}); {reason}.\nType {self.advice(trainer)}.",
+            symptom if is_explained else "",
+        )
+
     def is_saved(self, trainer: "Trainer") -> bool:
-        """Return whether a Checkpoint has saved a state of this fit: a replay begins at the
-        last.
-        """
+        """Return whether a Checkpoint has saved a state of this fit, where a replay can start."""
         savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
         return any(saver.saved > self.first_step for saver in savers)
 
     def where(self, trainer: "Trainer", name: str) -> str:
-        """Return the steps that the number is from: a training loss is a mean over some."""
+        """Return the steps that the number covers: a training loss is a mean over several steps."""
         first = self.finite_until + 1
         if name.startswith("train/") and first < trainer.step:
             return f"in steps {first:,} to {trainer.step:,}"
@@ -775,17 +761,17 @@ class NaNGuard(Callback):
 
 
 class Progress(Callback):
-    """Print a line per epoch with loss, metrics, speed and what is given to `trainer.log`.
+    """Print a line per epoch with loss, metrics, speed and the numbers passed to `trainer.log`.
 
-    On a terminal these are the rows of a table, above a line that follows each step. Elsewhere a
-    line appears now and then in a long epoch.
+    On a terminal these are the rows of a table, above a line that is updated at each step.
+    Elsewhere, a line is also printed now and then during a long epoch.
     """
 
     first_rank_only = True
     live: "Live | None" = None  # on a terminal
     last_line: float  # when it was printed
-    is_stream: bool = False  # whether a line has the numbers since the last one
-    is_evaluated: bool = False  # in this step
+    is_stream = False  # whether a line shows the numbers since the last one
+    is_evaluated = False  # whether an evaluation followed this step
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
@@ -796,49 +782,44 @@ class Progress(Callback):
             monitors = [callback for callback in trainer.callbacks if isinstance(callback, Monitor)]
             self.live = Live(trainer, monitors[-1] if monitors else None)
         self.last_line = time.monotonic()
-        # Data without a length: its one epoch is too long for a mean.
+        # Data without a length has a single epoch, which is too long for a mean.
         self.is_stream = trainer.steps_per_epoch == trainer.max_steps
         self.start_epoch()
 
     def start_epoch(self) -> None:
-        self.loss: float = 0.0  # a sum, as is its weight
-        self.weight: float = 0.0
-        self.samples: int = 0
-        self.seconds: float = 0.0
-        self.numbers: dict[str, float] = {}  # since the last line
-        self.means: dict[str, Mean] = {}  # over the samples, of other numbers of the training
+        self.samples = 0
+        self.seconds = 0.0
+        self.numbers: dict[str, float] = {}  # logged since the last line
+        self.means: dict[str, Mean] = {}  # of training numbers over the epoch
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.live is not None:
             self.live.add(row)
-        if "train/samples" in row:
-            weight = weight_of(row)
-            self.loss += row.get("train/loss", 0.0) * weight
-            self.weight += weight
-            self.samples += row["train/samples"]
-            self.seconds += row["train/seconds"]
+        samples = row.get("train/samples", 0)
+        self.samples += samples
+        self.seconds += row.get("train/seconds", 0.0)
         for name, value in row.items():
-            if isinstance(value, float) and not self.is_usual(name):
-                self.numbers[name] = self.mean(name, value, row)
+            if name == "train/loss":
+                self.mean(name, value, weight_of(row))
+            elif isinstance(value, float) and not self.is_usual(name):
+                self.numbers[name] = self.mean(name, value, samples) if samples else value
         if any(f"{split}/loss" in row for split in by_name(trainer.val_loader)):
             self.is_evaluated = True
 
-    def mean(self, name: str, value: float, row: Row) -> float:
-        """Return the mean so far in the epoch of a number of the training; others as they are."""
-        if "train/samples" not in row:
-            return value
+    def mean(self, name: str, value: float, samples: float) -> float:
+        """Return a training number's mean over the epoch so far."""
         mean = self.means.setdefault(name, Mean())
-        mean.update(torch.tensor(value, dtype=torch.float64), row["train/samples"])
+        mean.update(torch.tensor(value, dtype=torch.float64), 1, samples)
         return float(mean.compute())
 
     @staticmethod
     def is_usual(name: str) -> bool:
-        """Return whether a line shows this number in another way, or not at all."""
+        """Return whether a line leaves this number out or shows it in another form."""
         return name in (*NUMBERS, "epoch") or name.startswith("train/lr/")
 
     def on_step_end(self, trainer: "Trainer") -> None:
         ends_epoch = trainer.step % trainer.steps_per_epoch == 0
-        if ends_epoch or self.is_evaluated:  # with what was logged in `on_epoch_end`
+        if ends_epoch or self.is_evaluated:  # includes what `on_epoch_end` logged
             self.line(self.epoch(trainer))
         if ends_epoch:
             self.start_epoch()
@@ -853,12 +834,14 @@ class Progress(Callback):
         if self.live is not None:
             self.live.close()
             self.live = None
-        if trainer.stop_reason:
+        # A program that handles signals tells its user what to do after one.
+        is_told = trainer.interrupted and stopping.received is not None
+        if trainer.stop_reason and not is_told:
             terminal.show(f"stopped at step {trainer.step}: {trainer.stop_reason}")
 
     @staticmethod
     def epoch(trainer: "Trainer") -> str:
-        """Return "epoch 3/10", "epoch 2.50/10" in the middle of one, or "step 20/60"."""
+        """Return "epoch 3/10", "epoch 2.50/10" within an epoch, or "step 20/60"."""
         if trainer.steps_per_epoch == trainer.max_steps:
             return f"step {trainer.step:,}/{trainer.total_steps:,}"
         epochs = str(math.ceil(trainer.total_steps / trainer.steps_per_epoch))
@@ -870,8 +853,8 @@ class Progress(Callback):
     def line(self, where: str) -> None:
         """Print a line with the numbers so far."""
         numbers = {}
-        if self.weight:
-            numbers["loss"] = self.loss / self.weight
+        if "train/loss" in self.means:
+            numbers["loss"] = float(self.means["train/loss"].compute())
         numbers.update(self.numbers)
         speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
         if self.live is not None:
@@ -887,7 +870,7 @@ class Progress(Callback):
             self.start_epoch()
 
     def write(self, text: str) -> None:
-        """Print a line, above the one that follows each step."""
+        """Print a line above the live one."""
         self.last_line = time.monotonic()
         if self.live is None:
             print(text, flush=True)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Carried:
-    """An attribute of a Trainer that is carried from batch to batch, and saved in checkpoints::
+    """A Trainer attribute that is carried from batch to batch and saved in checkpoints::
 
         class LanguageModel(Trainer):
             hidden = Carried()
@@ -19,9 +19,10 @@ class Carried:
                 outputs, self.hidden = self.model(inputs, self.hidden)
                 return self.loss(outputs, targets), outputs
 
-    It is None when a fit begins. What you assign, a tensor or any nesting of them, is detached, so
-    that the backward pass ends at the batch. An evaluation or a prediction begins with None too,
-    and leaves the training's alone. To drop it after an epoch, assign None in `on_epoch_end`.
+    It is None when a fit begins. What you assign, a tensor or any nesting of tensors, is detached,
+    so that the backward pass ends at the batch. An evaluation or a prediction also begins with
+    None, and does not change the training's value. To reset it after an epoch, assign None in
+    `on_epoch_end`.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

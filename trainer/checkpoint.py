@@ -26,18 +26,16 @@ State = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 FORMAT = "stoker-1"
-# The key of JSON objects that stand for what JSON does not have: tensors, tuples, other dicts.
+# Marks JSON objects that stand for types JSON does not have: tensors, tuples, other dicts.
 MARK = "$"
-# What a file may take before a tensor is read. Bytes alone are no limit: one byte of JSON can
-# become an object of a hundred.
+# Limits that apply before any tensor is read. Limiting the bytes is not enough: one byte of JSON
+# can become an object of a hundred bytes.
 MAX_HEADER = 64 * 2**20
 MAX_VALUES = 2**20
-# The first bytes of a zip file (torch.save) and of a pickle.
-FOREIGN = (b"PK\x03\x04", b"\x80")
 
 
 class DamagedCheckpoint(TrainingError):
-    """A checkpoint file whose contents have changed since it was written."""
+    """Raised for a checkpoint file whose contents have changed since it was written."""
 
 
 def save(path: str | Path, state: State) -> None:
@@ -46,7 +44,8 @@ def save(path: str | Path, state: State) -> None:
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
 
     Raises:
-        TrainingError: The disk refuses it, or it has too many values to be read again.
+        UserError: It holds something else.
+        TrainingError: The file cannot be written, or the state has too many values to be read back.
     """
     path = Path(path)
     tensors: Tensors = {}
@@ -55,15 +54,14 @@ def save(path: str | Path, state: State) -> None:
     values = values_in(tree.encode()) + 10 * len(tensors)
     if header > MAX_HEADER or values > MAX_VALUES:
         raise TrainingError(
-            f"{path}: the state has too many tensors and other values; "
-            f"at most {MAX_VALUES:,} can be read."
+            f"{path}: the state has too many values; a checkpoint can hold at most {MAX_VALUES:,}."
         )
     tensors = own_storage(tensors)
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, whole or not at all; TrainingError if the disk refuses it."""
+    """Write a safetensors file atomically; raise TrainingError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
@@ -71,7 +69,8 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Free some space or fix this; the same command continues from the one before."
+            "Fix this or free some space, then run the same command: it resumes from the last "
+            "checkpoint."
         ) from error
 
 
@@ -84,36 +83,39 @@ def load(path: str | Path) -> Any:
     Raises:
         UserError: The file does not exist.
         DamagedCheckpoint: It is not a checkpoint, or a bit has changed.
-        TrainingError: The system cannot read it.
+        TrainingError: The file cannot be read.
     """
     metadata, tensors = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
     tree = metadata.get("state", "")
     if digest(tensors, tree) != metadata.get("sha256"):
-        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not agree with its contents.")
+        raise DamagedCheckpoint(f"{path} is damaged: its contents do not match its SHA-256.")
     # Clones: otherwise the file stays mapped and Windows cannot remove it. Not before the digest:
     # cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    try:  # the digest says that nothing has changed since, not who wrote it
+    try:  # the digest shows that nothing has changed, not who wrote it
         # Counted again: in the header, commas may have been written as \\u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{path} holds no state: {type(error).__name__} {str(error)[:100]}."
+            f"{path} does not contain a valid state: {type(error).__name__} {str(error)[:100]}."
         ) from None
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
-    """Return (metadata, tensors) of a safetensors file whose header is within the limits."""
+    """Return (metadata, tensors) from a safetensors file whose header is within the limits."""
     try:
         with open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            raise DamagedCheckpoint(not_readable(path, length))
+            raise DamagedCheckpoint(
+                f"{path} is not a readable checkpoint: its header has {length:,} bytes. "
+                "For a file of torch.save, call model.load_state_dict(torch.load(FILE))."
+            )
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
@@ -123,34 +125,25 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
-        # EINVAL and ELOOP: not a regular file, or a link. Other system errors say nothing about
-        # what is in the file.
+        # EINVAL and ELOOP: not a regular file, or a link. Other system errors say nothing about the
+        # file's contents.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
-        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {first_line(error)}.") from None
-
-
-def not_readable(path: str | Path, length: int) -> str:
-    """Return the message about a file whose header does not fit; a pickle is a common one."""
-    if length.to_bytes(8, "little").startswith(FOREIGN):
-        return (
-            f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; "
-            "its state dict is for model.load_state_dict(torch.load(FILE))."
-        )
-    return f"{path} is no readable checkpoint: its header has {length:,} bytes."
+        message = f"{path} is not a readable checkpoint: {first_line(error)}."
+        raise DamagedCheckpoint(message) from None
 
 
 def values_in(header: bytes) -> int:
-    """Return at most how many values are in a JSON text, strings of JSON in it included."""
+    """Return an upper bound on the number of values in a JSON text, including nested JSON."""
     return sum(header.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def copy(state: Any, everywhere: bool = False) -> Any:
-    """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
+    """Return a copy of the state with contiguous tensors on the CPU, so that training may continue.
 
     Sharded tensors are gathered, so all processes have to call this; rank 0 gets them,
-    or all do (`everywhere`). A GPU copies all of them at once, and is waited for at the end.
+    or all do (`everywhere`). A GPU copies all of them at once; this waits for it at the end.
     """
     sources: set[torch.device] = set()
     copied = begin_copy(state, everywhere, sources)
@@ -160,7 +153,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
 
 
 def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
-    """Return what `copy` does, to be read once the `sources`, which are added to, are ready."""
+    """Return what `copy` does; add to `sources`, which must be ready before it is read."""
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)
         if not launch.is_first() and not everywhere:
@@ -184,7 +177,8 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
     names = []
     counts = []
     for name, weight in module.named_parameters():
-        if weight.is_floating_point() and weight.itemsize > 1:  # torch cannot ask float8
+        # torch.isfinite does not support float8
+        if weight.is_floating_point() and weight.itemsize > 1:
             (part,) = parallel.local([weight])
             names.append(name)
             counts.append((~part.isfinite()).sum())
@@ -197,7 +191,7 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
 
 
 def pack(value: Any, tensors: Tensors, name: str) -> Any:
-    """Return the JSON form of a value; put its tensors into `tensors`, named by their places."""
+    """Return the JSON form of a value; put its tensors into `tensors`, named by their positions."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
         return {MARK: "tensor", "name": name}
@@ -210,7 +204,7 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(
+    raise UserError(
         f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}."
     )
 
@@ -225,18 +219,18 @@ def pack_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
     items = []
     for i, (key, item) in enumerate(value.items()):
         if not isinstance(key, (str, int, float, bool, type(None))):
-            raise TypeError(f"{name}: the keys of a checkpoint's dicts are strings and numbers.")
+            raise UserError(f"{name}: the keys of a checkpoint's dicts must be strings or numbers.")
         items.append([key, pack(item, tensors, f"{name}/#{i}")])
     return {MARK: "dict", "items": items}
 
 
 def escaped(key: str) -> str:
-    """Return the key without "/", as in JSON pointers (RFC 6901): no two places share a name."""
+    """Escape "/" in the key as JSON pointers do (RFC 6901), so that all names are unique."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def unpack(value: Any, tensors: Tensors) -> Any:
-    """Return what `pack` was given."""
+    """Undo `pack`."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -252,7 +246,7 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 
 def restore(part: Any, state: Any) -> None:
-    """Call `part.load_state_dict(state)`, adapted to how an optimizer works here.
+    """Call `part.load_state_dict(state)`, adapted to how the optimizer works on this device.
 
     A file holds contiguous tensors. A fused optimizer walks through the memory of a channels_last
     weight and of its moments in parallel: moments of another layout would belong to other weights.
@@ -277,7 +271,7 @@ def restore(part: Any, state: Any) -> None:
 
 
 def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
-    """Return an optimizer's tensor with the memory layout of its parameter, if it has its shape."""
+    """Return an optimizer's tensor in the memory layout of its parameter, if the shapes match."""
     if not isinstance(moment, torch.Tensor) or not moment.ndim or moment.shape != parameter.shape:
         return moment
     target = torch.empty_like(parameter, dtype=moment.dtype)
@@ -307,9 +301,9 @@ def digest(tensors: Tensors, tree: str) -> str:
 
 
 def go_back(folder: str | Path, step: int) -> None:
-    """Remove the checkpoints after `step`, and what a killed save has left.
+    """Remove the checkpoints after `step`, and what a killed save left behind.
 
-    A run that resumes from there writes them again, and the newest must be its own.
+    A run that resumes from there writes them again, and the newest one must be from this run.
     """
     for number, path in files(folder).items():
         if number > step:
@@ -318,9 +312,9 @@ def go_back(folder: str | Path, step: int) -> None:
 
 
 def newest(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the newest good checkpoint in the folder, None if it has none.
+    """Return (path, state) of the newest good checkpoint in the folder, or None if it is empty.
 
-    Warns of each damaged one before it.
+    Warn about each damaged checkpoint that is newer.
 
     Raises:
         TrainingError: All of them are damaged.
@@ -334,43 +328,38 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
             damaged.append(error)
             continue
         for problem in damaged:
-            log.warning("%s The newest good one is %s.", problem, path)
+            log.warning("%s Using the newest good one, %s.", problem, path)
         return path, state
     if paths:
         raise TrainingError(
-            f"None of the {len(paths)} checkpoints in {folder} is good.\n"
+            f"All {len(paths)} checkpoints in {folder} are damaged.\n"
             "Start over in another folder: type run_dir=DIR."
         )
     return None
 
 
 def to_resume(source: Any) -> State:
-    """Return the state to resume from: of a file, the newest of a folder, or `source` itself."""
+    """Return the state to resume from: a file's, a folder's newest one, or `source` itself."""
     return source if isinstance(source, dict) else loaded(source, newest)
 
 
-def to_load(source: Any) -> State:
-    """Return the state of a file, or of the best one in a folder."""
-    return loaded(source, best)
-
-
 def loaded(source: Any, choose: Callable[[Any], tuple[Path, State] | None]) -> State:
-    """Return the state of a file, or of the one that `choose` takes from a folder."""
+    """Return the state in a file, or the one that `choose` picks from a folder."""
     if not isinstance(source, (str, Path)):
-        raise UserError(f"{source!r} is not a checkpoint: give its file or its folder.")
+        raise UserError(f"{source!r} is not a checkpoint: give a checkpoint file or folder.")
     if not Path(source).is_dir():
         state: State = load(source)
         return state
     chosen = choose(source)
     if chosen is None:
-        raise UserError(f"{source}: there is no checkpoint in this folder.")
+        raise UserError(f"{source}: this folder has no checkpoint.")
     return chosen[1]
 
 
 def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
     """Return on all processes what `find` returns on rank 0: (path, state, ...) or None.
 
-    Each of them reads the file; `name` is that of the question.
+    Each process reads the file; `name` identifies the exchange.
     """
     result = find() if launch.is_first() else None
     facts = launch.agreed(name, lambda: result and [str(result[0]), *result[2:]])
@@ -381,7 +370,7 @@ def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any
 
 
 def load_whole(path: str | Path, step: int | None = None) -> State:
-    """Return a Trainer's whole state, the one after `step` if that is known.
+    """Return a Trainer's whole state, checking that it is from `step` if that is known.
 
     Raises:
         DamagedCheckpoint: The file holds something else.
@@ -389,7 +378,7 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     state: State = load(path)
     is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)
     if not is_whole or type(state.get("step")) is not int:
-        raise DamagedCheckpoint(f"{path} is not the state of a training.")
+        raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
     if step not in (None, state["step"]):
         raise DamagedCheckpoint(f"{path} is the state after step {state['step']}.")
     return state
@@ -398,7 +387,7 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
 def best(folder: str | Path) -> tuple[Path, State] | None:
     """Return (path, state) of the checkpoint with the best monitored value; None without any.
 
-    That is the newest one if nothing was monitored, or if the best is damaged, with a warning.
+    That is the newest one if nothing was monitored, or (with a warning) if the best is damaged.
     """
     result = newest(folder)
     if result is None:
@@ -409,12 +398,10 @@ def best(folder: str | Path) -> tuple[Path, State] | None:
         chosen = path_of(folder, entry["step"]) if entry else path
         if chosen == path:
             return result
-        # Two states would take more memory than the training had.
+        # Two states at once would take more memory than training did.
         result = None
         state = {}
         return chosen, load_whole(chosen, entry["step"])
-    except (DamagedCheckpoint, UserError) as error:
-        log.warning("%s %s, the newest, is used instead of the best one.", error, path)
-    except (AttributeError, TypeError, KeyError, ValueError):
-        log.warning("%s does not say which checkpoint is the best; it is used itself.", path)
+    except (DamagedCheckpoint, UserError, AttributeError, TypeError, KeyError, ValueError) as error:
+        log.warning("%s Using %s, the newest, instead of the best one.", error, path)
     return result or newest(folder)

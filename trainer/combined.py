@@ -1,4 +1,4 @@
-"""Several optimizers in one; muon: Muon for hidden matrices and AdamW for the rest."""
+"""Combine several optimizers into one, such as Muon for hidden matrices and AdamW for the rest."""
 
 import functools
 import inspect
@@ -12,9 +12,9 @@ from stoker.trainer.groups import Groups
 
 
 class Combined(torch.optim.Optimizer):
-    """Several optimizers of torch as one, with the parameter groups and the state of all of them.
+    """Several torch optimizers as one, with the parameter groups and state of all of them.
 
-    A step is a step of each. `optimizers` are live: you can also call them one by one.
+    A step takes one step with each. You can also call the `optimizers` one by one.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -27,14 +27,14 @@ class Combined(torch.optim.Optimizer):
         self.steps = [bare_step(optimizer) for optimizer in optimizers]
 
     def share(self) -> None:
-        """Let the optimizers work on this one's groups and state."""
+        """Make the optimizers share this object's groups and state."""
         groups = iter(self.param_groups)
         for optimizer, count in zip(self.optimizers, self.counts, strict=True):
             optimizer.param_groups = [next(groups) for _ in range(count)]
             optimizer.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the groups and the state that `load_state_dict` has made."""
+        """Share the groups and the state that `load_state_dict` created."""
         super().__setstate__(state)
         self.share()
 
@@ -45,7 +45,7 @@ class Combined(torch.optim.Optimizer):
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return `step` without torch's wrappers: those of the whole are enough."""
+    """Return `step` without torch's wrappers: this object has its own."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return optimizer.step
@@ -53,7 +53,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that one consists of: itself, unless it is Combined."""
+    """Return the parts of a Combined optimizer, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, Combined) else [optimizer]
 
 
@@ -67,20 +67,20 @@ def muon(
     foreach: bool | None = None,
     module: torch.nn.Module | None = None,
 ) -> Combined:
-    """Train hidden matrices with Muon, and with AdamW embeddings, the last matrix and the rest.
+    """Train hidden matrices with Muon, and embeddings, the last matrix and the rest with AdamW.
 
-    Jordan 2024, kellerjordan.github.io/posts/muon; with the scale of Liu 2025, arXiv 2502.16982,
-    section 2.2, by which rate and decay are those of AdamW.
+    Jordan 2024, kellerjordan.github.io/posts/muon; scaled as in Liu 2025, arXiv 2502.16982, section
+    2.2, so that AdamW's rate and decay fit both.
 
     Args:
         params: Parameter groups.
         lr: The rate of both.
         weight_decay: Decoupled weight decay of both.
-        momentum: Share of the last update in the next one, of Muon.
+        momentum: Muon's momentum: share of the last update in the next one.
         betas: How long AdamW remembers the gradient and its square.
         fused: As for torch.optim.AdamW.
         foreach: As for torch.optim.AdamW.
-        module: The model, which tells embeddings and the last matrix from the others.
+        module: The model, used to find embeddings and the last matrix.
     """
     check_number("optimizer.lr", lr, least=0)
     others: set[torch.Tensor] = set()
@@ -92,7 +92,8 @@ def muon(
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
                 widths.add(child.embedding_dim)
-        # Outputs as wide as an embedding are multiplied by it, as in GPT-2: it is the last matrix.
+        # Outputs as wide as an embedding are multiplied by it, as in GPT-2, so it is the last
+        # matrix.
         others.update(matrix for matrix in matrices[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []

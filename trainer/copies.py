@@ -8,20 +8,20 @@ import torch
 from stoker.trainer import batch as batches
 
 CPU = torch.device("cpu")
-UNIFIED = ("cpu", "mps", "meta")  # devices whose memory is the host's: nothing is pinned for them
+UNIFIED = ("cpu", "mps", "meta")  # devices that share the host's memory: pinning is not needed
 
 
 def move(batch: Any, device: torch.device) -> Any:
     """Return the batch on the device: any nesting of tensors and of objects with `.to`.
 
-    The host's tensors are pinned and copied beside the work of the device: nothing waits for it.
+    Tensors on the host are pinned and copied while the device works, without waiting for it.
     """
     if isinstance(batch, (list, tuple)):
         for tensor in batch:
             if not (isinstance(tensor, torch.Tensor) and tensor.device == device):
                 break
         else:
-            return batch  # our loaders have moved it
+            return batch  # already moved by our loaders
 
     def to(_: str, leaf: Any) -> Any:
         is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
@@ -35,7 +35,7 @@ def move(batch: Any, device: torch.device) -> Any:
 def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a pinned tensor to the device while it works on earlier steps.
 
-    In the stream of the work, the copy would wait for them.
+    In the compute stream, the copy would wait for those steps.
     """
     backend = torch.get_device_module(device)
     work_stream = backend.current_stream(device)
@@ -43,27 +43,27 @@ def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     with backend.stream(stream):
         copied = tensor.to(device, non_blocking=True)
     work_stream.wait_stream(stream)
-    copied.record_stream(work_stream)  # keeps its memory until the work on it is done
+    copied.record_stream(work_stream)  # keeps its memory allocated until the work on it is done
     return copied
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> Any:
-    """Return the device's one stream for copies."""
+    """Return the device's only copy stream."""
     return torch.get_device_module(device).Stream(device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor that was just made on the CPU on the device, without waiting for it."""
+    """Move a tensor that was just created on the CPU to the device, without waiting for it."""
     if device.type in UNIFIED:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU, which is there once its device is synchronized.
+    """Return a contiguous copy on the CPU, which is complete once the device is synchronized.
 
-    What a GPU copies without being waited for goes into pinned memory.
+    Asynchronous copies from a GPU go into pinned memory.
     """
     return tensor.to(
         CPU,

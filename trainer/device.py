@@ -1,4 +1,4 @@
-"""Choose a device, a precision and kernels; capture graphs, and wait for the device."""
+"""Choose a device, a precision and kernels; capture graphs; wait for the device."""
 
 import contextlib
 import functools
@@ -15,15 +15,15 @@ from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line, log
 from stoker.trainer.modes import modes_restored
 
-# torch's message if the memory of a tensor is in another order.
+# torch's message if a tensor has another memory format.
 NO_VIEW = "view size is not compatible"
-CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
+CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-REPLICAS = ("cuda",)  # devices between which torch.nn.DataParallel copies: its kernels are CUDA's
+REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports: its kernels need CUDA
 
 
 def available() -> list[str]:
-    """Return the names for `device=` on this machine: cpu, the accelerator, each of several."""
+    """Return the valid names for `device=` on this machine, such as cpu, cuda and cuda:1."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ["cpu"]
@@ -37,7 +37,7 @@ def available() -> list[str]:
 def choose(name: object = "auto") -> torch.device:
     """Return the torch.device for `auto`, `cpu`, `cuda:1` and so on; make it current.
 
-    It may be any device of torch's accelerator, also of one that another package has registered.
+    It may be any device of torch's accelerator, including one that another package registers.
 
     Raises:
         UserError: This machine does not have it.
@@ -47,13 +47,12 @@ def choose(name: object = "auto") -> torch.device:
     name = str(name)
     if name == "auto":
         name = names[1] if len(names) > 1 else "cpu"
-        if name == "cpu":
-            warn_of_idle_gpu()
     kind, _, number = name.partition(":")
     processes = launch.local_world_size()
     if number and processes > 1:
         raise UserError(
-            f"device={name}: {processes} processes have a GPU each. Type device={kind}."
+            f"device={name}: each of the {processes} processes gets its own GPU. Type "
+            f"device={kind}."
         )
     is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
     if name not in names and not is_only_one:
@@ -71,48 +70,30 @@ def choose(name: object = "auto") -> torch.device:
             f"device={name}: {processes} processes on a machine with {count} GPUs. "
             f"Start {count} at most."
         )
-    # Before anything else touches a GPU, or device 0 would get a context.
+    # This comes before anything else uses a GPU, or else device 0 would get a context.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 
 
-@functools.cache
-def warn_of_idle_gpu() -> None:
-    """Warn once if this machine has a GPU that torch cannot use, unless you have hidden it."""
-    if has_driver() and settings.VISIBLE_GPUS not in os.environ:
-        log.warning("device=auto: training on the CPU, since %s.", no_cuda())
-
-
-def has_driver() -> bool:
-    """Return whether the driver of a GPU is installed."""
-    drivers = ("/proc/driver/nvidia/version", "/dev/kfd")
-    return any(map(os.path.exists, drivers)) or shutil.which("nvidia-smi") is not None
-
-
 def no_cuda() -> str:
     """Return why torch cannot use a GPU of this machine."""
-    if not has_driver():
-        return "no GPU driver is installed"
     if torch.version.cuda is None and torch.version.hip is None:
         return "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs"
-    visible = os.environ.get(settings.VISIBLE_GPUS)
-    if visible in ("", "-1"):
-        return f"{settings.VISIBLE_GPUS}={visible} hides every GPU"
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # that the driver is too old, for example
+    except RuntimeError as error:  # for example, the driver is too old
         return f"torch says: {first_line(error).partition('.')[0]}"
     return "torch sees no GPU"
 
 
 def make_current(device: torch.device) -> None:
-    """Use this device for calls that name none: another Trainer may have chosen one."""
+    """Make this the current device: another Trainer may have chosen a different one."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def describe(device: torch.device) -> str:
-    """Return the device's name with its threads or its memory, for people."""
+    """Describe the device in words, with its threads or its memory."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
@@ -123,25 +104,20 @@ def describe(device: torch.device) -> str:
     free, _ = memory.memory_info(device)
     if free is not None:
         facts.append(f"{free / 2**30:.0f} GiB free")
-    if device.type == "cuda" and torch.backends.cudnn.benchmark:
-        facts.append("cuDNN benchmark on")
     return f"{device} ({', '.join(facts)})" if facts else str(device)
 
 
 def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return (the autocast dtype or None for fp32, the reason) for a `precision` on this device."""
+    """Return (autocast dtype or None for fp32, reason) for a `precision` on this device."""
     settings.check("precision", name)
     if name == "auto":
         return auto_precision(device)
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    if name == "fp16" and device.type == "cpu":
-        better = ", bf16 is not" if has_bf16() else ""
-        return dtype, f"as asked; slow on cpu{better}"
     return dtype, "as asked"
 
 
 def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return what `precision=auto` means: half precision where the hardware multiplies it."""
+    """Return what `precision=auto` means: half precision if the hardware supports it."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or major >= 8:
@@ -151,14 +127,12 @@ def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
         return None, f"no tensor cores in sm_{major}{minor}"
     if device.type == "xpu":
         return torch.bfloat16, "native here"
-    if device.type == "cpu" and has_bf16():
-        return None, "the default on cpu; precision=bf16 is faster on this one"
     return None, f"the default on {device.type}"
 
 
 @functools.cache
 def wide_type(kind: str) -> torch.dtype:
-    """Return the type to sum in on a kind of device: float64, or float32 where it is missing."""
+    """Return the dtype for sums on a kind of device: float64, or float32 if it has no float64."""
     try:
         torch.zeros(1, dtype=torch.float64, device=kind).sum()
     except (RuntimeError, TypeError):
@@ -167,8 +141,8 @@ def wide_type(kind: str) -> torch.dtype:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Return whether torch or the device's package has fused optimizers for it."""
-    if device.type == "meta":  # its kernels only tell shapes
+    """Return whether there are fused optimizers for the device."""
+    if device.type == "meta":  # its kernels only compute shapes
         return False
     # private: torch._C._dispatch_*, no public name says whose kernel would run, torch 2.15
     key = torch._C._dispatch_key_for_device(device.type)
@@ -176,7 +150,7 @@ def has_fused(device: torch.device) -> bool:
 
 
 def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
-    """Return a GradScaler, which does nothing except for fp16."""
+    """Return a GradScaler, which is only enabled for fp16."""
     return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
 
 
@@ -192,7 +166,7 @@ def autocast(
         return contextlib.nullcontext()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns that it does nothing
+            warnings.simplefilter("error")  # torch's warning that autocast has no effect
             return torch.autocast(device.type, dtype=dtype)
     except (RuntimeError, UserWarning) as error:
         raise UserError(
@@ -202,7 +176,7 @@ def autocast(
 
 
 def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:
-    """Undo channels_last if the module's forward cannot handle it, as `view` of an image."""
+    """Undo channels_last if the module's forward cannot handle it, such as `view` on an image."""
     if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
         return
     try:
@@ -213,19 +187,19 @@ def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torc
         if NO_VIEW in str(error):
             module.to(memory_format=torch.contiguous_format)
             log.warning(
-                "%s uses .view() on images: it does not use channels_last.", type(module).__name__
+                "%s uses .view() on images: channels_last is turned off.", type(module).__name__
             )
 
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:
-    """Turn TF32 and cuDNN's search for kernels on, or allow only deterministic kernels."""
-    # The call imports torch's compiler, which takes a second.
+    """Turn on TF32 and cuDNN's kernel search, or allow only deterministic kernels."""
+    # The call imports torch's compiler, which takes a second
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     if device.type != "cuda":
         return
-    # cuBLAS is deterministic only with a fixed workspace, and reads this once, at its first use:
-    # a later job of the same process may be the deterministic one.
+    # cuBLAS is deterministic only with a fixed workspace. It reads this once, at its first use, so
+    # set it even if only a later job in this process is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
     # Some releases deprecate these names. The newer names must not be mixed with them.
@@ -238,10 +212,10 @@ def choose_kernels(device: torch.device, deterministic: bool) -> None:
 def place(
     module: torch.nn.Module, device: torch.device, channels_last: bool | str = "auto"
 ) -> torch.nn.Module:
-    """Return the module on the device, the kernels of its 2-D convolutions in channels_last.
+    """Move the module to the device, with the weights of 2-D convolutions in channels_last.
 
-    That order is 1.5 to 2.5 times as fast on CPUs, and tensor cores work in it. `auto` leaves it
-    out on mps.
+    This format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it on
+    mps.
 
     Raises:
         UserError: `channels_last` is True and there is no 2-D convolution.
@@ -256,7 +230,7 @@ def place(
             raise
         raise TrainingError(
             f"{name} does not fit on {device}: {memory.describe_memory(device)}.\n"
-            "Type a smaller model."
+            "Choose a smaller model."
         ) from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
@@ -292,9 +266,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """Return `work(batch)`, done in the stream that captures graphs.
+    """Run `work(batch)` in the stream that captures graphs, and return its result.
 
-    What autograd creates in another stream cannot be part of a graph.
+    Tensors that autograd creates in another stream cannot be part of a graph.
     """
     backend = torch.get_device_module(device)
     current = backend.current_stream(device)
@@ -308,13 +282,13 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError in this context where Python would wait for the device, if torch can."""
+    """Raise RuntimeError in this context if Python would wait for the device, where supported."""
     if device.type == "cpu":  # waits for nothing
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is a prototype
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -325,7 +299,7 @@ def never_waiting(device: torch.device) -> Iterator[None]:
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:
     """Capture `work(batch)` as one graph; return a function that replays it on the same memory.
 
-    Each replay returns the same tensors. Other threads may pin memory meanwhile.
+    Each replay returns the same tensors. Other threads may pin memory during the capture.
     """
     graph = torch.cuda.CUDAGraph()
     stream = capture_stream(device)
@@ -341,23 +315,23 @@ def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Call
 
 @functools.cache
 def capture_stream(device: torch.device) -> Any:
-    """Return the device's one stream for captures, and for the steps before them."""
+    """Return the device's only stream for captures, and for the steps before them."""
     return torch.get_device_module(device).Stream(device)
 
 
 def wait_for_each_call() -> None:
-    """Let each call on a GPU wait for its kernels, if CUDA has not started in this process."""
+    """Make each GPU call wait for its kernels, unless CUDA has already started in this process."""
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; a clock that is read after this includes its work."""
+    """Wait for the device, so that a clock read after this includes its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def mark(device: torch.device) -> Any:
-    """Return a point in the work of the device, for `seconds_between`; nothing waits for it."""
+    """Mark a point in the device's work for `seconds_between`, without waiting."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.get_device_module(device).Event(enable_timing=True)
@@ -366,21 +340,11 @@ def mark(device: torch.device) -> Any:
 
 
 def has_caught_up(mark: Any) -> bool:
-    """Return whether a device other than the CPU has reached the mark, and waits for Python."""
+    """Return whether an accelerator has reached the mark, and so is idle."""
     return not isinstance(mark, float) and bool(mark.query())
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks, both of which the device has reached."""
+    """Return the seconds between two marks that the device has already reached."""
     seconds: float = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
     return seconds
-
-
-def has_bf16() -> bool:
-    """Return whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
-    # private: torch.cpu._is_*_supported, no public name yet, torch 2.15
-    # A release without them gets no advice.
-    checks = [
-        getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
-    ]
-    return any(check() for check in checks if check is not None)

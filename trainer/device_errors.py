@@ -1,8 +1,5 @@
-"""Explain errors of a forward pass: which tensor is on the wrong device, and what to change."""
+"""Explain errors in a forward pass: which tensor is on the wrong device, and what to change."""
 
-import os
-import re
-import traceback
 from typing import Any
 
 import torch
@@ -11,15 +8,13 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
-# What torch says about tensors on two devices.
+# torch's messages about tensors on two devices.
 TWO_DEVICES = (
     "on the same device",
     "at the same device",
     "is not on the expected device",
     "Expected object of device type",
 )
-HERE = os.path.dirname(__file__) + os.sep
-TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def explain(
@@ -27,21 +22,21 @@ def explain(
 ) -> UserError | None:
     """Return a UserError that says what to change, or None if the cause is unknown.
 
-    It explains tensors on two devices (which ones, or in which line), `view` of an image in
-    channels_last order, statistics of one sample, and failed checks inside a kernel.
+    It explains tensors on two devices, `view` on a channels_last image, BatchNorm statistics of a
+    single sample, and failed assertions inside a kernel.
     """
     text = str(error)
     name = type(module).__name__
     if "device-side assert" in text:
         return UserError(
-            f"A check inside a kernel on {device} failed (device-side assert): usually a class "
-            "in the targets, or an index into an Embedding, is out of range.\n"
-            "Type device=cpu to see which: the same step fails there with a clear message."
+            f"An assertion inside a kernel failed on {device} (device-side assert): usually a "
+            "class in the targets, or an index into an Embedding, is out of range.\n"
+            "Type device=cpu to see which one: the same step fails there with a clear message."
         )
     if "Expected more than 1 value per channel" in text:
         return UserError(
-            f"{name}: BatchNorm needs at least two samples, and a batch or micro-batch has only "
-            "one.\nType drop_last=true, or another batch_size or micro_batch."
+            f"{name}: BatchNorm needs at least two samples, but a batch or micro-batch has only "
+            "one.\nType drop_last=true, or change batch_size or micro_batch."
         )
     kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
     if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
@@ -49,40 +44,13 @@ def explain(
             f"{name} calls .view() on an image, whose memory format is channels_last.\n"
             "Use .flatten(1) or .reshape() instead, or type channels_last=false."
         )
-    if not is_of_two_devices(text):
-        return None
-    begin = f"Tensors on two devices: the Trainer works on {device}, but"
     wrong = misplaced(module, batch, device)
-    if wrong:
+    if wrong and any(phrase in text for phrase in TWO_DEVICES):
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return UserError(f"{begin} {'; '.join(wrong[:3])}{more}.")
-    line = innermost_line(error)
-    place = "no parameter, buffer or batch entry is on another"
-    if line is not None:
-        place = f"{line.filename}:{line.lineno} has one on another:\n{line.line}"
-    return UserError(
-        f"{begin} {place}\nCreate tensors in forward with device=inputs.device, and keep those of "
-        "the model as buffers (self.register_buffer)."
-    )
-
-
-def is_of_two_devices(text: str) -> bool:
-    """Return whether torch's message says that tensors are on different devices."""
-    if any(phrase in text for phrase in TWO_DEVICES):
-        return True
-    # "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same"
-    backends = set(re.findall(r"\(torch\.(\w+\.)?\w+Tensor\)", text))
-    return len(backends) > 1
-
-
-def innermost_line(
-    error: BaseException, libraries: tuple[str, ...] = (TORCH,)
-) -> traceback.FrameSummary | None:
-    """Return the innermost line outside of these libraries; None if it is one of the Trainer's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith(libraries):
-            continue
-        return None if frame.filename.startswith(HERE) else frame
+        return UserError(
+            f"Tensors on two devices: the Trainer works on {device}, but "
+            f"{'; '.join(wrong[:3])}{more}."
+        )
     return None
 
 
@@ -96,7 +64,7 @@ def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list
 
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (description, tensor) for all tensors of a module and a batch."""
+    """Return (description, tensor) for all tensors in a module and a batch."""
     named: list[tuple[str, torch.Tensor]] = []
     for name, parameter in module.named_parameters():
         named.append((f"parameter {name!r}", parameter))

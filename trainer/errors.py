@@ -1,4 +1,4 @@
-"""What the user sees instead of a traceback: exceptions, and the lines that each becomes."""
+"""Exceptions that users see as a few lines instead of a traceback."""
 
 import difflib
 import logging
@@ -15,12 +15,12 @@ log = logging.getLogger("stoker")
 class UserError(ValueError):
     """A mistake of the user, exit code 2.
 
-    The text is one to three lines that name the key, file or class, and what to type.
+    The message is one to three lines that name the key, file or class, and what to type.
     """
 
 
 class RunInUse(UserError):
-    """Another process works in this run directory.
+    """Another process is using this run directory.
 
     Exit code 75, which sysexits.h defines as "try again later".
     """
@@ -34,9 +34,9 @@ class NotFinite(TrainingError):
     """A loss, gradient or weight is not finite. The same command fails at the same step again.
 
     Attributes:
-        symptom: What was noticed, and when; "" if a replay would not explain it.
-        explanation: The text without how to replay the step that was the first.
-        replay: The checkpoint before that step; None if none was kept.
+        symptom: What was noticed, and when; "" if a replay would not explain it. explanation: The
+        message without how to replay the first bad step. replay: The checkpoint before that step;
+        None if none was kept.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class NotFinite(TrainingError):
 
 
 def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
-    """Return " Did you mean 'X'?" for the choice nearest to `name`, or "" if none is near.
+    """Return " Did you mean 'X'?" for the choice closest to `name`, or "" if none is close.
 
-    `whole` makes the text that is shown of a choice.
+    `whole` returns the text to show for a choice.
     """
     choice = nearest(name, choices)
     return "" if choice is None else f" Did you mean {whole(choice)!r}?"
 
 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
-    """Return the choice that `name` most likely stands for, None if none is near.
+    """Return the choice that `name` most likely stands for, or None if none is close.
 
-    One letter too much, too few, replaced or two swapped is a typo in names of any length, and the
-    beginning of a name stands for it. Beyond that, `loosely`, difflib's ratio decides, which is
-    strict with short names.
+    One added, missing, replaced or swapped letter is a typo at any length, and the beginning of a
+    name stands for it. With `loosely`, difflib's ratio decides the rest; it is strict with short
+    names.
     """
     typed = str(name)[:100]
     names = [str(choice) for choice in choices]
@@ -84,13 +84,13 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
 
 
 def begins(typed: str, meant: str) -> bool:
-    """Return whether one of these names is the beginning of the other, of two letters or more."""
+    """Return whether one of the names is a prefix, of two letters or more, of the other."""
     shorter = min(typed, meant, key=len)
     return len(shorter) > 1 and typed.startswith(shorter) and meant.startswith(shorter)
 
 
 def is_one_slip(typed: str, meant: str) -> bool:
-    """Return whether one inserted, deleted, replaced or swapped letter is the difference."""
+    """Return whether the names differ by one inserted, deleted, replaced or swapped letter."""
     start = 0
     while typed[start : start + 1] == meant[start : start + 1] != "":
         start += 1
@@ -121,7 +121,7 @@ def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
     if value not in list(choices):
         names = [as_typed(choice) for choice in choices]
         raise UserError(
-            f"{key}={as_typed(value)}: there is no such choice.{did_you_mean(value, names)}\n"
+            f"{key}={as_typed(value)}: not a valid choice.{did_you_mean(value, names)}\n"
             f"Type {key}= one of: {', '.join(names)}."
         )
     return value
@@ -143,7 +143,7 @@ def check_number(
     None is allowed if `optional`, and the word "auto" if `auto`.
 
     Raises:
-        UserError: It is anything else; the text says what to give.
+        UserError: It is anything else; the message says what to give.
     """
     if (value is None and optional) or (auto and value == "auto"):
         return value
@@ -186,12 +186,12 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Escape what is not a letter, digit, sign or space: a file name may move the cursor."""
+    """Escape control characters: a file name could move the cursor."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def first_few(names: Sequence[str], count: int) -> str:
-    """Return the first `count` names, ready to be printed, and "..." if there are more."""
+    """Return the first `count` names for printing, with "..." if there are more."""
     shown = ", ".join(map(printable, names[:count]))
     return f"{shown}, ..." if len(names) > count else shown
 
@@ -203,9 +203,9 @@ def first_line(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return what happened and where in one line: "KeyError: 'x' (mine.py:12)", the innermost."""
+    """Return the error and its innermost line: "KeyError: 'x' (mine.py:12)"."""
     text = str(error).strip()
-    # How torch passes on an error of a worker.
+    # torch's wrapper around a worker's error.
     if text.startswith("Caught ") and "Original Traceback" in text:
         file, line = re.findall(r'File "(.*)", line (\d+)', text)[-1]
         return printable(f"{text.splitlines()[-1]} ({file}:{line})")

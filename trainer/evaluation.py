@@ -1,4 +1,4 @@
-"""Evaluate a model: the loop over a loader, in evaluation mode."""
+"""The evaluation loop."""
 
 import contextlib
 import time
@@ -60,13 +60,13 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         raise
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
-        raise UserError(f"The {split} loader gives no samples.")
+        raise UserError(f"The {split} loader is empty.")
     name = f"{split}/loss"
     return {name: misuse.number(name, loss_mean.compute()), **metric_values(trainer, split)}
 
 
 def of_fit(trainer: "Trainer") -> dict[str, Any]:
-    """Return the results of all validation loaders of a fit."""
+    """Return the results for all validation loaders of a fit."""
     results = {}
     for split, loader in by_name(trainer.val_loader).items():
         results.update(trainer.evaluate(loader, split))
@@ -83,13 +83,13 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
 
 
 def reset(trainer: "Trainer") -> None:
-    """Reset the metrics, and let them ignore the targets that the loss ignores."""
+    """Reset the metrics and make them ignore the targets that the loss ignores."""
     ignored = losses.ignored_class(trainer.loss)
     for metric in trainer.metrics.values():
         metric.reset()
         if isinstance(metric, OfClasses):
             metric.ignored_by_loss = ignored
-        if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their choice
+        if hasattr(metric, "to"):  # torchmetrics choose the device of their sums
             metric.to(trainer.device)
 
 
@@ -108,7 +108,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
                 yield
     finally:
         trainer.carried = carried
-        if not within_fit:  # a fit does both by itself
+        if not within_fit:  # a fit does both itself
             seeding.set_random_states(outside)
             memory.release(trainer.device)
 
@@ -128,4 +128,4 @@ def hooks(trainer: "Trainer") -> Iterator[None]:
         finally:
             trainer.is_evaluating = False
             trainer.call("on_eval_end")
-    trainer.window.start += time.perf_counter() - start  # evaluation is not training time
+    trainer.window.start += time.perf_counter() - start  # not training time

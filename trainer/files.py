@@ -1,4 +1,4 @@
-"""Files that may be anybody's: read if they are regular and small enough, written whole or not."""
+"""Read untrusted files within limits, and write files atomically."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
-UMASK = os.umask(0o077)  # can only be read by setting it
+UMASK = os.umask(0o077)  # umask can only be read by setting it
 os.umask(UMASK)
 
 
@@ -17,8 +17,8 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
     """Open a regular file without a buffer; O_RDWR in `flags` opens it for writing too.
 
     Raises:
-        OSError: It is a pipe, which would block, a device, which may never end, or (without
-            `links`) a link, which leads anywhere; so does another name of a file to be written.
+        OSError: It is a pipe, which would block, a device, which may be endless, or (without
+        `links`) a link or, when writing, a file with hard links: either may lead anywhere.
     """
     writes = bool(flags & os.O_RDWR)
     options = ["O_NONBLOCK", "O_CLOEXEC", "O_BINARY"]
@@ -33,7 +33,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
         status = os.fstat(file.fileno())
         check_regular(status, path)
         if writes and status.st_nlink > 1:
-            raise OSError(errno.EMLINK, "a file that has other names (hard links)", str(path))
+            raise OSError(errno.EMLINK, "a file with other names (hard links)", str(path))
     except OSError:
         file.close()
         raise
@@ -43,11 +43,11 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
 def check_regular(status: os.stat_result, path: str | Path) -> None:
     """Raise OSError unless this is the status of a regular file."""
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read(path: str | Path, most: int) -> bytes:
-    """Return the bytes of a regular file; OSError if there are more than `most`."""
+    """Return the contents of a regular file; raise OSError if it exceeds `most` bytes."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
@@ -55,7 +55,7 @@ def read(path: str | Path, most: int) -> bytes:
 
 
 def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
-    """Remove what a killed `replacing` of these names has left, and safetensors' own files."""
+    """Remove temporary files that a killed `replacing` or safetensors left behind."""
     for pattern in [*(f".{name}.*.part" for name in names), ".tmp??????"]:
         for path in Path(folder).glob(pattern):
             with contextlib.suppress(OSError):
@@ -64,10 +64,10 @@ def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """Yield a temporary path whose contents become `path`, flushed to the disk, or nothing does.
+    """Yield a temporary path that replaces `path` atomically, after a flush to disk.
 
     The temporary file is in the same folder, since a rename is atomic only within a file system,
-    and it is new, since a link may lie at any name that can be guessed.
+    and it is always new, since there may be a link at any name that can be guessed.
     """
     path = Path(path)
     try:
@@ -75,19 +75,19 @@ def replacing(path: str | Path) -> Iterator[str]:
             prefix=f".{path.name}.", suffix=".part", dir=path.parent
         )
     except OSError as error:
-        error.filename = str(path)  # the only name that the user knows
+        error.filename = str(path)  # the name that the user knows
         raise
     os.close(descriptor)
     try:
         yield partial
         with open(partial, "rb+") as file:
-            if hasattr(os, "fchmod"):  # mkstemp's 0600 is for secrets
+            if hasattr(os, "fchmod"):  # mkstemp creates files with 0600
                 os.fchmod(file.fileno(), 0o666 & ~UMASK)
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself has to reach the disk
+    if os.name == "posix":  # flush the rename itself
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -96,6 +96,6 @@ def replacing(path: str | Path) -> Iterator[str]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all."""
+    """Write a UTF-8 text file atomically."""
     with replacing(path) as partial:
         Path(partial).write_text(text, encoding="utf-8")

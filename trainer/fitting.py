@@ -17,7 +17,6 @@ from stoker.trainer import (
 )
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Checkpoint
-from stoker.trainer.freezing import Freeze
 from stoker.trainer.history import History
 from stoker.trainer.loading import (
     IterableLoader,
@@ -27,18 +26,17 @@ from stoker.trainer.loading import (
     resident_bytes,
     seekable,
 )
-from stoker.trainer.state import frozen, warn_of_frozen
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 
 def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
-    """Check the arguments of a fit, build the scheduler, and load the checkpoint to resume."""
+    """Check the arguments of a fit, build the scheduler and load the checkpoint to resume from."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     misuse.check_uncut(trainer, loader)
-    trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
+    trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have replaced it
     uniform = getattr(loader, "targets_are_uniform", False)
     is_usual = overrides.is_usual(type(trainer), "loss_weight")
     trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
@@ -62,16 +60,11 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
-        before = frozen(trainer.module)
-        state = checkpoint.to_resume(resume)
-        trainer.go_on_from(state, loader)
-        if not any(isinstance(callback, Freeze) for callback in trainer.callbacks):
-            warn_of_frozen(trainer.module, before)
-        trainer.steps_per_epoch = steps_per_epoch  # not the checkpoint's
+        trainer.go_on_from(checkpoint.to_resume(resume), loader)
+        trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)
-    misuse.warn_of_epochs(trainer)
     warn_of_stream(trainer, loader)
     trainer.rates = trainer.scheduler.get_last_lr()
     trainer.history = History()
@@ -94,7 +87,7 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
         warn_of_weights(trainer)
     finally:
         seeding.set_random_states(outside)
-        if trainer.optimizer is not None:  # the Trainer may have been closed
+        if trainer.optimizer is not None:  # a callback may have closed the Trainer
             optimizers.zero_grad(trainer.optimizer, trainer.left_out)
         trainer.left_out = ()
         trainer.train_loader = trainer.val_loader = None
@@ -103,29 +96,30 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
 
 
 def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
-    """Warn of what checkpoints cannot do for data without a length."""
+    """Warn about the limits of checkpoints for data without a length."""
     savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
     if not savers or not isinstance(loader, IterableLoader) or loader.length_is_exact:
         return
     if not loader.is_stateful:
         launch.warn(
-            f"{loader.name}: its loader keeps no state, so a resume reads it again from the start "
-            "and skips what was trained on.\ntorchdata's StatefulDataLoader resumes where it was."
+            f"{loader.name}: this loader does not save its state, so a resumed run reads it from "
+            "the start and skips the batches already trained on.\ntorchdata's StatefulDataLoader "
+            "resumes where it stopped."
         )
     if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
         launch.warn(
-            "checkpoint: the whole training is one epoch, so the only checkpoint is at its end. "
-            "Type checkpoint.every=N, or give Checkpoint(every=N)."
+            "checkpoint: the run is a single epoch, so its only checkpoint is saved at the end. "
+            "Type checkpoint.every=N, or pass Checkpoint(every=N)."
         )
 
 
 def warn_of_weights(trainer: "Trainer") -> None:
     """Warn at the end of a fit if a weight is not finite."""
-    if trainer.module is None:  # the Trainer was closed
+    if trainer.module is None:  # the Trainer is closed
         return
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         launch.warn(
-            f"The weights of {name} are not finite after step {trainer.step}. Add a NaNGuard() to "
-            "the callbacks: it stops at the first such step and explains it."
+            f"The parameter {name} is not finite after step {trainer.step}. Add NaNGuard() to "
+            "the callbacks: it stops at the first such step and explains the cause."
         )

@@ -1,4 +1,4 @@
-"""Freeze: keep parameters as they are, for a while or for the whole training."""
+"""Freeze parameters for part or all of the training."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Freeze(Callback):
-    """Freeze the parameters with names like one of the patterns, until `thaw_at`.
+    """Freeze the parameters whose names match one of the patterns, until `thaw_at`.
 
-    That is a number of steps, "2 epochs" or "never". A BatchNorm whose parameters are frozen
-    normalises by its running statistics and keeps them, as it does in an evaluation.
+    It is a number of steps, "2 epochs" or "never". A BatchNorm whose parameters are frozen uses its
+    running statistics without updating them, as in evaluation.
     """
 
-    thaw_step: float  # the step at whose end the parameters are thawed
+    thaw_step: float  # the step after which the parameters are thawed
 
     def __init__(self, match: str | Sequence[str], thaw_at: int | str = "never") -> None:
         self.patterns = [match] if isinstance(match, str) else match
@@ -50,7 +50,7 @@ class Freeze(Callback):
             frozen |= matching(names, pattern, "freeze")
         if not any(p.requires_grad for p in names if p not in frozen):
             raise UserError(
-                f"freeze={as_typed(list(self.patterns))}: this is every parameter, and nothing is "
+                f"freeze={as_typed(list(self.patterns))}: these are all parameters, so nothing is "
                 "left to train."
             )
         self.parameters = [p for p in names if p in frozen]
@@ -60,7 +60,7 @@ class Freeze(Callback):
             if self.thaw_step >= trainer.total_steps:
                 launch.warn(
                     f"freeze: thaw_at={self.thaw_at} is not before the last step, "
-                    f"{trainer.total_steps}: nothing is thawed."
+                    f"{trainer.total_steps}, so nothing is thawed."
                 )
         is_frozen = trainer.step < self.thaw_step
         self.set_trained(not is_frozen)
@@ -83,7 +83,7 @@ class Freeze(Callback):
         self.release_norms()
 
     def release_norms(self) -> None:
-        """Let the norms follow the batches again."""
+        """Let the norms update their statistics again."""
         for norm, hook in self.norms.items():
             hook.remove()
             norm.train()
@@ -91,5 +91,5 @@ class Freeze(Callback):
 
 
 def keep_statistics(norm: torch.nn.Module, _: Any) -> None:
-    """Put a norm into evaluation mode before its forward: each epoch begins in training mode."""
+    """Put a norm in evaluation mode before its forward: each epoch begins in training mode."""
     norm.eval()

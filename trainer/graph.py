@@ -1,4 +1,4 @@
-"""CUDA graphs: what a step does on the device, captured once per kind of batch, then replayed."""
+"""CUDA graphs: capture a step once per kind of batch, then replay it."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -8,36 +8,37 @@ import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import device_errors, seeding
+from stoker.trainer import seeding
 from stoker.trainer.errors import UserError, log
 
-WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer makes its state
-MOST = 4  # graphs, each of which holds the memory of a step
-REMEMBERED = 64  # kinds of steps; one is captured when it repeats
-PATIENCE = 20  # steps after which a fit without a graph says so
-CHANGES = ("params", "lr", "initial_lr")  # of a parameter group: not a part of the kind of a step
+WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
+MOST = 4  # graphs kept; each holds the memory of a step
+REMEMBERED = 64  # kinds of steps remembered; one is captured when it repeats
+PATIENCE = 20  # steps after which a fit without a graph warns
+# Keys of a parameter group that do not affect the kind of a step.
+CHANGES = ("params", "lr", "initial_lr")
 # Attributes of a Trainer that change at each step: a graph would keep the captured values.
 CLOCKS = ("step", "rates")
-Work = Callable[[Any], Any]  # from a batch to tensors
+Work = Callable[[Any], Any]  # maps a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
-    """Calls `work(batch)`, as a graph from the second step of the same kind on.
+    """Call `work(batch)`, as a graph from the second step of the same kind on.
 
-    A graph repeats its kernels on the memory that they had. So there is one for each kind of step:
+    A graph repeats its kernels on the same memory, so there is one for each kind of step:
     the batch's shapes and plain values, which parameters are trained, and the optimizer's settings
-    except for the rate, which is a tensor (and so is rounded to float32). More kinds than MOST run
-    without a graph. Random numbers come from the device's generator as it stands, which each step
-    seeds, so a replay draws what the step would have drawn.
+    except the rate, which is a tensor (and so is rounded to float32). Beyond MOST kinds, steps run
+    without a graph. Each step seeds the device's generator, so a replay draws the same random
+    numbers as the step itself would.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.state = optimizer.state  # whose tensors are in the graphs
+        self.state = optimizer.state  # the graphs use its tensors
         self.device = device
         self.steps: int = 0  # without a graph
-        self.kinds: dict[Kind, None] = {}  # those that came last, the newest at the end
+        self.kinds: dict[Kind, None] = {}  # the most recent ones, the newest last
         self.graphs: dict[Kind, tuple[Sequence[torch.Tensor], Callable[[], Any]]] = {}
 
     def __call__(self, work: Work, batch: Any) -> Any:
@@ -62,7 +63,7 @@ class Captured:
     def settings(self) -> tuple[Hashable, Hashable]:
         """Return which parameters are trained, and the optimizer's settings.
 
-        A setting that is a tensor stands for itself: a graph reads its memory.
+        A tensor is compared by identity: a graph reads its memory.
         """
         trained = []
         settings = []
@@ -74,9 +75,9 @@ class Captured:
         return tuple(trained), tuple(settings)
 
     def eager(self, work: Work, batch: Any) -> Any:
-        """Return `work(batch)` without a graph; raise for what a graph could not repeat."""
+        """Return `work(batch)` without a graph; raise if a graph could not repeat it."""
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
-        if not may_be_captured:  # the first step may prepare anything
+        if not may_be_captured:  # the first step may do one-time work
             return devices.beside(work, batch, self.device)
         before = seeding.host_random_states(self.device)
         with devices.never_waiting(self.device):
@@ -90,11 +91,11 @@ class Captured:
         return result
 
     def remember(self, kind: Kind) -> None:
-        """Remember a kind of step; say so if all have been different for long."""
+        """Remember a kind of step; warn if none has repeated for a long time."""
         if self.steps == PATIENCE and not self.graphs:
             log.warning(
-                "compile=graph: the first %d steps ran without a graph: the shapes of the batches, "
-                "the trained parameters or the optimizer's settings change.",
+                "compile=graph: the first %d steps ran without a graph, because the shapes of the "
+                "batches, the trained parameters or the optimizer's settings keep changing.",
                 self.steps,
             )
         self.kinds[kind] = None
@@ -103,7 +104,7 @@ class Captured:
 
 
 def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """Return what a graph takes for granted of a batch, and its tensors.
+    """Return what a graph assumes about a batch, and the batch's tensors.
 
     Raises:
         UserError: The batch holds an object that can be neither copied nor compared.
@@ -121,12 +122,12 @@ def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
         tensors.append(leaf)
         return (leaf.shape, leaf.dtype, leaf.stride())
 
-    return repr(batches.walk(stand_in, batch)), tensors  # with its numbers and names
+    return repr(batches.walk(stand_in, batch)), tensors  # includes plain values and names
 
 
 @contextlib.contextmanager
 def without_clock(trainer: Any) -> Iterator[None]:
-    """Hide what is different at each step: code that is captured cannot follow it."""
+    """Hide attributes that change at each step: captured code would keep their first values."""
     clocks = {name: vars(trainer).pop(name) for name in CLOCKS}
     try:
         yield
@@ -135,11 +136,11 @@ def without_clock(trainer: Any) -> Iterator[None]:
 
 
 def explain(error: BaseException, trainer: Any) -> UserError | None:
-    """Return a UserError for a step that cannot be captured; None for anything else."""
+    """Return a UserError for a step that cannot be captured, None for any other error."""
     text = str(error)
     if isinstance(error, AttributeError) and error.obj is trainer and error.name in CLOCKS:
         problem = f"reads self.{error.name}, and a graph would keep the value of its capture"
-        advice = "Let a callback write it into a buffer of the model"
+        advice = "Write it into a buffer of the model in a callback"
     elif "called a synchronizing" in text:
         problem = "waits for the device, as .item(), .cpu() and `if tensor:` do"
         advice = "Keep it on the device (torch.where)"
@@ -148,15 +149,7 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
         advice = "Leave it out"
     else:
         return None
-    return UserError(
-        f"compile=graph: {line_of(error)} {problem}.\n{advice}, or type compile=false."
-    )
-
-
-def line_of(error: BaseException) -> str:
-    """Return "/my/model.py:12, in forward," for an error in code that is not a library's."""
-    line = device_errors.innermost_line(error, (device_errors.TORCH, device_errors.HERE))
-    return "the step" if line is None else f"{line.filename}:{line.lineno}, in {line.name},"
+    return UserError(f"compile=graph: the step {problem}.\n{advice}, or type compile=false.")
 
 
 def check(
@@ -173,20 +166,18 @@ def check(
         dtype: Type of autocast.
         strategy: How many devices there are.
         adapts: Whether the micro-batches adapt to the memory.
-        custom: Name of the Trainer's class, if it has its own train_step.
+        custom: Name of the Trainer subclass, if it overrides train_step.
     """
     reason = None
     if device.type not in devices.GRAPHS:
-        reason = f"{device.type} has no graphs. Type compile=true or compile=false."
+        reason = f"{device.type} does not support graphs. Type compile=true or compile=false."
     elif dtype is torch.float16:
-        reason = (
-            "a graph has no room for the scaler of fp16. Type precision=bf16 or precision=fp32."
-        )
+        reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif strategy != "single":
         reason = "a graph is for one GPU. Type strategy=single."
     elif adapts:
-        reason = "a graph has one size. Type micro_batch=N, or compile=true or compile=false."
+        reason = "a graph needs a fixed size. Type micro_batch=N, or compile=true or compile=false."
     elif custom is not None:
-        reason = f"{custom} has its own train_step. Type compile=true or compile=false."
+        reason = f"{custom} overrides train_step. Type compile=true or compile=false."
     if reason is not None:
         raise UserError(f"compile=graph: {reason}")

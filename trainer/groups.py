@@ -9,16 +9,16 @@ import torch
 
 from stoker.trainer.errors import UserError, check_number, did_you_mean
 
-# Names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
+# Class names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
 NORM = re.compile(r"Norm([123]d)?$")
-# The block of a name, up to its first number: encoder.layers.3 of encoder.layers.3.mlp.weight.
+# The name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
 BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
-RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not the optimizer's
-REST = "rest"  # the name of the groups that no rule has matched
+RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not passed to the optimizer
+REST = "rest"  # the name of the groups that no rule matches
 
 Groups = list[dict[str, Any]]
 Rule = Mapping[str, Any]
-Names = dict[torch.Tensor, list[str]]  # of the parameters, in the model's order
+Names = dict[torch.Tensor, list[str]]  # names of each parameter, in the model's order
 
 
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
@@ -41,8 +41,8 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         parameters = [p for p in rest if p in matched]
         if not parameters:
             raise UserError(
-                f"groups: the rules before match={rule['match']} already cover all it matches. "
-                "Put it first: a parameter follows the first rule that matches."
+                f"groups: earlier rules already cover everything that match={rule['match']} "
+                "matches. Put it first: a parameter follows the first rule that matches."
             )
         rest = [p for p in rest if p not in matched]
         groups += by_layer(names, parameters, rule, free)
@@ -65,13 +65,8 @@ def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
     if matched:
         return matched
     every_name = [name for several in names.values() for name in several]
-    known = dict.fromkeys(every_name)
-    for name in every_name:
-        parts = name.split(".")
-        known.update({f"{'.'.join(parts[:i])}.*": None for i in range(1, len(parts))})
-        known[f"*.{parts[-1]}"] = None
     raise UserError(
-        f"{key}: no parameter of the model matches {pattern}.{did_you_mean(pattern, known)}\n"
+        f"{key}: no parameter of the model matches {pattern}.{did_you_mean(pattern, every_name)}\n"
         f"The names are those of model.named_parameters(), such as {every_name[0]}."
     )
 
@@ -137,7 +132,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
         if rule == REST:
             continue
         for key, value in options.items():
-            if key not in known and value:  # a decay of 0 is every optimizer's
+            if key not in known and value:  # every optimizer supports a decay of 0
                 raise UserError(
                     f"groups: the optimizer has no {key}, which the rule of {rule} sets."
                     f"{did_you_mean(key, [*known, *RULE])}"
@@ -155,8 +150,8 @@ def scale_rates(groups: Groups, usual: Any) -> None:
         rate = group.get("lr", usual)
         if not isinstance(rate, (int, float)):
             raise UserError(
-                f"groups: the rule of {group['name']} has an lr_decay, and the optimizer's factory "
-                "does not say its rate. Add lr to the rule."
+                f"groups: the rule of {group['name']} has an lr_decay, but the optimizer's "
+                "learning rate is unknown. Add lr to the rule."
             )
         group["lr"] = rate * scale
 

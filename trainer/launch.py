@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 SEVERAL = ("ddp", "fsdp")  # the strategies with several processes
-TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")  # what the store reports when a peer does not respond
+TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")  # how the store reports that a peer does not respond
 
 # One connection per thread (its `store`): a thread that waits on a connection blocks it.
 connections = threading.local()
-timeout: float = 300  # seconds that a rank waits for another
+timeout: float = 300  # seconds that a rank waits for another rank
 
 
 class LostContact(TrainingError):
@@ -73,7 +73,7 @@ def store() -> "Store":
     """Return the store that all ranks share; only entries of this start, not before a restart."""
     from torch.distributed import PrefixStore
 
-    # Without the prefix gloo tries addresses of the attempt before: 8 of 10 restarts failed.
+    # Without the prefix, gloo tries addresses from the previous attempt: 8 of 10 restarts failed.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt{attempt}", whole_store())
 
@@ -123,13 +123,13 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
     end = time.monotonic() + (timeout if limit is None else limit)
     while True:
         try:
-            # A second at a time: Python handles signals in between.
+            # Wait one second at a time, so that Python can handle signals in between.
             store().wait([key], timedelta(seconds=1))
             return json.loads(store().get(key))
         except RuntimeError as error:
             if not TIMEOUT.search(str(error)):
                 raise
-        if stopping.received is not None:  # its exception was lost inside a library
+        if stopping.received is not None:  # a library swallowed its exception
             raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has ended.")

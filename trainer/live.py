@@ -21,27 +21,28 @@ if TYPE_CHECKING:
 Cells = dict[str, str]
 
 GAP = "  "
-OPTIONAL = ("lr", "samples/s")  # columns that are left out where the table is too wide
-ROWS = 20  # between two headers
+OPTIONAL = ("left", "lr", "samples/s")  # columns left out if the table is too wide
+ROWS = 20  # rows between two headers
 EVERY = 0.1  # seconds between two drawings
 
 
 class Live:
     """A table with a row per epoch or evaluation, and a line for the current step below it.
 
-    Both have the same columns. A table that is too wide becomes lines of names and values.
+    Both have the same columns. Where these do not fit, the line has names and values instead, and
+    so have the rows if the table is still too wide without the OPTIONAL ones.
     """
 
     def __init__(self, trainer: "Trainer", monitor: "Monitor | None") -> None:
         self.trainer = trainer
-        self.monitor = monitor  # tells the best
+        self.monitor = monitor  # marks the best row
         self.bar = tqdm.tqdm(file=sys.stdout, bar_format="{desc}", leave=False, ncols=0)
         self.loss = EMA()
-        self.current: Cells = {}  # the last values
-        self.names: Cells = {}  # of all values so far; each has an empty cell
-        self.columns: list[str] = []  # of the table; none before its first row, or if it is wide
+        self.current: Cells = {}  # the latest values
+        self.names: Cells = {}  # all names so far, with empty cells
+        self.columns: list[str] = []  # empty before the first row, or if the table is too wide
         self.widths: dict[str, int] = {}
-        self.rows: int = 0  # since the header
+        self.rows: int = 0  # rows since the header
         self.first_step: int = trainer.step
         self.start: float = time.monotonic()
         self.drawn: float = 0.0
@@ -57,7 +58,7 @@ class Live:
         if "train/loss" in row:
             self.current["loss"] = short(self.loss(row["train/loss"]))
         if row.get("train/seconds"):
-            self.current["lr"] = f"{row['train/lr']:.2g}"
+            self.current["lr"] = short(row["train/lr"])
             self.current["samples/s"] = f"{row['train/samples'] / row['train/seconds']:,.0f}"
 
     def place(self, is_over: bool) -> Cells:
@@ -140,7 +141,7 @@ class Live:
         cells = {
             **self.place(is_over=False),
             "loss": self.current.get("loss", ""),
-        }  # the first ones matter most
+        }  # the first cells matter most
         done = self.trainer.step - self.first_step
         if done:
             rest = self.trainer.total_steps - self.trainer.step
@@ -148,12 +149,12 @@ class Live:
         cells.update(self.current)
         if self.monitor is not None and self.monitor.best is not None:
             cells["best"] = short(self.monitor.best["value"])
-        text = self.aligned(cells)
-        if not self.columns:
-            text = labelled(cells, terminal.width() - 1)
         room = terminal.width() - 1
+        has_all = self.columns and set(OPTIONAL) <= set(self.columns)
+        text = self.aligned(cells) if has_all else labelled(cells, room)
         text = text[:room].replace("\xa0", " ").ljust(room)
-        self.bar.set_description_str(text + "\r")  # a typed ^C goes over it, not to the next line
+        # a typed ^C appears over this line, not on the next one
+        self.bar.set_description_str(text + "\r")
 
     def write(self, text: str) -> None:
         """Print text above the line."""
@@ -167,8 +168,8 @@ class Live:
 
 
 def short(value: float) -> str:
-    """Return "0.9861" or "3.2e-05", of a width that changes little."""
-    return f"{value:.1e}" if 0 < abs(value) < 0.001 else number(value)
+    """Return "0.9861", "0.00083" or "3.2e-05", of a width that changes little."""
+    return f"{value:#.2g}" if 0 < abs(value) < 0.001 else number(value)
 
 
 def labelled(cells: Cells, room: float = math.inf) -> str:

@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, launch, parallel, settings
+from stoker.trainer import launch, parallel, settings
 from stoker.trainer.batch import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import check_like, require
 
-END = object()  # of an iterator
-SAMPLERS = ("sampler", "batch_sampler")  # attributes of a DataLoader and of samplers around others
+END = object()  # marks the end of an iterator
+SAMPLERS = ("sampler", "batch_sampler")  # attributes by which DataLoaders and samplers wrap others
 
 
 def resident_bytes(*loaders: Any) -> int:
@@ -53,13 +53,6 @@ def length_of(iterable: Any) -> int | None:
         return None
 
 
-def name_of(loader: Any) -> str:
-    """Return the class for messages: the loader's, or that of the stream in a plain DataLoader."""
-    if type(loader) is DataLoader and isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return type(loader.dataset).__name__
-    return type(loader).__name__
-
-
 def epoch_length(loader: Any, max_steps: int | None) -> int:
     """Return the steps of an epoch: `max_steps`, the whole training, if the loader has no length.
 
@@ -71,18 +64,18 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
     if steps is None and is_read_in_order:
         steps = max_steps
     if steps is None:
-        name = loader.name if isinstance(loader, IterableLoader) else name_of(loader)
+        name = type(getattr(loader, "loader", loader)).__name__
         advice = "Give it a __len__ method."
         if is_read_in_order:
             advice = (
                 "Type max_steps=N or steps_per_epoch=N; in a script, "
                 "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
             )
-        raise UserError(f"{name} has no len(), the number of batches in an epoch.\n{advice}")
-    if not steps:
         raise UserError(
-            "The training loader gives no batch: it has fewer samples than one batch, or none."
+            f"{name} has no len(), so the number of batches in an epoch is unknown.\n{advice}"
         )
+    if not steps:
+        raise UserError("The training loader is empty: it has fewer samples than one batch.")
     return steps
 
 
@@ -99,9 +92,9 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"{type(loader).__name__}: with several processes a loader with `seek` has to share "
-            "out its batches.\nLeave `seek` out, or give it `global_size`, the number of samples "
-            "in the whole batch."
+            f"{type(loader).__name__}: with several processes, a loader with `seek` has to split "
+            "its batches among them.\n"
+            "Leave `seek` out, or give it `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
 
@@ -113,11 +106,11 @@ class Seekable:
     """
 
     next: tuple[int, int] = (0, 0)
-    # Whether all samples have the same number of targets and no class is negative, which a loss
-    # may ignore.
+    # Whether all samples have the same number of targets and no class is negative (a loss may
+    # ignore negative classes).
     targets_are_uniform: bool = False
-    resident_bytes: int = 0  # of the data that it holds on the device
-    spans: Spans = silent_spans()  # `fit` puts those of its Trainer here
+    resident_bytes: int = 0  # size of its data on the device
+    spans: Spans = silent_spans()  # set by `fit` to the Trainer's spans
 
     def seek(self, epoch: int, position: int = 0) -> None:
         """Begin the next `iter()` with batch number `position` of this epoch."""
@@ -125,7 +118,7 @@ class Seekable:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.next
-        # Set now, so that after a stop in the middle the next iter() begins a whole epoch.
+        # Set now, so that if this epoch is stopped early, the next iter() begins a whole epoch.
         self.next = (epoch + 1, 0)
         return self.batches(epoch, position)
 
@@ -152,7 +145,7 @@ class Place:
     step: int | None = None
     seed: int = 0
     iterator: Iterator[Any] | None = None
-    generator: torch.Tensor | None = None  # torch's state in the middle of a pass
+    generator: torch.Tensor | None = None  # torch's random state within a pass
 
 
 class IterableLoader(Seekable):
@@ -181,11 +174,11 @@ class IterableLoader(Seekable):
         UserError: This is not an iterable.
     """
 
-    global_size: int | None = None  # samples of the whole batch, in several processes
-    steps: int | None = None  # in an epoch; None reads one pass, or its first `steps_per_epoch`
-    place: Place | None = None  # before the first batch, and where the next iteration continues
-    loaded: Place | None = None  # of a checkpoint, for the next `seek`
-    is_warned: bool = False  # of a wrong length
+    global_size: int | None = None  # samples in the whole batch of all processes
+    steps: int | None = None  # steps per epoch; None reads one pass
+    place: Place | None = None  # where the next iteration continues
+    loaded: Place | None = None  # from a checkpoint, used by the next `seek`
+    is_warned: bool = False  # whether the warning about a wrong length was given
 
     def __init__(
         self,
@@ -195,24 +188,24 @@ class IterableLoader(Seekable):
         steps_per_epoch: int | None = None,
         accumulate: int = 1,
     ) -> None:
-        self.name = name_of(loader)
+        self.name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
-            raise UserError(f"{self.name} is not a loader: give an iterable of batches.")
+            raise UserError(f"{self.name} is not a loader. Give an iterable of batches.")
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed
         self.sample_dim = sample_dim
-        self.steps_per_epoch: int | None = settings.check("steps_per_epoch", steps_per_epoch)
-        self.accumulate: int = settings.check("grad_accum_steps", accumulate)
+        self.steps_per_epoch = settings.check("steps_per_epoch", steps_per_epoch)
+        self.accumulate = settings.check("grad_accum_steps", accumulate)
         self.targets_are_uniform = getattr(loader, "targets_are_uniform", False)
-        self.deals: bool = parallel.ranks() > 1
+        self.deals = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
-        # A DataLoader computes its length from what an iterable data set says.
+        # A DataLoader computes its length from that of its iterable data set.
         is_guess = isinstance(dataset, torch.utils.data.IterableDataset)
-        self.length_is_exact: bool = length_of(loader) is not None and not is_guess
+        self.length_is_exact = length_of(loader) is not None and not is_guess
         self.is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.samples: int | None = length_of(dataset)
+        self.samples = length_of(dataset)
 
     def __len__(self) -> int:
         return self.steps_per_epoch or math.ceil(len(self.loader) / self.accumulate)
@@ -232,8 +225,8 @@ class IterableLoader(Seekable):
         place = self.place
         if place is None or self.steps is None or place.step != epoch * self.steps + position:
             place = Place(passes=epoch, drop=position * self.accumulate)
-        parts: list[Any] = []  # of a step
-        samples = 0  # of their whole batches, in several processes
+        parts: list[Any] = []  # the micro-batches of a step
+        samples = 0  # counted over all processes
         limit = self.steps or self.steps_per_epoch
         while limit is None or position < limit:
             batch = self.read(place)
@@ -281,7 +274,7 @@ class IterableLoader(Seekable):
             if place.iterator is None:
                 with children_do_not_interrupt():
                     place.iterator = iter(self.loader)
-                if place.generator is not None:  # of a checkpoint
+                if place.generator is not None:  # restored from a checkpoint
                     torch.default_generator.set_state(place.generator)
             batch = next(place.iterator, END)
             place.generator = torch.default_generator.get_state()
@@ -303,10 +296,10 @@ class IterableLoader(Seekable):
         """
         if not place.number:
             raise UserError(
-                f"The training loader, {self.name}, gives no batch"
+                f"The training loader, {self.name}, has no batches"
                 f"{' when it is read again' if place.passes else ''}.\n"
-                "Give an object that starts over with each iter(), such as a DataLoader, or a "
-                "max_steps that it has enough batches for."
+                "Give an object that starts over with each iter(), such as a DataLoader, or lower "
+                "max_steps to the number of batches."
             )
         length = length_of(self.loader)
         if length not in (None, place.number) and not self.is_warned:
@@ -321,7 +314,7 @@ class IterableLoader(Seekable):
         place = self.place
         if place is None:
             return {}
-        # A DataLoader knows its length, so that a resume need not read this pass to its end again.
+        # A DataLoader knows its length, so a resume need not read this pass to its end again.
         is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
         if is_exact and place.number == len(self.loader):
             return {"passes": place.passes + 1, "number": 0}
@@ -329,10 +322,6 @@ class IterableLoader(Seekable):
         if self.is_stateful:
             state["generator"] = place.generator
             state["loader"] = self.loader.state_dict()
-            try:
-                checkpoint.pack(state["loader"], {}, f"The state of {self.name}")
-            except TypeError as error:
-                raise UserError(f"{error}\nLet its state_dict() return only those.") from None
         return state
 
     def load_state_dict(self, state: Any) -> None:
@@ -364,7 +353,7 @@ class IterableLoader(Seekable):
         Otherwise they would continue from pass to pass, which a resumed run cannot repeat.
         """
         owners = [self.loader, getattr(self.loader, "dataset", None)]
-        for owner in owners:  # which grow
+        for owner in owners:  # the list grows meanwhile
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(passes)
             for name, value in getattr(owner, "__dict__", {}).items():
@@ -386,6 +375,6 @@ def children_do_not_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        # None is a handler that Python does not know. Only the main thread sets one, torch too.
+        # None stands for a handler that was not set from Python. Only the main thread can set one.
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)

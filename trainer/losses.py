@@ -14,8 +14,8 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError
 
-# What the mean of each divides by: the class weights of the targets, or the number of elements.
-# The others of torch divide by the number of samples.
+# What the mean of each loss divides by: the class weights of the targets, or the number of
+# elements. torch's other losses divide by the number of samples.
 DIVISORS: dict[Any, str] = {
     nn.CrossEntropyLoss: "classes",
     nn.NLLLoss: "classes",
@@ -140,18 +140,24 @@ def first_call_checked(trainer: Any) -> Iterator[None]:
 
 
 def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise UserError where torch would compare outputs with the targets of other samples, or where
-    a cross entropy is 0 whatever the outputs are.
+    """Raise UserError where torch would broadcast, or a cross entropy would always be 0.
+
+    Also if the model returns something other than a tensor.
     """
-    if len(arguments) != 2 or not all(isinstance(one, torch.Tensor) for one in arguments):
+    if len(arguments) != 2 or not isinstance(arguments[1], torch.Tensor):
         return
     outputs, targets = arguments
+    if not isinstance(outputs, torch.Tensor):
+        raise UserError(
+            f"The model returns a {type(outputs).__name__}, but the loss takes a tensor.\n"
+            "Override compute_loss; docs/own.md shows how."
+        )
     kind = loss.func if isinstance(loss, functools.partial) else loss
     name = getattr(kind, "__name__", type(kind).__name__)
     if kind_of(loss) == "classes":
         if outputs.ndim > 1 and outputs.shape[1] == 1:
             raise UserError(
-                f"loss: the outputs {tuple(outputs.shape)} have one class, and {name} is then "
+                f"loss: the outputs {tuple(outputs.shape)} have a single class, so {name} is "
                 "always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
                 "targets of 0. and 1."
             )
@@ -159,15 +165,14 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
     if outputs.shape != targets.shape:
         raise UserError(
             f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
-            f"but {name} needs one shape: it would compare outputs with targets of other samples.\n"
-            "Let the model return outputs of the targets' shape, as with .squeeze(1), or reshape "
-            "the targets."
+            f"and {name} would broadcast them, which is rarely meant.\n"
+            "Give both the same shape: change the model's last layer, or reshape one of them."
         )
     weight = option(loss, "weight")
     if isinstance(weight, torch.Tensor) and weight.ndim == targets.ndim and len(weight) > 1:
         raise UserError(
-            f"loss: {name} has a weight of shape {tuple(weight.shape)}, one for each sample of a "
-            "batch, but every batch has different samples.\n"
+            f"loss: {name} has a weight of shape {tuple(weight.shape)}, one for each sample in a "
+            "batch, but each batch has different samples.\n"
             "Put the weights into the batches, and override compute_loss and loss_weight."
         )
 
@@ -195,11 +200,11 @@ def class_weight(
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
-    targets = targets.long()  # a uint8 is never -100, and bytes as an index are a mask
+    targets = targets.long()  # a uint8 cannot be -100, and a uint8 index would be a mask
     counts: torch.Tensor = targets != ignored
     if weight is None:
         return counts.sum()
-    # Clamped: the loss has better words for a class that does not exist.
+    # Clamped, since the loss reports a class out of range more clearly.
     weights: torch.Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
     return (weights * counts).sum()
 

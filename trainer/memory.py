@@ -4,13 +4,12 @@ import contextlib
 import ctypes
 import gc
 import math
-import os
 import sys
 
 import torch
 
 MIB = 2**20
-# Out-of-memory errors that have no type of their own: CPU allocator, mps, cuBLAS, cuDNN, driver.
+# Out-of-memory errors without their own type: CPU allocator, mps, cuBLAS, cuDNN, driver.
 NO_MEMORY = (
     "DefaultCPUAllocator:",
     "MPS backend out of memory",
@@ -23,7 +22,7 @@ def glibc() -> ctypes.CDLL | None:
     """Return the C library if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no None
+    except (OSError, TypeError):  # CDLL(None) fails on Windows
         return None
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
@@ -31,7 +30,7 @@ def glibc() -> ctypes.CDLL | None:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on the device (available on the machine for the CPU)."""
     free, _ = memory_info(device)
-    # Unknown (macOS, Windows, some accelerators): assume what any device has today.
+    # Unknown (macOS, Windows, some accelerators): assume an amount that any device has today.
     return 4 * 2**30 if free is None else free
 
 
@@ -46,22 +45,19 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
     ask = getattr(backend, "mem_get_info", torch.accelerator.get_memory_info)
     try:
         free, total = ask(device)
-    except (RuntimeError, ValueError):  # the backend counts no memory
+    except (RuntimeError, ValueError):  # the backend does not count memory
         return None, None
     return int(free), int(total)
 
 
 def host_memory() -> tuple[int | None, int | None]:
     """Return `memory_info` of the machine."""
-    free = None
-    total = None
+    sizes: dict[str, int] = {}
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
-            if line.startswith("MemAvailable"):
-                free = int(line.split()[1]) * 1024
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free, total
+            name, size = line.split()[:2]
+            sizes[name] = int(size) * 1024
+    return sizes.get("MemAvailable:"), sizes.get("MemTotal:")
 
 
 def counted(name: str, device: torch.device) -> float:
@@ -74,22 +70,11 @@ def counted(name: str, device: torch.device) -> float:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return "0.4 of 24.0 GiB free, 23.1 GiB held by this process", as far as known."""
+    """Return "0.4 of 24.0 GiB free", as far as known."""
     free, total = memory_info(device)
-    if device.type == "cpu":
-        held = peak_memory(device)
-    elif device.type == "mps":
-        held = torch.mps.driver_allocated_memory()
-    else:
-        held = counted("memory_reserved", device)
-    parts = []
-    if total is not None and free:
-        parts.append(f"{gib(free)} of {gib(total)} GiB free")
-    elif total is not None:
-        parts.append(f"{gib(total)} GiB in all")
-    if not math.isnan(held):
-        parts.append(f"{gib(held)} GiB held by this process")
-    return ", ".join(parts)
+    if free is None or total is None:
+        return "how much is free is unknown"
+    return f"{gib(free)} of {gib(total)} GiB free"
 
 
 def gib(size: float) -> str:
@@ -101,7 +86,7 @@ def peak_memory(device: torch.device) -> float:
     if device.type in ("cpu", "mps"):
         try:
             import resource
-        except ImportError:  # Windows does not have it
+        except ImportError:  # not available on Windows
             return math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
@@ -128,15 +113,15 @@ def release(device: torch.device) -> None:
     gc.collect()
     libc = glibc()
     if libc is not None:
-        libc.malloc_trim(0)  # what `tuning.keep_pages` has kept
+        libc.malloc_trim(0)  # releases what `tuning.keep_pages` kept
     if device.type != "cpu":
         # torch.accelerator.empty_cache fails on mps in some releases.
         empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
-        # After a failed kernel, a device refuses every call.
+        # After a failed kernel, every call to the device fails.
         with contextlib.suppress(torch.AcceleratorError):
             if empty_cache is not None:
                 empty_cache()
-        # Pinned memory; not all releases and devices have such a cache.
+        # Pinned memory; not every release and device has this cache.
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_host_cache is not None:
             with contextlib.suppress(RuntimeError):

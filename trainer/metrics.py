@@ -36,7 +36,7 @@ class Mean:
         self, value: torch.Tensor, samples: int = 1, weight: float | torch.Tensor | None = None
     ) -> None:
         if not isinstance(self.total, torch.Tensor):
-            # Filled and not copied: nothing waits for the device.
+            # fill_ instead of a copy, so that nothing waits for the device.
             dtype = wide_type(value.device.type)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
@@ -48,7 +48,8 @@ class Mean:
             counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 is nan
             self.total.add_(counted * weight)
         elif weight:
-            self.total.add_(value, alpha=weight)  # one kernel, although the total is wider
+            # a single kernel, even though the total has a wider dtype
+            self.total.add_(value, alpha=weight)
         self.weight = self.weight + weight
         self.samples += samples
 
@@ -68,7 +69,7 @@ class Mean:
         total = parallel.add_up(float(self.total))
         mean.weight = parallel.add_up(float(self.weight))
         mean.samples = parallel.add_up(self.samples)
-        if mean.samples:  # a tensor, as a single process has it
+        if mean.samples:  # a tensor, as in a single process
             mean.total = torch.tensor(total, dtype=torch.float64)
         return mean
 
@@ -78,7 +79,7 @@ class Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        if launch.is_first():  # the sum over all processes, which is added up again
+        if launch.is_first():  # the sum over all processes, which will be summed again
             self.total = float(state["total"])
             self.samples = state["samples"]
             self.weight = state["weight"]
@@ -124,7 +125,7 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
-                f"metrics.{name}: {type(metric).__name__} is not summed over "
+                f"metrics.{name}: {type(metric).__name__} cannot be summed over "
                 f"{parallel.ranks()} processes.\n"
                 "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or leave it out."
@@ -142,7 +143,7 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-            # A uint8 is never -100, and sums of them overflow.
+            # A uint8 cannot be -100, and sums of uint8 overflow.
             return targets if targets.is_floating_point() else targets.long()
         if targets.shape == outputs.shape:
             off = (targets.sum(1) - 1).abs()
@@ -151,7 +152,7 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     raise UserError(
         "This metric is for one class per sample: outputs (N, classes, ...) and targets (N, ...); "
         f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
-        "For one logit or several labels use torchmetrics.classification.BinaryAccuracy or "
+        "For a single logit or several labels, use torchmetrics.classification.BinaryAccuracy or "
         "MultilabelAccuracy."
     )
 
@@ -332,8 +333,8 @@ class R2(Sums):
     two samples give nan.
     """
 
-    # A sample of the targets: sums of squares about 0 would cancel, and about a rounded mean those
-    # of a constant target would not be 0.
+    # Take the sums about one of the targets: sums of squares about 0 would suffer from
+    # cancellation, and about a rounded mean those of a constant target would not be 0.
     origin: torch.Tensor
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -381,8 +382,8 @@ def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     """
     if outputs.shape != targets.shape:
         raise UserError(
-            f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
-            "give both the same shape."
+            f"The outputs have shape {tuple(outputs.shape)} and the targets "
+            f"{tuple(targets.shape)}. Give both the same shape."
         )
 
 

@@ -10,9 +10,9 @@ from stoker.trainer import batch as batches
 from stoker.trainer import memory, parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
-Bounds = tuple[int, int] | None  # most and fewest samples that a process gets from a batch
+Bounds = tuple[int, int] | None  # the most and the fewest samples that a process gets from a batch
 Result = TypeVar("Result")
-# What smaller micro-batches change.
+# How smaller micro-batches affect the result.
 SAME = "the same result, except with BatchNorm or dropout"
 
 
@@ -45,7 +45,8 @@ class MicroBatch:
         self.adapts: bool = size == "auto"
         if self.adapts and parallel.ranks() > 1:
             raise UserError(
-                "micro_batch=auto: several processes must split a batch alike. Type micro_batch=N."
+                "micro_batch=auto: several processes must split a batch in the same way. Type "
+                "micro_batch=N."
             )
         self.size: int | None = None if isinstance(size, str) else size
         self.device = device
@@ -103,7 +104,7 @@ class MicroBatch:
                 return function(self.split(batch, sample_dim, sample_bounds))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, sample_dim), module)
-            # Outside of `except`, where the error would keep the tensors of its frames alive.
+            # Outside `except`, where the error would keep its frames' tensors alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -130,11 +131,7 @@ class MicroBatch:
         """Return the error for running out of memory with a batch (None: before the first one)."""
         place = f"{self.device}"
         if samples is not None:
-            place += f" with a batch of {samples}"
-            if self.size:
-                place += f" in micro-batches of {self.size}"
-            elif self.parts > 1:
-                place += f" in {self.parts} parts"
+            place += f" with a batch of {samples}{self.description()}"
         if self.adapts:
             advice = (
                 "precision=bf16, optimizer=sgd (less state), or a smaller model: "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-SILENT = (Monitor, NaNGuard, TimeLimit)  # they only stop the training or write
+SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop the training or write files
 
 
 @dataclass
@@ -31,7 +31,7 @@ class FirstStep:
     """The first step with a number that is not finite, and the state before it."""
 
     step: int
-    text: str  # what in it was the first not to be finite
+    text: str  # describes the first value that was not finite
     advice: str
     batch: Any
     state: State
@@ -49,7 +49,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     try:
         return replayed_error(trainer, error, guards[0])
     except Exception as failure:
-        log.warning("The replay that looks for the cause has failed: %s.", cause(failure))
+        log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
 
 
@@ -80,12 +80,12 @@ def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
         callback.on_fit_end(trainer)
     trainer.go_on_from(state)
     launch.warn(
-        f"Replaying the training from step {trainer.step + 1} on, to find the first number that "
-        "is not finite."
+        f"Replaying the training from step {trainer.step + 1} to find the first number that is "
+        "not finite."
     )
     special_step = trainer.special_step
     if special_step is not None and special_step.captures:
-        trainer.special_step = None  # the same numbers, and gradients that can be looked at
+        trainer.special_step = None  # the same numbers, with gradients that can be inspected
     for callback in replaying_callbacks(trainer):
         callback.on_fit_start(trainer)
     trainer.model.train()
@@ -185,12 +185,12 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         return first(
-            f"{name} is not finite before step {trainer.step + 1:,}, and no step caused it",
-            "Look at your callbacks, and at the weights that the training began with.",
+            f"{name} is not finite before step {trainer.step + 1:,}, but no step caused it",
+            "Check your callbacks and the initial weights.",
         )
     norms, loss = norms_and_loss(trainer, batch)
     overflows = [name for name, norm in norms.items() if not norm.isfinite()]
-    if trainer.scaler.is_enabled():  # it skips such a step
+    if trainer.scaler.is_enabled():  # the scaler skips such a step
         overflows = []
     broken = checkpoint.first_nonfinite(trainer.module)
     strange = strange_entries(batch)
@@ -203,7 +203,7 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     if parallel.add_up(int(bool(texts))):
         text = "the batch of another process has values that are not finite"
         text = texts[0] if texts else text
-        return first(f"{place}, {text}", "Look at these samples, or leave them out.")
+        return first(f"{place}, {text}", "Check these samples, or leave them out.")
     text = f"the update of {broken} is not finite"
     if in_backward_anywhere and not in_backward:
         text = "another process has a loss or a gradient that is not finite"
@@ -259,7 +259,8 @@ def keep(trainer: "Trainer", first: FirstStep, folder: Path) -> Path:
     path = checkpoint.path_of(folder, first.step - 1)
     tensors = {}
     for name, tensor in batches.entries(first.batch):
-        tensors[name] = tensor.detach().cpu().contiguous().clone()  # nothing shared, for the file
+        # files cannot hold shared tensors
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
     save_file(tensors, folder / f"batch_{first.step:08d}{rank}.safetensors")
     if launch.is_first():

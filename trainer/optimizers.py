@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# private: the hooks of all optimizers, which a lean step has to look for, torch 2.15
+# private: the global optimizer hooks, which a lean step has to check, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stoker.trainer import device as devices
@@ -16,10 +16,11 @@ from stoker.trainer.combined import Combined, parts
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.groups import Groups, check_options, scale_rates
 
-# Those of torch's optimizers that work on whole matrices. The others work on single numbers.
+# The torch optimizers that need whole matrices. The others work element by element.
 OF_MATRICES = ("Muon", "Adafactor")
 
-Given = Callable[..., Any] | torch.optim.Optimizer  # what a Trainer takes: a factory or its work
+# what a Trainer takes: a factory or an optimizer
+Given = Callable[..., Any] | torch.optim.Optimizer
 
 
 def build(
@@ -46,7 +47,7 @@ def build(
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not parameters:
-        raise UserError(f"model: {type(module).__name__} has no parameter to train.")
+        raise UserError(f"model: {type(module).__name__} has no parameters to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
     options: dict[str, Any] = {"module": module} if "module" in settings else {}
     if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
@@ -57,13 +58,13 @@ def build(
     kind = getattr(factory, "func", factory)
     is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
     if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
-        groups = [{"params": parameters}]  # it has no decay, and takes one group without a rule
+        groups = [{"params": parameters}]  # LBFGS has no decay, and takes a single group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
     try:
         optimizer = factory(groups, **options)
     except UserError:
         raise
-    except (ValueError, TypeError, IndexError) as error:  # how torch refuses a value
+    except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         raise UserError(f"optimizer: {error}. Type another value for it.") from error
     check(optimizer, is_sharded)
     check_options(groups, {*settings, *optimizer.defaults})
@@ -94,19 +95,10 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
     foreign = sum(parameter not in trained for parameter in parameters)
     if foreign:
         raise UserError(
-            f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} are not the "
-            f"model's.\nBuild it from the model of the Trainer, {kind}(model.parameters(), "
+            f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} do not "
+            f"belong to the model.\nBuild it from the Trainer's model, {kind}(model.parameters(), "
             f"...), or give a factory: {factory}."
         )
-    for parameter, moments in optimizer.state.items():
-        for moment in moments.values():
-            is_tensor = isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
-            if is_tensor and moment.device != parameter.device:
-                raise UserError(
-                    f"optimizer: the state of this {kind} is on {moment.device}, but the model on "
-                    f"{parameter.device}.\nMove the model there before its first step, or give a "
-                    f"factory: {factory}."
-                )
     check(optimizer, is_sharded=False)
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
@@ -125,8 +117,8 @@ def check(optimizer: Any, is_sharded: bool) -> None:
         kind = type(part)
         if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
             raise UserError(
-                f"strategy=fsdp: {kind.__name__} needs whole matrices, and each process has a part "
-                "of them. Type optimizer=adamw, or strategy=ddp."
+                f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
+                "only a part of them. Type optimizer=adamw, or strategy=ddp."
             )
 
 
@@ -195,7 +187,7 @@ def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
     """
     for group in optimizer.param_groups:
         if group["momentum"] and group["dampening"] and group["fused"]:
-            # torch's first step has no dampening, and a step from 0 would have it.
+            # torch does not apply dampening in the first step; starting from 0 would apply it.
             unfuse(optimizer)
             return
     for group in optimizer.param_groups:
@@ -207,7 +199,7 @@ def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
 
 def unfuse(optimizer: torch.optim.Optimizer) -> None:
     """Leave the fused form of an optimizer that was just built."""
-    # private: _step_supports_amp_scaling, tells the fp16 scaler who unscales, torch 2.15
+    # private: _step_supports_amp_scaling, says whether the optimizer unscales fp16, torch 2.15
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
         group["fused"] = False
@@ -242,11 +234,12 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 
     def lean() -> None:
         if (
-            optimizer._optimizer_step_pre_hooks  # private: the only way to see hooks, torch 2.15
-            or optimizer._optimizer_step_post_hooks  # private: as above
+            optimizer._optimizer_step_pre_hooks  # private: the only way to find hooks, torch 2.15
+            or optimizer._optimizer_step_post_hooks  # private: the same
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()  # private: whether one is on, torch 2.15
+            # private: whether a profiler is running, torch 2.15
+            or torch.autograd._profiler_enabled()
             or "step" in vars(optimizer)
         ):
             optimizer.step()
@@ -310,7 +303,7 @@ def decoupled_sgd(
         vectors = [p for p in group["params"] if p.ndim <= 1]
         for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
             if parameters:
-                # torch multiplies the decay by the rate.
+                # torch multiplies the decay by the learning rate.
                 settings = {"lr": rate * scale, "weight_decay": decay / (rate * scale)}
                 groups.append({**group, **settings, "params": parameters})
     return torch.optim.SGD(

@@ -1,8 +1,5 @@
-"""What your own class of Trainers overrides, and what its code reads."""
+"""What your own class of Trainers overrides."""
 
-import inspect
-import re
-import sys
 from typing import Any
 
 
@@ -13,17 +10,3 @@ def is_usual(kind: Any, method: str) -> bool:
     """
     module: str = getattr(getattr(kind, method, None), "__module__", "")
     return module.startswith("stoker.trainer.")
-
-
-def mentions(kind: Any, pattern: str) -> bool:
-    """Return whether the modules of your own class of Trainers contain a pattern, or may do so."""
-    for parent in kind.__mro__ if isinstance(kind, type) else ():
-        if parent.__module__.startswith("stoker.trainer."):
-            return False
-        try:
-            source = inspect.getsource(sys.modules[parent.__module__])
-        except (OSError, TypeError):  # typed line by line
-            return True
-        if re.search(pattern, source):
-            return True
-    return True

@@ -31,16 +31,16 @@ Summable = TypeVar("Summable", int, float, torch.Tensor, torch.Tensor | None)
 
 NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-# fsdp gathers a block of at least this many parameters by itself; smaller ones with their parent.
+# fsdp gathers blocks with at least this many parameters one by one; smaller ones with their parent.
 BLOCK = 2**20
-# Relative difference that the norm of a weight may have between processes on different machines.
+# Relative difference allowed in the norm of a weight between processes on different machines.
 DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between two exchanges of an Agreement
-MOST_CALLS = 64  # between two exchanges, since the next steps may be slow
+MOST_CALLS = 64  # at most this many calls between two exchanges, since the next steps may be slow
 
-# Whether Trainers built in this context ignore the other processes.
+# Whether Trainers built in this context ignore other processes.
 alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
-joined: int = 1  # processes that train together; set by `start`
+joined: int = 1  # number of processes that train together; set by `start`
 
 
 def start(strategy: str, device: torch.device) -> str:
@@ -120,12 +120,12 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     if name == "dp":
         return replicated(module, strategy, device, listed)
     if ranks() == 1:
-        log.warning("strategy=%s: one process, so it changes nothing.", name)
+        log.warning("strategy=%s has no effect with a single process.", name)
         return module
     unwrap(module)  # from an earlier Trainer
     if any(map(is_shard, module.parameters())):
         raise UserError(
-            f"strategy={strategy}: an earlier Trainer has sharded this model.\n"
+            f"strategy={strategy}: an earlier Trainer sharded this model.\n"
             "Build it again, and load a checkpoint into it if you need its weights."
         )
     take_from_first([*module.parameters(), *module.buffers()])
@@ -136,7 +136,7 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     return spread
 
 
-# {what `wrap` returned: names of the parameters whose gradients are exchanged}
+# {wrapped module: names of the parameters whose gradients are exchanged}
 exchanged: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -151,8 +151,8 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
     unfrozen = trained(module) - exchanged.get(model, trained(module))
     if unfrozen:
         raise UserError(
-            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was made, so "
-            "the processes do not exchange its gradients.\n"
+            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was created, "
+            "so the processes do not exchange its gradients.\n"
             "Freeze it in on_fit_start instead, or train in one process."
         )
 
@@ -161,16 +161,16 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    # torch 2.15 has a new name for broadcast_buffers, which 2.11 does not know.
+    # torch 2.15 renames broadcast_buffers, but 2.11 only has this name.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device.index],
-            broadcast_buffers=bool(own_buffers(module)),  # those of rank 0, as in a checkpoint
+            broadcast_buffers=bool(own_buffers(module)),  # take rank 0's, as in a checkpoint
             gradient_as_bucket_view=True,
-            # Keeps the buckets of the first step. Otherwise a resumed run adds gradients up in
-            # another order: off by 7e-9 with three or more processes.
+            # Keeps the buckets of the first step. Otherwise a resumed run would sum gradients in a
+            # different order, and be off by 7e-9 with three or more processes.
             find_unused_parameters=True,
         )
 
@@ -183,20 +183,20 @@ def replicated(
     indices = listed or list(range(count))
     reason = None
     if not set(indices) <= set(range(count)):
-        reason = f"there is no GPU {max(indices)}; this run sees {count} on {device.type}"
+        reason = f"there is no GPU {max(indices)}; this run can use {count} on {device.type}"
     elif len(indices) < 2:
-        gpus = "one GPU" if count else "no GPU in this run"
-        log.warning("strategy=dp: %s, so it changes nothing.", gpus)
+        gpus = "one GPU" if count else "this run has no GPU"
+        log.warning("strategy=dp has no effect: %s.", gpus)
         return module
     elif device.type not in REPLICAS:
         reason = f"torch.nn.DataParallel does not work on {device.type}"
     elif device.index not in indices:
-        reason = f"device={device} is not among its GPUs"
+        reason = f"device={device} is not one of its GPUs"
     elif is_compiled(module):
-        reason = "replicas cannot be compiled, and compile=true was given"
+        reason = "replicas cannot be compiled, but compile=true was given"
     if reason is not None:
         raise UserError(f"strategy={strategy}: {reason}.\nType strategy=single, or strategy=ddp.")
-    # DataParallel gathers on its first device, which has to be the one with the parameters.
+    # DataParallel gathers on its first device, which has to hold the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
 
@@ -254,7 +254,8 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
                 free = [weight for weight in part.parameters() if not is_shard(weight)]
                 if sum(weight.numel() for weight in free) >= BLOCK:
                     fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        # Reshard the root too: it would stay gathered after an evaluation and ignore EMA's copies.
+        # Reshard the root too. Otherwise it would stay gathered after an evaluation and ignore
+        # EMA's copies.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"strategy=fsdp: {str(error).rstrip('.')}.\nType strategy=ddp.") from error
@@ -265,7 +266,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether `module.compile()` was called."""
-    # private: nn.Module._compiled_call_impl, no public name says so, torch 2.15
+    # private: nn.Module._compiled_call_impl, there is no public check, torch 2.15
     return module._compiled_call_impl is not None
 
 
@@ -353,7 +354,7 @@ def spread_norms(module: torch.nn.Module) -> None:
             child.__class__ = over_ranks(kind)
         else:
             name = kind.__name__
-            log.warning("%s has its own forward: its statistics are per process.", name)
+            log.warning("%s overrides forward, so its statistics are computed per process.", name)
 
 
 def unwrap(module: torch.nn.Module) -> None:
@@ -470,10 +471,10 @@ def check_same_weights(model: torch.nn.Module) -> None:
     for name, apart in zip(named, differs.tolist(), strict=True):
         if apart:
             raise TrainingError(
-                f"The weights of {name} are not the same on all processes: their gradients were "
-                "not exchanged.\n"
-                "A step has to call all of self.model once per backward(), "
-                "not self.module; or parts of it, with "
+                f"The weights of {name} differ between processes: their gradients were not "
+                "exchanged.\n"
+                "A step has to call self.model as a whole, once per backward(), not self.module. "
+                "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
 
@@ -492,8 +493,7 @@ def explain(error: BaseException) -> UserError | None:
     if "mark a variable ready only once" in text or "marked as ready twice" in text:
         return UserError(
             "strategy=ddp: a parameter got two gradients in one backward().\n"
-            "A step has to call all of self.model once per backward(), "
-            "not self.module."
+            "A step has to call self.model as a whole, once per backward(), not self.module."
         )
     return None
 
@@ -509,7 +509,7 @@ def add_up(value: Summable) -> Summable:
         number = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(number)
         return type(value)(number.item())
-    # A rank with None learns the shape from the others.
+    # A rank with None gets the shape from the others.
     forms = from_all(None if value is None else (value.shape, value.dtype))
     known = [form for form in forms if form is not None]
     if not known:
@@ -544,8 +544,8 @@ def sample_bounds(samples: int) -> tuple[int, int]:
     """Return the largest and the smallest number of samples that a process gets from a batch."""
     if samples < ranks():
         raise UserError(
-            f"A batch of {samples} samples is too small for {ranks()} processes.\n"
-            "Type another batch_size."
+            f"A batch of {samples} is too small to split among {ranks()} processes.\n"
+            "Type a larger batch_size."
         )
     return math.ceil(samples / ranks()), samples // ranks()
 
@@ -579,7 +579,7 @@ def is_shard(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def shard_type() -> "type[DTensor]":
-    from torch.distributed.tensor import DTensor  # takes 0.3 s, only if you need it
+    from torch.distributed.tensor import DTensor  # takes 0.3 s, so import it only when needed
 
     return DTensor
 
@@ -615,10 +615,10 @@ class Agreement:
     def __init__(self) -> None:
         self.start = time.monotonic()
         self.last = self.start  # exchange
-        self.agreed = 0.0  # seconds since the start, by the slowest clock
-        self.calls = 0  # since the last exchange
-        self.soonest = 1  # call that exchanges
-        # One process asks nobody: a call to C per step.
+        self.agreed = 0.0  # seconds since the start, on the slowest clock
+        self.calls = 0  # calls since the last exchange
+        self.soonest = 1  # the call at which to exchange
+        # A single process exchanges nothing: this costs one C call per step.
         self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
 
     def now(self) -> float:

@@ -3,29 +3,26 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import copies, evaluation, misuse, parallel
+from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt
 from stoker.trainer.spans import Spans
 
-if TYPE_CHECKING:
-    from stoker.trainer.trainer import Trainer
-
-# From the name of a leaf and its values, one of each nesting, to the leaf of the result.
+# Maps a leaf's name and its value in each nesting to the combined leaf.
 Combine = Callable[[str, list[Any]], Any]
 
 
-class Predicting:
+class Predicting(Batching):
     """The part of a Trainer that applies the model."""
 
     model: Any
     spans: Spans
-    sample_dims: batches.SampleDimOf
 
     def predict(self, loader: Any) -> Any:
         """Return the outputs for all samples, on the CPU, float32 also under autocast.
@@ -38,7 +35,7 @@ class Predicting:
         with self.spans["evaluation"]:
             outputs = list(self.predictions(loader))
         if not outputs:
-            raise UserError("predict: the loader gives no samples.")
+            raise UserError("predict: the loader is empty.")
         return combined(outputs, joined)
 
     def predictions(self, loader: Any) -> Iterator[Any]:
@@ -46,22 +43,21 @@ class Predicting:
 
         Until the last batch, or the end of your loop, the model is in evaluation mode.
         """
-        trainer: Any = self
-        return predictions(trainer, loader)
+        return predictions(self, loader)
 
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs for a batch: a tensor (N, ...), a list of N, or a nesting of them."""
         return self.model(misuse.inputs_of(batch, self.sample_dims))
 
 
-def predictions(trainer: "Trainer", loader: Any) -> Iterator[Any]:
+def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
     """Yield the outputs for each batch, on the CPU; in several processes, each yields all."""
     misuse.check_loader(trainer, loader, "predict")
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
     batch = None
 
-    # Not inference_mode: what it leaves in sharded parameters cannot be trained. And not around
-    # a `yield`, which would give it to the caller's own code.
+    # Not inference_mode, after which sharded parameters could not be trained. And not around a
+    # `yield`, where it would apply to the caller's code.
     @torch.no_grad()
     def compute(parts: list[Any]) -> list[Any]:
         results = []
@@ -78,7 +74,7 @@ def predictions(trainer: "Trainer", loader: Any) -> Iterator[Any]:
                 parts = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
                 outputs = combined(parts, joined)
                 if parallel.ranks() > 1:
-                    # A rank without samples of its own works on one that was lent to it.
+                    # A rank without samples computes a borrowed one.
                     lent = not parallel.has_samples(loader)
                     of_ranks = parallel.from_all(None if lent else outputs)
                     of_ranks = [part for part in of_ranks if part is not None]
@@ -102,7 +98,7 @@ def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> An
     for each in nestings:
         if keys_of(each) != keys:
             raise UserError(
-                f"predict: {name} is {misuse.form(first)} for one batch, and {misuse.form(each)} "
+                f"predict: {name} is {misuse.form(first)} for one batch and {misuse.form(each)} "
                 "for another.\n"
                 f"Override predict_batch to return the same form for all; {misuse.HOW}."
             )
@@ -114,7 +110,7 @@ def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> An
     for key in keys:
         parts[key] = combined([each[key] for each in nestings], combine, f"{name}[{key!r}]")
     if isinstance(first, Mapping):
-        merged: Any = copy.copy(first)  # keeps an OrderedDict, and a dict of your own
+        merged: Any = copy.copy(first)  # keeps an OrderedDict or your own dict class
         for key in keys:
             merged[key] = parts[key]
         return merged
@@ -136,18 +132,14 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
     def checked(name: str, leaves: list[Any]) -> Any:
         leaf = leaves[0]
-        if isinstance(leaf, list):
-            if len(leaf) == samples:
-                return batches.walk(lambda _, item: to_cpu(item), leaf)
-            reason = f"a list of {len(leaf)} for {samples} samples, and a list has one item each"
-        elif isinstance(leaf, torch.Tensor) and leaf.ndim:
+        if isinstance(leaf, list) and len(leaf) == samples:
+            return batches.walk(lambda _, item: to_cpu(item), leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return to_cpu(leaf)
-        else:
-            reason = f"{kind_of(leaf)} that is not one per sample"
         raise UserError(
-            f"predict: {name} is {reason}.\n"
-            f"Override predict_batch to return tensors (N, ...), in a dict or a tuple if they are "
-            f"several; {misuse.HOW}."
+            f"predict: {name} is {kind_of(leaf)} that is not one per sample.\n"
+            "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
+            f"{misuse.HOW}."
         )
 
     return combined([outputs], checked)
@@ -195,8 +187,9 @@ def samples_of(outputs: Any) -> Iterator[Any]:
     if len(set(lengths.values())) != 1:
         counts = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise UserError(
-            f"predict: the outputs for a batch are not one per sample: {counts or 'None'}.\n"
-            f"Override predict_batch to return tensors (N, ...) and lists of N; {misuse.HOW}."
+            f"predict: the outputs do not have one entry per sample ({counts or 'None'}).\n"
+            "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
+            f"{misuse.HOW}."
         )
     for i in range(next(iter(lengths.values()))):
 

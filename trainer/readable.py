@@ -9,9 +9,7 @@ def number(value: float) -> str:
         return f"{value:.4g}"
     if abs(value) < 100:
         return f"{value:.4f}"
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1e15:
+    if not abs(value) < 1e15:  # also inf and nan
         return f"{value:.5g}"
     decimals = max(0, 4 - int(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"

@@ -1,29 +1,25 @@
-"""What a Trainer tells others: hooks and rows for its callbacks, and where its tensors are."""
+"""What a Trainer reports: hooks and rows for its callbacks, and the memory it uses."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from stoker.trainer import misuse, parallel, steps, summary
-from stoker.trainer.callbacks import Callback
+from stoker.trainer import memory, misuse, parallel, steps, summary
 from stoker.trainer.groups import labels
 from stoker.trainer.history import History
-from stoker.trainer.window import NUMBERS, Window
+from stoker.trainer.stateful import Stateful
+from stoker.trainer.window import NUMBERS
 
 
-class Reporting:
+class Reporting(Stateful):
     """The part of a Trainer that reports."""
 
     model: Any
-    callbacks: list[Callback]
-    window: Window
-    step: int
-    steps_per_epoch: int
-    history: History  # of the last fit
-    rates: Sequence[float]  # of the parameter groups, in the last step or set since
-    batch_layout: str = "nothing yet"  # of the last batch that was logged
-    data_bytes: int = 0  # of the data that the loaders hold on the device
-    untrained: AbstractSet[str] = frozenset()  # what no optimizer has, as far as it was said
+    history: History  # rows of the last fit
+    data_bytes: int = 0  # size of the loaders' data on the device
+    # parameters without an optimizer, as already reported
+    untrained: AbstractSet[str] = frozenset()
 
     def call(self, hook: str, *args: Any) -> None:
         """Call one hook of every callback, in the order of the list."""
@@ -58,30 +54,31 @@ class Reporting:
 
     def training_numbers(self) -> dict[str, Any]:
         """Return the numbers of the steps since the last row, and forget these steps."""
-        trainer: Any = self
-        return dict(self.window.row(self.rates, labels(trainer.optimizer.param_groups)))
+        row = dict(self.window.row(self.rates, labels(self.optimizer.param_groups)))
+        if self.device.type != "cpu":
+            held = memory.counted("memory_reserved", self.device) / memory.MIB
+            if not math.isnan(held):
+                row["device/memory_mib"] = held
+        return row
 
-    def log_training(self, batch: Any) -> None:
-        """Log the steps since the last row, of which this is the last batch."""
+    def log_training(self) -> None:
+        """Log the steps since the last row."""
         trainer: Any = self
-        parallel.check_exchanged(self.model, trainer.module)
+        parallel.check_exchanged(self.model, self.module)
         parallel.check_same_weights(self.model)
         misuse.warn_of_untrained(trainer)
-        self.batch_layout = summary.layout_of(batch)
         self.log(self.training_numbers())
         steps.check_scale(trainer)
         self.window.restart()
 
-    def where(self, batch: Any = None) -> None:
-        """Print device, types and MiB of model, optimizer state and the last (or this) batch."""
-        trainer: Any = self
-        print("\n".join(summary.where(trainer, batch)))
-
-    def memory_report(self, batch: Any = None) -> dict[str, float]:
-        """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak.
-
-        With a batch, also of the activations of a step on it, unless the model is compiled or has
-        replicas (strategy=dp).
-        """
-        trainer: Any = self
-        return summary.memory_report(trainer, batch)
+    def memory_report(self) -> dict[str, float]:
+        """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process)."""
+        parameters = list(self.module.parameters())
+        return {
+            "parameters": summary.mib(parameters),
+            "gradients": summary.mib(p.grad for p in parameters if p.grad is not None),
+            "optimizer": summary.mib(summary.optimizer_tensors(self.optimizer)),
+            "buffers": summary.mib(self.module.buffers()),
+            "data": self.data_bytes / memory.MIB,
+            "peak": memory.peak_memory(self.device) / memory.MIB,
+        }

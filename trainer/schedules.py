@@ -10,17 +10,7 @@ import torch
 
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
 
-# What torch's schedulers call a number of their steps, and whether it is often meant as epochs.
-COUNTS = {
-    "step_size": True,
-    "milestones": True,
-    "_milestones": True,
-    "T_max": True,
-    "T_0": True,
-    "total_iters": False,
-}
-
-Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
+Shape = Callable[[float], float]  # maps progress (0 to 1) to a factor
 
 
 class Schedule:
@@ -41,7 +31,7 @@ class Schedule:
         self.has_begun: bool = False
         self.steps: int = 0
         self.set_rates()
-        # A resumed fit has to begin with them too.
+        # A resumed fit has to begin with the same rates.
         self.given: list[float] = [group["initial_lr"] for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -53,7 +43,7 @@ class Schedule:
         """Set the rates of the current step."""
         usual = self.factor(self.steps)
         self.rates: list[float] = []
-        self.in_groups: list[Any] = []  # the same, or the tensors that a captured step reads
+        self.in_groups: list[Any] = []  # numbers, or tensors that a captured step reads
         for group in self.optimizer.param_groups:
             factor = self.factor_of(group)(self.steps) if self.factors else usual
             rate = group.setdefault("initial_lr", float(group["lr"])) * factor
@@ -94,7 +84,7 @@ class Schedule:
         factor = self.factor_of(self.optimizer.param_groups[i])(self.steps)
         if self.has_begun and factor != 1:
             raise UserError(
-                f"param_groups[{i}]['lr'] was set to {rate:g}, and the schedule "
+                f"param_groups[{i}]['lr'] was set to {rate:g}, but the schedule "
                 f"({self.description}) changes the rate at each step.\n"
                 f"Call trainer.set_lr({rate:g}): the schedule multiplies this rate, by "
                 f"{factor:.3g} at this step."
@@ -133,8 +123,8 @@ def schedule(
     warmup_steps = round(warmup)
     if warmup > 1 and warmup != warmup_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: values above 1 count steps. "
-            "Give a whole number, or a share of all steps below 1."
+            f"scheduler.warmup={warmup}: a value above 1 is a number of steps. "
+            "Give a whole number, or a fraction of all steps below 1."
         )
     if start and not warmup:
         raise UserError(f"scheduler.start={start} needs a warmup. Type scheduler.warmup=0.1.")
@@ -142,8 +132,9 @@ def schedule(
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     if warmup_steps >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: the training has {total_steps} steps, and never reaches "
-            "the full rate. Type a share of them, as in scheduler.warmup=0.1, or train longer."
+            f"scheduler.warmup={warmup}: the training has only {total_steps} steps and never "
+            "reaches the full rate. Type a share of the steps, as in scheduler.warmup=0.1, or "
+            "train longer."
         )
 
     def factor(step: int) -> float:
@@ -184,15 +175,11 @@ def build(
                 f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=..."
             )
     scheduler = factory(optimizer, **length)
-    kind = type(scheduler).__name__
-    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
-    if not all(hasattr(scheduler, name) for name in methods):
-        raise UserError(f"scheduler: {kind} is not an LR scheduler. Type scheduler=cosine.")
     if required(inspect.signature(scheduler.step).parameters.values()):
         raise UserError(
-            f"scheduler: {kind} needs a metric at each step, but a schedule here follows the step "
-            "alone.\nType scheduler=cosine, linear, step or onecycle; one that follows a metric is "
-            "a callback, such as examples.own_callback.Plateau."
+            f"scheduler: {type(scheduler).__name__} needs a metric at each step, but a schedule "
+            "here depends only on the step.\nType scheduler=cosine, linear or step; to "
+            "follow a metric, use a callback such as examples.own_callback.Plateau."
         )
     return scheduler
 
@@ -213,8 +200,8 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
             for each in (schedule, part):
                 if not isinstance(each, Schedule):
                     raise UserError(
-                        "groups: a rule's scheduler and that of the run have to be from "
-                        f"stoker.trainer.schedules, not torch's {type(each).__name__}."
+                        "groups: the schedulers of a rule and of the run have to be from "
+                        f"stoker.trainer.schedules, not {type(each).__name__}."
                     )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"
@@ -232,11 +219,11 @@ def named(given: Any) -> Callable[..., Any]:
     arguments: Any = {}
     if isinstance(given, Mapping) and len(given) == 1:
         name, arguments = next(iter(given.items()))
-    shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step, onecycle)}
+    shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
     if name not in shipped or not isinstance(arguments, Mapping):
         raise UserError(
             f"groups: there is no scheduler {as_typed(given)}.{did_you_mean(name, shipped)}\n"
-            f"Type scheduler: one of {', '.join(shipped)}, or as in {{linear: {{warmup: 0.1}}}}."
+            f"Use one of {', '.join(shipped)}, alone or as in {{linear: {{warmup: 0.1}}}}."
         )
     known = list(inspect.signature(shipped[name]).parameters)[2:]
     for argument in arguments:
@@ -248,31 +235,11 @@ def named(given: Any) -> Callable[..., Any]:
     return functools.partial(shipped[name], **arguments)
 
 
-def counts(scheduler: Any) -> dict[str, list[int]]:
-    """Return {attribute: numbers of steps} of one of torch's schedules and of those inside it."""
-    result: dict[str, list[int]] = {}
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        return result
-    for inner in reversed(vars(scheduler).get("_schedulers", ())):
-        result.update(counts(inner))
-    for name in COUNTS:
-        value = vars(scheduler).get(name)
-        values = value if isinstance(value, Iterable) else [value]
-        numbers = [number for number in values if isinstance(number, int)]
-        if numbers:
-            result[name] = numbers
-    return result
-
-
 def describe(scheduler: Any) -> str:
-    """Return a scheduler in a few words, for the plan: "StepLR, step_size=30 steps"."""
+    """Return a scheduler in a few words, for the plan."""
     if isinstance(scheduler, Schedule):
         return scheduler.description
-    parts = [type(scheduler).__name__]
-    for name, numbers in counts(scheduler).items():
-        shown = ",".join(map(str, numbers))
-        parts.append(f"{name.removeprefix('_')}={shown} steps")
-    return ", ".join(parts)
+    return type(scheduler).__name__
 
 
 def last_rates(scheduler: Any) -> list[float]:
@@ -306,7 +273,7 @@ def set_lr(
     Outside of a fit, the scheduler is that of the last one.
     """
     if optimizer is None:
-        raise UserError("set_lr: this Trainer has no optimizer, or is closed.")
+        raise UserError("set_lr: this Trainer has no optimizer or is closed.")
     groups = optimizer.param_groups
     rates: list[Any] = [rate] * len(groups)
     if isinstance(rate, Sequence) and not isinstance(rate, str):
@@ -317,8 +284,8 @@ def set_lr(
         check_number("set_lr", value, least=0)
     if in_fit and not isinstance(scheduler, Schedule):
         raise UserError(
-            f"set_lr: {type(scheduler).__name__} keeps its own rates in a fit. "
-            "Give one of stoker.trainer.schedules, or call set_lr before the fit."
+            f"set_lr: {type(scheduler).__name__} sets its own rates in a fit. Use one of "
+            "stoker.trainer.schedules, or call set_lr before the fit."
         )
     for group, value in zip(groups, rates, strict=True):
         if isinstance(scheduler, Schedule):
@@ -373,14 +340,9 @@ def cosine(
     check_number("scheduler.final", final, least=0)
 
     def shape(progress: float) -> float:
-        return half_cosine(final, progress)
+        return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
     return schedule("cosine", shape, optimizer, total_steps, warmup)
-
-
-def half_cosine(final: float, progress: float) -> float:
-    """Return the factor on the way from 1 to `final`."""
-    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def wsd(
@@ -424,26 +386,3 @@ def step(
         return float(gamma**passed)
 
     return schedule("step", shape, optimizer, total_steps, warmup)
-
-
-def onecycle(
-    optimizer: torch.optim.Optimizer,
-    total_steps: int,
-    peak: float = 0.3,
-    start: float = 0.04,
-    final: float = 0.0,
-) -> Schedule:
-    """Go up from `start` times the rate over the share `peak` of all steps, then down to `final`.
-
-    Along cosines: Smith and Topin 2019, arXiv 1708.07120.
-    """
-    check_number("scheduler.peak", peak, above=0, most=1)
-    check_number("scheduler.start", start, least=0)
-    check_number("scheduler.final", final, least=0)
-
-    def shape(progress: float) -> float:
-        if progress < peak:
-            return half_cosine(start, 1 - progress / peak)
-        return half_cosine(final, (progress - peak) / max(1e-12, 1 - peak))
-
-    return schedule("onecycle", shape, optimizer, total_steps)

@@ -26,14 +26,14 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
 
     It takes 14 us; torch.manual_seed alone goes through every backend in 275 us.
     """
-    random.seed(seed)  # as `seed_python`, in one call less per step
+    random.seed(seed)  # `seed_python` inlined, to save a call per step
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cpu":
         return
     backend = torch.get_device_module(device)
     backend.manual_seed(seed)
-    for index in replicas:  # each GPU of a DataParallel draws from its own generator
+    for index in replicas:  # each DataParallel GPU has its own generator
         if index != device.index:
             backend.default_generators[index].manual_seed(mix_seed(seed, index))
 

@@ -6,9 +6,11 @@ The keys are those of the command line, so that a constructor's error names what
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
+
+T = TypeVar("T")
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
@@ -66,7 +68,7 @@ def check_device(device: Any) -> None:
     if not re.fullmatch(r"[a-z]\w*(:\d+)?", name, re.ASCII):
         raise UserError(
             f"device={name}: this is not the name of a device.\n"
-            "Type device=auto, or as in device=cuda:1."
+            "Type device=auto, or name one, as in device=cuda:1."
         )
 
 
@@ -85,12 +87,12 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
         return name, None
     if not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", listed):
         raise UserError(
-            f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1."
+            f"strategy={strategy}: list the GPUs as numbers joined by +, as in strategy=dp:0+1."
         )
     return name, [int(index) for index in listed.split("+")]
 
 
-RESERVED = {"name", "params", "lr_scale"}  # keys of a group that no rule may set
+RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that no rule may set
 
 
 def check_groups(rules: Any) -> Any:
@@ -115,7 +117,7 @@ def check_thaw_at(value: Any) -> tuple[int | None, bool]:
     match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
-            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, or epochs as in "
+            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, epochs as in "
             "'callbacks.freeze.thaw_at=2 epochs', or never."
         )
     return (int(match[1]) if match[1] else None, match[2] is not None)
@@ -151,13 +153,13 @@ LIMITS: Mapping[str, Limit] = {
 }
 
 
-def check(key: str, value: Any, *, optional: bool = False) -> Any:
-    """Return `value` if the table allows it for `key`, or None if `optional`; UserError
+def check(key: str, value: T, *, optional: bool = False) -> T:
+    """Return `value` if the table allows it for `key`, or it is None and `optional`; UserError
     otherwise.
     """
-    if value is None and optional:
-        return None
-    return LIMITS[key].check(key, value)
+    if value is not None or not optional:
+        LIMITS[key].check(key, value)
+    return value
 
 
 def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:

@@ -5,13 +5,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from stoker.trainer import launch
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError
 
-# How an optimizer works, not what it computes: these may differ between a GPU and a CPU.
+# Options that do not change an optimizer's result; they may differ between a GPU and a CPU.
 WAYS = ("foreach", "fused", "capturable")
 ANYTHING = object()
-# Parts of a Trainer whose state always has the same form.
+# Parts of a Trainer whose state always has the same structure.
 OURS = ("train_loss", "grad_norm", "micro_batch")
 
 
@@ -49,17 +48,6 @@ def freeze(module: torch.nn.Module, names: list[str]) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(name not in names)
-
-
-def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
-    """Warn if a checkpoint has frozen parameters, or unfrozen some."""
-    now = frozen(module)
-    changes = {"frozen": set(now) - set(before), "trained again": set(before) - set(now)}
-    for change, names in changes.items():
-        if names:
-            verb = "is" if len(names) == 1 else "are"
-            shown_names = first_few(sorted(names), 3)
-            launch.warn(f"Restored from the checkpoint: {shown_names} {verb} {change}.")
 
 
 def check_like(state: Any, like: Any, name: str) -> None:
@@ -124,16 +112,16 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
         if state[key] != like[key]:
             raise UserError(
                 f"The checkpoint's {kind} has {key}={state[key]}, and this one {like[key]}: "
-                "torch's schedules cannot change.\nUse the same settings and epochs, or start "
+                "torch's schedulers cannot be changed.\nUse the same settings and epochs, or start "
                 "with scheduler=cosine, which can be extended."
             )
-    for key in ("given", "base_lrs"):  # of a Schedule, and of torch's
+    for key in ("given", "base_lrs"):  # keys of our Schedule and of torch's
         if state.get(key) != like.get(key):
             before = ", ".join(f"{rate:g}" for rate in state[key])
             now = ", ".join(f"{rate:g}" for rate in like[key])
             raise UserError(
                 f"The checkpoint was written with the learning rate {before}; this fit has {now}.\n"
-                f"Set it to {before} to resume. To change it from here on, call "
+                f"Set it to {before} to resume. To change it from this point on, call "
                 f"trainer.set_lr({now}) in on_fit_start."
             )
 

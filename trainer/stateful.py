@@ -8,14 +8,14 @@ import torch
 
 from stoker.trainer import checkpoint, copies, schedules
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import TrainingError, UserError, first_line
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.micro_batch import MicroBatch
-from stoker.trainer.state import check, freeze, frozen, require
+from stoker.trainer.state import check, freeze, frozen, require, shown
 from stoker.trainer.window import Window
 
 COUNTS = ("step", "steps_per_epoch", "epochs_before")
-# The types of what every checkpoint holds.
+# The entries of every checkpoint, with their types.
 KINDS = {
     **dict.fromkeys(COUNTS, int),
     "evaluation_due": bool,
@@ -37,15 +37,16 @@ class Stateful:
     callbacks: list[Callback]
     train_loader: Any = None  # only during a fit
     val_loader: Any = None
-    step: int  # the only clock: optimizer steps done
-    total_steps: int = 0
-    steps_per_epoch: int = 0
-    epochs_before: int = 0  # begun by earlier fits: each fit has its own random numbers
-    evaluation_due: bool = False  # the step is done, but not yet its evaluation
-    is_evaluating: bool = False  # within `evaluating()`
-    rates: Sequence[float]  # of the parameter groups, in the last step or set since then
-    carried: Mapping[str, Any] = {}  # values of the class's Carried attributes, by name
-    left_out: Sequence[torch.Tensor] = ()  # parameters without an optimizer, as the fit began
+    step: int  # the only clock: completed optimizer steps
+    total_steps = 0
+    steps_per_epoch = 0
+    # epochs begun by earlier fits, since each fit has its own random numbers
+    epochs_before = 0
+    evaluation_due = False  # the step is done, but its evaluation is not
+    is_evaluating = False  # whether `evaluating()` is active
+    rates: Sequence[float]  # learning rate of each parameter group, from the last step or set since
+    carried: Mapping[str, Any] = {}  # values of Carried attributes, by name
+    left_out: Sequence[torch.Tensor] = ()  # parameters without an optimizer at the start of the fit
 
     def is_time(self, every: int) -> bool:
         """Return whether this step is a multiple of `every`, or the last one."""
@@ -100,6 +101,7 @@ class Stateful:
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
         state["frozen"] = frozen(self.module)
+        state["optimizer_class"] = type(self.optimizer).__name__
         if isinstance(self.train_loader, IterableLoader):
             state["loader"] = self.train_loader.state_dict()
         if self.carried:
@@ -112,8 +114,8 @@ class Stateful:
     def load(self, path: Any) -> None:
         """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, ..."""
         begun = self.epochs_begun
-        self.load_state_dict(checkpoint.to_load(path))
-        self.epochs_before = max(self.epochs_before, begun)  # the next fit repeats no epoch
+        self.load_state_dict(checkpoint.loaded(path, checkpoint.best))
+        self.epochs_before = max(self.epochs_before, begun)  # so that the next fit repeats no epoch
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
         """Load what `state_dict` returned, and the place of `loader`, for a fit about to begin.
@@ -131,8 +133,7 @@ class Stateful:
             try:
                 checkpoint.restore(part, state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                lines = str(error).splitlines() or [type(error).__name__]
-                reason = lines[-1].strip()
+                reason = first_line(error)
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
         if self.optimizer is not None and self.scheduler is None:
             schedules.reset(self.optimizer)
@@ -156,10 +157,16 @@ class Stateful:
         for name in [*KINDS, *parts]:
             if not isinstance(state, dict) or name not in state:
                 raise TrainingError(
-                    f"The checkpoint has no {name!r}: it was written by another Trainer."
+                    f"The checkpoint has no {name!r}: it was written by a different Trainer."
                 )
         for name, kind in KINDS.items():
             require(type(state[name]) is kind, state[name], f"of type {kind.__name__}", name)
+        name = type(self.optimizer).__name__
+        saved = state.get("optimizer_class", name)  # older checkpoints do not have it
+        if self.optimizer is not None and saved != name:
+            raise UserError(
+                f"The checkpoint was written with the optimizer {shown(saved)}, not {name}."
+            )
         for name, part in parts.items():
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():
@@ -167,8 +174,8 @@ class Stateful:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
             elif callback.state_dict():
                 raise UserError(
-                    f"The checkpoint has no state of the callback {name}: its run did not use it. "
-                    "Leave it out."
+                    f"The checkpoint has no state for the callback {name}, which its run did not "
+                    "use. Leave it out."
                 )
 
     def named_callbacks(self) -> dict[str, Callback]:

@@ -107,7 +107,7 @@ class ClosureStep(Step):
         carried = trainer.carried
 
         def evaluate() -> torch.Tensor:
-            undo(trainer)  # each time with the same dropout
+            undo(trainer)  # so that each evaluation has the same dropout
             trainer.carried = carried
             loss = accumulate(trainer, parts)
             if trainer.max_grad_norm is not None:
@@ -124,7 +124,7 @@ def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients of parameters without an optimizer: the norm covers them too."""
     # private: _get_scale_async, get_scale() waits for the device, torch 2.15
     scale = trainer.scaler._get_scale_async()
-    assert scale is not None  # known since the backward pass
+    assert scale is not None  # set in the backward pass
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale
@@ -137,7 +137,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
     """
     # private: _get_scale_async, get_scale() waits for the device, torch 2.15
     scale = trainer.scaler._get_scale_async()
-    assert scale is not None  # known since the backward pass
+    assert scale is not None  # set in the backward pass
     before = scale.clone()
     trainer.scaler.update()
     is_skipped = scale < before
@@ -164,14 +164,14 @@ class GraphStep(Step):
     captures = True
 
     def begin(self, trainer: "Trainer") -> None:
-        # A checkpoint may have been loaded: its rates are numbers, and it has new tensors.
+        # A loaded checkpoint has rates that are plain numbers, and new tensors.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
-            trainer.scheduler.set_rates()  # in the tensors
+            trainer.scheduler.set_rates()  # updates the tensors
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
-        if trainer.optimizer.state is not self.captured.state:  # a callback has loaded another one
+        if trainer.optimizer.state is not self.captured.state:  # a callback loaded another state
             self.begin(trainer)
         loss: torch.Tensor
         loss, norm = self.captured(functools.partial(update, trainer), batch)

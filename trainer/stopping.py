@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-received: int | None = None  # the number of the first signal, if the program listens for them
-gentle: Callable[[str], object] | None = None  # called with a signal's name, instead of raising
+received: int | None = None  # the number of the first signal, if the program handles signals
+gentle: Callable[[str], object] | None = None  # called with a signal's name instead of raising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class StopReason:
 class Stoppable:
     """The part of a Trainer that can be stopped."""
 
-    stop_reason: StopReason | None = None  # of the last fit; None if it reached its end
-    interruption: str | None = None  # requested by a signal or another thread, still pending
-    failed: bool = False  # whether an error ended the fit, for `on_fit_end`
-    agreement: Any  # of all processes: parallel.Agreement
+    stop_reason: StopReason | None = None  # why the last fit stopped; None if it reached its end
+    interruption: str | None = None  # a stop requested by a signal or another thread
+    failed: bool = False  # whether an error ended the fit; read by `on_fit_end`
+    agreement: Any  # a parallel.Agreement between all processes
 
     @property
     def should_stop(self) -> bool:

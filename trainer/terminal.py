@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import TextIO
 
-INDENT = " " * 9  # below the text of a line such as "model    MLP, 85,002 parameters"
+INDENT = " " * 9  # aligns with the text of a line such as "model    MLP, 85,002 parameters"
 STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
-# A wrapped command could not be copied.
+# Commands are not wrapped, so that they can be copied.
 COMMAND = re.compile(r"(^|: )(\S*python[\d.]*|stoker|torchrun) ")
 
 
@@ -29,7 +29,8 @@ def wrapped(text: str, indent: str = INDENT) -> str:
     """Wrap lines at words, with a hanging indent; keep commands, and lines that are indented."""
     lines = []
     for line in text.split("\n"):
-        if len(line) > width() and not line.startswith(" ") and not COMMAND.search(line):
+        is_text = not line.startswith(" ") and not COMMAND.search(line)
+        if len(line) > width() and is_text and len(line.split()) > 2:  # not just a name and a path
             line = textwrap.fill(
                 line,
                 width(),

@@ -30,18 +30,16 @@ class TrainMetrics(Trainer):
             `compute_loss`.
     """
 
-    sees_outputs: bool = False  # of this fit
+    sees_outputs: bool = False  # whether this fit called `compute_loss`
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        if self.micro_batch.adapts:
-            raise UserError(f"{type(self).__name__}: give micro_batch a number, and not 'auto'.")
-        if self.special_step is not None and self.special_step.captures:
-            raise UserError(f"{type(self).__name__}: leave out compile='graph'.")
-        if isinstance(self.special_step, ClosureStep):
+        step = self.special_step
+        counts_wrong = isinstance(step, ClosureStep) or (step is not None and step.captures)
+        if counts_wrong or self.micro_batch.adapts:
             raise UserError(
-                f"{type(self).__name__}: {type(self.optimizer).__name__} computes the loss of a "
-                "batch many times, and its metrics would count them all."
+                f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
+                "which compute the loss of a batch several times, or without Python."
             )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
@@ -73,7 +71,8 @@ class TrainMetrics(Trainer):
         if not self.sees_outputs:
             name = type(self).__name__
             raise UserError(
-                f"{name}.compute_loss hides TrainMetrics' own, which computes the metrics.\n"
+                f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
+                "metrics.\n"
                 f"Derive {name} from Trainer, and train with class Both(TrainMetrics, {name})."
             )
         row = super().training_numbers()

@@ -22,7 +22,6 @@ from stoker.trainer import (
     steps,
 )
 from stoker.trainer import device as devices
-from stoker.trainer.batching import Batching
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
@@ -30,13 +29,12 @@ from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
-from stoker.trainer.spans import Spans, silent_spans
-from stoker.trainer.stateful import Stateful
+from stoker.trainer.spans import silent_spans
 from stoker.trainer.stopping import Interrupted, Stoppable
 from stoker.trainer.window import Window
 
 
-class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
+class Trainer(Predicting, Stoppable, Reporting):
     """Trains, evaluates and applies a model.
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
@@ -87,17 +85,17 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         log_every: int = 50, eval_every: int | None = None, groups: Sequence[Rule] = (),
         seed: int = 0,
     ) -> None:  # fmt: skip
-        misuse.check_parts(self, model, loss, optimizer, scheduler, metrics, callbacks, groups)
-        self.epochs: int | None = settings.check("epochs", epochs, optional=max_steps is not None)
-        self.max_steps: int | None = settings.check("max_steps", max_steps)
-        self.max_grad_norm: float | None = settings.check("max_grad_norm", max_grad_norm)
-        self.log_every: int = settings.check("log_every", log_every)
-        self.eval_every: int | None = settings.check("eval_every", eval_every)
-        self.seed: int = settings.check("seed", seed)
+        misuse.check_parts(self, model, loss, optimizer, callbacks, groups)
+        self.epochs = settings.check("epochs", epochs, optional=max_steps is not None)
+        self.max_steps = settings.check("max_steps", max_steps)
+        self.max_grad_norm = settings.check("max_grad_norm", max_grad_norm)
+        self.log_every = settings.check("log_every", log_every)
+        self.eval_every = settings.check("eval_every", eval_every)
+        self.seed = settings.check("seed", seed)
 
-        self.device: torch.device = devices.choose(device)
+        self.device = devices.choose(device)
         memory.reset_peak_memory(self.device)
-        self.strategy: str = parallel.start(strategy, self.device)
+        self.strategy = parallel.start(strategy, self.device)
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
@@ -106,22 +104,22 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.agreement = parallel.Agreement()
         self.special_step = steps.choose(self, settings.check("compile", compile))
 
-        # `module` has the names that the user gave; `model` is what a step calls.
-        self.module: Any = devices.place(model, self.device, channels_last)
+        # `module` keeps the user's parameter names; `model` is what a step calls.
+        self.module = devices.place(model, self.device, channels_last)
         if compile is True:
             devices.check_compiler(self.device)
             self.module.compile()
-        self.model: Any = parallel.wrap(self.module, self.strategy, self.device)
-        self.replicas: tuple[int, ...] = parallel.replicas(self.model)
+        self.model = parallel.wrap(self.module, self.strategy, self.device)
+        self.replicas = parallel.replicas(self.model)
         self.layout_may_change = misuse.check_layout(self.module, channels_last, bool(compile))
-        self.loss: Any = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
+        self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.divisor = losses.divisor(self.loss)
-        self.metrics: dict[str, Any] = dict(metrics or {})
+        self.metrics = dict(metrics or {})
         check_over_ranks(self.metrics)
         is_first = launch.is_first()
         self.seed_suffix: tuple[int, ...] = () if is_first else (launch.rank(),)
         self.callbacks = [c for c in callbacks if is_first or not c.first_rank_only]
-        self.optimizer: Any = None
+        self.optimizer = None
         self.optimizer_step: Any = None  # `optimizer.step` with less overhead
         if optimizer is not None:
             self.optimizer = optimizers.build(
@@ -131,10 +129,10 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
             self.special_step = steps.for_optimizer(self)
         self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
-        self.step: int = 0
-        self.rates: Sequence[float] = (0.0,)
+        self.step = 0
+        self.rates = (0.0,)
         self.window = Window()
-        self.spans: Spans = silent_spans()
+        self.spans = silent_spans()
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train to the end, or until a callback stops it; return the logged rows.
@@ -171,14 +169,14 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
                         evaluate = val_loader is not None and self.is_time(eval_every)
                         epoch_ends = self.step % self.steps_per_epoch == 0
                         if evaluate or epoch_ends or self.is_time(self.log_every):
-                            self.log_training(batch)
+                            self.log_training()
                         self.end_step(evaluate)
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
-                    else:  # the loader ended by itself
+                    else:  # the loader ended early
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
-            except Interrupted:  # in an evaluation, which starts over when the run is resumed
+            except Interrupted:  # during an evaluation, which is repeated when the run resumes
                 pass
             except BaseException as error:
                 self.failed = True
@@ -196,7 +194,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         terms = []
         micro_batches = self.cut(batch)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
-            # Processes exchange gradients on the last micro-batch only.
+            # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, outputs = self.compute_loss(micro_batch)
@@ -220,11 +218,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""
         inputs, targets = batch
         outputs = self.model(inputs)
-        try:
-            return self.loss(outputs, targets), outputs
-        except (TypeError, AttributeError):
-            misuse.check_outputs(outputs)
-            raise
+        return self.loss(outputs, targets), outputs
 
     def update_metrics(self, outputs: Any, batch: Any) -> None:
         """Update the metrics with the outputs of one evaluation batch."""

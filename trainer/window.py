@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
 
-# The names of a window's numbers. Rates of more groups are train/lr/1 or train/lr/NAME.
+# The names of a window's numbers. Rates of further groups are train/lr/1 or train/lr/NAME.
 NUMBERS = (
     "train/loss",
     "train/lr",
@@ -17,6 +17,7 @@ NUMBERS = (
     "train/seconds",
     "train/skipped_steps",
     "train/grad_norm",
+    "device/memory_mib",
 )
 
 
@@ -75,7 +76,7 @@ class Window:
         row["train/lr"] = float(rates[0])
         row["train/samples"] = loss.samples
         if weight != loss.samples:
-            row["train/weight"] = weight  # of the loss, for means over rows
+            row["train/weight"] = weight  # the loss's weight, for means over rows
         row["train/seconds"] = time.perf_counter() - self.start
         if any(rate != rates[0] for rate in rates):
             for label, rate in zip(labels[1:], rates[1:], strict=True):

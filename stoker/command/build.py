@@ -23,11 +23,12 @@ from stoker.trainer.errors import (
     kind_of,
 )
 
-# The keys of Hydra that a node may have; the others change how Hydra builds, and what it allows.
+# Hydra's keys that a node may have; its other keys change how Hydra builds objects and what it
+# allows.
 KEYS = ("_target_", "_partial_", "_args_")
-FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
-# The classes of each part of a run: the second gate, after trust.py. A target of another class is
-# not called, since it could allocate unbounded memory before it is refused.
+FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # called by the Trainer or the loader
+# The classes allowed for each part of a run: the second check, after trust.py. A target of any
+# other class is not called, since it could allocate unbounded memory before it is rejected.
 PART_CLASSES: dict[str, tuple[str, ...]] = {
     "dataset": ("stoker.data.record.Data",),
     "model": ("torch.nn.Module",),
@@ -39,25 +40,25 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
 }
-# The parts that need no base class, and what else they may be.
+# The parts that need no base class, and what they may be.
 WITHOUT_BASE_CLASS = {
     "dataset": 'a stoker.data.record.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset",
 }
-# The packages whose functions return a part; what a function returns is unknown until it is called.
+# Packages whose functions may be called for a part, since only a call shows what they return.
 PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
     "optimizer": ("stoker.trainer.optimizers.", "stoker.trainer.combined."),
     "scheduler": "stoker.trainer.schedules.",
 }
-# Of torchvision's transforms (trust.py lets nothing but subclasses of v2.Transform through), a
-# constructor keeps plain values and calls nothing that they name. A transform may be slow or take
-# memory when it is used, as a large batch_size may.
+# Constructors of torchvision's transforms (trust.py only allows subclasses of v2.Transform) store
+# plain values and call nothing. A transform may be slow or use much memory when it runs, just as a
+# large batch_size may.
 TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
-REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # how torch refuses a value
+REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # torch rejects a value
 
 
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
@@ -72,8 +73,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         node = plain(node, resolve=True)
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
         raise UserError(
-            f"{key}: this needs a _target_, the dotted name of what to build. "
-            f"Type {key}._target_=..."
+            f"{key}: this needs a _target_: the dotted name of a class or function. Type "
+            f"{key}._target_=..."
         )
     target = node["_target_"]
     part = part_of(key)
@@ -85,9 +86,9 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     ):
         raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
-        raise UserError(f"{key}._partial_=true: a run needs what {target} returns. Leave it out.")
+        raise UserError(f"{key}._partial_=true: a run needs the result of {target}. Leave it out.")
     try:
-        # As a partial that is called here, since Hydra would copy the arguments.
+        # Built as a partial and called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         reason = "this is never an allowed target."
@@ -118,11 +119,6 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
     weights = {}
     for name in ("weight", "pos_weight"):
-        if isinstance(node.get(name), str):
-            balanced = "balanced, or " if name == "weight" else ""
-            raise UserError(
-                f"{key}.{name}={node[name]}: give {balanced}a list of numbers, one per class."
-            )
         if isinstance(node.get(name), list):
             numbers = [check_number(f"{key}.{name}", number, least=0) for number in node[name]]
             weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())
@@ -149,7 +145,7 @@ def arguments_to_pass(
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # Behind **kwargs, your own Trainer has all of them, and torchvision's models num_classes.
+    # With **kwargs, your own Trainer accepts all of them, and torchvision's models num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
     if takes_more and target.startswith("torchvision.models."):
@@ -183,27 +179,12 @@ def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
         and not isinstance(error, ValueError)
         and "argument" not in str(error)
     ):
-        return error  # it needs its traceback
-    if target.startswith("stoker.models."):  # whose messages begin with the argument's name
+        return error  # a bug needs its traceback
+    if target.startswith("stoker.models."):  # their messages begin with the argument's name
         argument = str(error).partition("=")[0]
         names, _ = arguments_of(key, target)
         return UserError(f"{key}{'.' if argument in names else ': '}{error}")
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if unknown is not None:
-        hint = did_you_mean(unknown[1], inherited_arguments(locate(key, target)))
-        return UserError(f"{key}.{unknown[1]}: {target} has no such argument.{hint}")
-    if re.search(r"\(\): argument|invalid combination of arguments", str(error)):  # torch's own
-        given = [f"{key}.{name}={as_typed(node[name])}" for name in node if name not in KEYS]
-        return UserError(f"{', '.join(given)}: {target} takes other types of values.")
     return UserError(f"{key} ({target}): {first_line(error)}")
-
-
-def inherited_arguments(located: Any) -> set[str]:
-    """Return the names of the arguments of a class and of the classes that it inherits from."""
-    names: set[str] = set()
-    for parent in getattr(located, "__mro__", ())[:-1]:
-        names.update(inspect.signature(parent.__init__).parameters)
-    return names
 
 
 def returns_part(part: str, located: Any) -> bool:
@@ -255,8 +236,9 @@ def check_nested(key: str, node: Any) -> None:
                 locate(f"{key}.{name}", target)
             elif not is_trusted_by_user(target):
                 raise UserError(
-                    f"{key}.{name}._target_={target}: only a model and a loss may have a _target_ "
-                    f"inside.\nType trusted=[{target.partition('.')[0]}] if you know what it does."
+                    f"{key}.{name}._target_={target}: only a model or a loss may contain another "
+                    f"_target_.\nType trusted=[{target.partition('.')[0]}] if you know what it "
+                    "does."
                 )
         check_nested(f"{key}.{name}", item)
 
@@ -264,30 +246,19 @@ def check_nested(key: str, node: Any) -> None:
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     """Raise UserError if a node, or one inside it, has an untrusted target or unknown arguments."""
     for name in node if isinstance(node, dict) else ():
-        if isinstance(name, str) and is_hydras(name) and name not in KEYS:
+        if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
             raise UserError(
-                f"{key}.{name}: a config cannot set this. It may have {', '.join(KEYS)}."
+                f"{key}.{name}: a config cannot set this special key, only {', '.join(KEYS)}."
             )
-    if isinstance(node, dict) and "_target_" in node:
+    if isinstance(node, dict) and isinstance(node.get("_target_"), str):
         check_target(key, node, offered)
     for name, item in items_of(node):
         check_node(f"{key}.{name}", item)
 
 
-def is_hydras(name: str) -> bool:
-    """Return whether a key is one of Hydra's own, such as _recursive_."""
-    return name.startswith("_") and name.endswith("_")
-
-
 def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) -> None:
     """Raise UserError unless a node's own keys have their types and the others are arguments."""
     target = node["_target_"]
-    if not isinstance(target, str):
-        raise UserError(
-            f"{key}._target_={as_typed(target)}: give the dotted name of what to build."
-        )
-    if not isinstance(node.get("_partial_", False), bool):
-        raise UserError(f"{key}._partial_={as_typed(node['_partial_'])}: give true or false.")
     if not isinstance(node.get("_args_", []), list):
         raise UserError(f"{key}._args_={as_typed(node['_args_'])}: give a list.")
     names, takes_more = arguments_of(key, target)
@@ -302,14 +273,10 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
     """Return ({name: its default or REQUIRED}, whether it takes **kwargs) for a callable."""
-    return parameters_of(locate(key, target))
-
-
-def parameters_of(located: Any) -> tuple[dict[str, Any], bool]:
-    """Return ({name: its default or REQUIRED}, whether it takes **kwargs) of a callable."""
+    located = locate(key, target)
     try:
         parameters = list(inspect.signature(located).parameters.values())
-    except (ValueError, TypeError):  # some callables written in C have no signature
+    except (ValueError, TypeError):  # some C callables have no signature
         return {}, True
     names = {}
     for parameter in parameters:
@@ -387,11 +354,12 @@ def check_size(
     place = f"{key}._target_={target}"
     wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
     numbers = sum(math.prod(shape) for shape in wanted.values())
-    budget = Budget(4 * numbers + 2**20)  # tied ones are counted twice
+    budget = Budget(4 * numbers + 2**20)  # shared parameters are counted twice
     try:
         with budget.watch(), torch.device("meta"):
             built = build(key, node, **offered)
-            for state in getattr(built, "metric_state", {}).values():  # not registered as buffers
+            # tensors that are not registered as buffers
+            for state in getattr(built, "metric_state", {}).values():
                 budget.count(built, "", state)
             state = built.state_dict()
     except Exception as error:
@@ -399,7 +367,7 @@ def check_size(
             return
         allowed = "a loss or a metric" if weights is None else f"the checkpoint ({numbers:,})"
         raise UserError(
-            f"{place}: with these arguments it has far more numbers than {allowed}."
+            f"{place}: with these arguments it has far more values than {allowed}."
         ) from error
     if weights is None:
         return
@@ -407,8 +375,9 @@ def check_size(
     for name in sorted(shapes.keys() | wanted):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{place}: the checkpoint does not fit. {name} is "
-                f"{shapes.get(name, 'missing')} here, {wanted.get(name, 'missing')} in the file."
+                f"{place}: the checkpoint does not fit this model. {name} is "
+                f"{shapes.get(name, 'missing')} in the model and {wanted.get(name, 'missing')} in "
+                "the file."
             )
 
 

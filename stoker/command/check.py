@@ -14,8 +14,8 @@ from stoker.command import arguments, settings
 from stoker.command.defaults import chosen, defaults, layers
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
-from stoker.command.references import explain_broken, reason
-from stoker.trainer.errors import UserError, as_typed
+from stoker.command.references import explain_broken
+from stoker.trainer.errors import UserError, as_typed, first_line
 from stoker.trainer.settings import Checked, Choice, Number
 
 
@@ -24,7 +24,7 @@ def keep_texts(cfg: DictConfig) -> None:
     for override in arguments.typed():
         key, _, value = override.partition("=")
         record = settings.record(key)
-        is_text = record.path or isinstance(record.limit, settings.Text | Checked)
+        is_text = record.path or isinstance(settings.limit_of(key), settings.Text | Checked)
         number = settings.value_of(plain(cfg), key) if is_text else None
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             OmegaConf.update(cfg, key, value)
@@ -62,14 +62,14 @@ def check_config(cfg: DictConfig) -> None:
         if not isinstance(given[key], dict):
             kind = type(given[key]).__name__
             raise UserError(
-                f"{key}: its file holds a {kind}, not keys. Write _target_: mypackage.NAME into it."
+                f"{key}: its file contains a {kind}, not keys. Write _target_: mypackage.NAME "
+                "into it."
             )
-    check_types("", given, usual, usual)
-    check_keys(given, usual)
-    check_length(given)
     resolved = resolve(cfg)
     try:
         check_types("", resolved, usual)
+        check_keys(resolved, usual)
+        check_length(resolved)
         settings.check_all(resolved)
         settings.check_task(resolved)
         check_callbacks(usual, resolved)
@@ -125,7 +125,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             raise UserError(f"{key}: this has no default. Type {key}=...")
         return plain(cfg, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(explain_broken(cfg, chosen()) or reason(error)) from None
+        raise UserError(explain_broken(cfg, chosen()) or first_line(error)) from None
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
@@ -144,44 +144,22 @@ def check_keys(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
                 raise UserError(no_such_key(f"{group}.{key}", usual))
 
 
-def check_types(
-    prefix: str,
-    given: Mapping[str, Any],
-    usual: Mapping[str, Any],
-    root: Mapping[str, Any] | None = None,
-) -> None:
+def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
     """Raise UserError for a value of another type than its default.
 
-    A default of null or auto allows any type; its limit or its constructor checks the value. A
-    default that follows another key, one of the `root`, allows what that key allows; without a root
-    it is not checked.
+    A default that follows another key is not checked: the constructor checks the value.
     """
     for key, default in usual.items():
-        name = f"{prefix}{key}"
-        value = given.get(key, default)
-        if is_interpolation(value):
-            continue  # the key that it follows is checked itself
         if not is_interpolation(default):
-            check_type(name, value, default, settings.record(name).limit, root)
-        elif root is not None and value is not None:
-            followed = followed_key(default)
-            if followed is None:
-                check_type(name, value, default, None, root)
-            else:
-                limit = settings.record(followed).limit
-                usual_value = settings.value_of(root, followed)
-                if limit is None:
-                    check_type(name, value, usual_value, None, root)
-                else:
-                    limit.check(name, value)
+            check_type(f"{prefix}{key}", given.get(key, default), default)
 
 
-def check_type(
-    name: str, value: Any, default: Any, limit: Any, root: Mapping[str, Any] | None
-) -> None:
-    """Raise UserError if a value has another type than its default, and `limit` does not allow
-    it.
+def check_type(name: str, value: Any, default: Any) -> None:
+    """Raise UserError if a value has another type than its default, and no limit allows it.
+
+    A default of null or auto allows any type; its limit or its constructor checks the value.
     """
+    limit = settings.limit_of(name)
     if default in (None, "???", "auto") or (isinstance(limit, Choice) and limit.has(value)):
         return
     if isinstance(limit, Checked) and type(value) is not type(default):
@@ -189,9 +167,9 @@ def check_type(
     elif value is None:
         check_null(name, default)
     elif isinstance(default, dict) and isinstance(value, dict):
-        # Another target has its own keys and types.
+        # A different target has its own keys and types.
         if value.get("_target_") == default.get("_target_"):
-            check_types(f"{name}.", value, default, root)
+            check_types(f"{name}.", value, default)
     elif isinstance(default, dict):
         example = f"{name}.{next(iter(default), 'KEY')}=..."
         raise UserError(
@@ -200,7 +178,7 @@ def check_type(
     elif not is_like(value, default):
         sample = [value] if default == [] else default
         raise UserError(
-            f"{name}={arguments.typed_value(name) or as_typed(value)}: "
+            f"{name}={as_typed(value)}: "
             f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
         )
     elif value == "" and default:
@@ -226,9 +204,9 @@ def is_like(value: Any, default: Any) -> bool:
 def check_null(name: str, default: Any) -> None:
     """Raise UserError unless this key, which is not null by default, may be null."""
     top = name.removeprefix("trainer.")  # its keys mirror those at the top
-    limit = settings.record(top).limit
+    limit = settings.limit_of(top)
     optional = isinstance(limit, Number) and limit.optional
-    is_callback = re.fullmatch(r"callbacks\.\w+", name)  # null leaves it out
+    is_callback = re.fullmatch(r"callbacks\.\w+", name)  # null turns it off
     if top == "epochs" or optional or is_callback:  # max_steps may set the length
         return
     raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")

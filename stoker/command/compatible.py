@@ -10,7 +10,7 @@ from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.misuse import form
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
-# These train logits or logarithms, so the outputs are not on the scale of the targets.
+# These take logits or logarithms, so the outputs are not on the scale of the targets.
 LOSSES_OF_LOGITS = (
     nn.BCEWithLogitsLoss,
     nn.MultiLabelSoftMarginLoss,
@@ -19,7 +19,7 @@ LOSSES_OF_LOGITS = (
     nn.KLDivLoss,
     nn.BCELoss,
 )
-REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward refuses its inputs
+REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward rejects its inputs
 
 
 def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> None:
@@ -27,7 +27,7 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
 
     `mixes`: the augmentation mixes samples, and makes each class target a vector of shares.
     """
-    function = getattr(loss, "func", loss)  # of a partial
+    function = getattr(loss, "func", loss)  # unwraps a partial
     name = getattr(function, "__name__", type(loss).__name__)
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
@@ -83,8 +83,8 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
         model.train()
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"model={name} returns {form(outputs)}, and the loss takes one tensor.\nOverride "
-            "compute_loss in a Trainer of your own, trainer._target_=...; docs/own.md shows how."
+            f"model={name} returns {form(outputs)}, but the loss takes a tensor.\nOverride "
+            "compute_loss in your own Trainer (trainer._target_=...); docs/own.md shows how."
         )
     shape = tuple(outputs.shape)[1:]
     needed = (data.num_classes, *data.target_shape)

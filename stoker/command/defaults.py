@@ -47,7 +47,7 @@ def of_choices(choices: Sequence[str]) -> dict[str, Any]:
     return copy.deepcopy(composed(*choices, *arguments.search_path()))
 
 
-@functools.cache  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
+@functools.cache  # cached, since the jobs of a sweep share their choices and Hydra takes 50 ms
 def composed(*overrides: str) -> dict[str, Any]:
     """Compose the config with these overrides."""
     with hydra_is_ready():

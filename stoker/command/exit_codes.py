@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
@@ -20,32 +20,22 @@ from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, first_line, printable
 
-# docs/exit-codes.md explains each. The code of a signal is 128 plus its number.
+# docs/exit-codes.md explains each code. For a signal it is 128 plus the signal's number.
 DONE = 0
 BUG = 1
 MISTAKE = 2
 FAILED = 3
 DIFFERENT = 4
-IN_USE = 75  # as sysexits.h has it for "try again later"
-NOBODY_READS = 128 + 13  # a shell's code for SIGPIPE
-# Failures of a disk or file system. Any other OSError is a mistake in a path.
+IN_USE = 75  # "try again later" in sysexits.h
+NOBODY_READS = 128 + 13  # what a shell returns for SIGPIPE
+# Failures of a disk or file system. Any other OSError is a wrong path.
 FAILING = {
     getattr(errno, name, None)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
 }
-# What Hydra and OmegaConf raise for mistakes that Hydra reports without a useful message.
-WITHOUT_MESSAGE = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    AssertionError,
-    RecursionError,
-)
-# Packages that start a sweep's jobs, and raise their own error when one dies.
+# Packages that start a sweep's jobs and raise their own error when a job dies.
 LAUNCHERS = ("joblib", "submitit")
-codes: list[int] = []  # of the errors reported so far
+codes: list[int] = []  # exit codes of the errors reported so far
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -70,9 +60,9 @@ def run_and_report(main: Callable[[], Any]) -> int:
     """
     open_closed()
     ranks.quieten()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
-    if logging.lastResort is not None:  # it prints the warnings
+    if logging.lastResort is not None:  # prints warnings
         logging.lastResort.setFormatter(terminal.Wrapping())
     try:
         signals.ready = True
@@ -88,7 +78,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         sys.stdout.flush()
         if stopping.received is not None:  # a library swallowed its exception
             raise KeyboardInterrupt
-        return max(codes, default=DONE)  # of the jobs of a sweep that failed
+        return max(codes, default=DONE)  # includes the failed jobs of a sweep
     except BrokenPipeError:
         return nobody_reads()
     except Exception as error:
@@ -101,7 +91,7 @@ def with_message(error: Exception) -> Exception:
     """Return the error, or one with a message if a library raised it without one."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
-            f"a job's process was lost: killed, or out of memory ({type(error).__name__}).\n"
+            f"a job's process died: it was killed or ran out of memory ({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -109,13 +99,10 @@ def with_message(error: Exception) -> Exception:
         return UserError(
             f"{mark.name}, line {mark.line + 1}: this is not valid YAML ({error.problem})."
         )
-    if isinstance(error, UnicodeDecodeError) and not HydraConfig.initialized():
-        return UserError("A file in your configs/ folder is not UTF-8 text. Save it as UTF-8.")
-    explained = isinstance(error, (UserError, InterpolationResolutionError))
-    if isinstance(error, WITHOUT_MESSAGE) and not explained and not HydraConfig.initialized():
-        # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
+    if exit_code(error) == BUG and not HydraConfig.initialized():
+        # Hydra leaves a few mistakes to the libraries below it, such as a key inside a list.
         return UserError(
-            f"{' '.join(sys.argv[1:])}: these settings cannot be combined ({first_line(error)})."
+            f"{' '.join(sys.argv[1:])}: these settings cannot be read ({first_line(error)})."
         )
     return error
 
@@ -123,10 +110,10 @@ def with_message(error: Exception) -> Exception:
 def say_interrupted() -> int:
     """Print what to do after a signal, and return its exit code."""
     text: str | None = "\ninterrupted."
-    if not arguments.is_sweep(sys.argv):  # a sweep has printed how to continue
+    if not arguments.is_sweep(sys.argv):  # the sweep already printed how to continue
         text = (
-            "\ninterrupted. Type the same command again to resume, "
-            "or to start over if nothing was saved."
+            "\ninterrupted. Type the same command again to resume, or to start over if nothing "
+            "was saved."
         )
     code: int | None = signals.exit_code()
     if launch.world_size() > 1:
@@ -166,7 +153,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     if code == BUG or arguments.is_debugged(sys.argv[1:]):
         whole = "".join(traceback.format_exception(error)).rstrip()
         text = whole if code == BUG else f"{whole}\n{text}"
-    sys.stdout.flush()  # so that it comes after what was printed before, also in a file
+    sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
         lost = ranks.is_lost(error)
         if lost and code == BUG:
@@ -175,7 +162,8 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text, ended = ranks.settle_end("lost" if lost else "error", text, code)
         code = BUG if ended is None else ended
     codes.append(code)
-    if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it
+    # the job's processes already printed it
+    if text and not isinstance(error, processes.JobFailed):
         terminal.show_error(text)
     if text and note:
         note(code)
@@ -192,7 +180,7 @@ def exit_code(error: BaseException) -> int:
         return FAILED
     if isinstance(error, OSError) and error.errno in FAILING:
         return FAILED
-    # Hydra's errors and ours may have no errno.
+    # Hydra's errors and ours may lack an errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return MISTAKE
     if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):

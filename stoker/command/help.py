@@ -7,20 +7,22 @@ from pathlib import Path
 
 from stoker import configs
 from stoker.command import arguments, invocation
+from stoker.trainer import terminal
 
-WIDTH = 80  # columns
-INDENT = 29  # of the text beside a name
+WIDTH = 80  # columns, or fewer on a narrower terminal
+INDENT = 29  # column of the text beside a name
+NARROW = 60  # columns; below, the text is under the name
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
     "model=cnn device=cuda epochs=3": "set any key",
     "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of the results",
-    "-m sweep=optuna": "a search: each trial follows from the results before it",
+    "-m sweep=optuna": "a search: each trial depends on the earlier results",
     "run_dir=runs/mine": "a named run; type it again to resume",
-    "plan model=cnn": "what a run would take, from a few steps",
+    "plan model=cnn": "estimate a run's time and memory from a few steps",
     "evaluate run=runs/mine": "test the best weights of a run",
-    "reproduce run=runs/mine": "train a run again, and compare the two bit for bit",
-    "model=cnn --cfg job": "show the whole config and train nothing",
-    "new my_project": "write a small project of your own",
+    "reproduce run=runs/mine": "repeat a run and compare the two bit for bit",
+    "model=cnn --cfg job": "print the whole config without training",
+    "new my_project": "create a small project",
 }
 
 
@@ -35,8 +37,9 @@ def help_text(typed: Sequence[str] = ()) -> str:
     command = " ".join(invocation.program())
     lines = [f"{command} [key=value ...] [group=option ...]", "", "Examples:"]
     for example, meaning in EXAMPLES.items():
-        lines += [f"  {command} {example}".rstrip(), f"      {meaning}"]
-    lines += ["", f"Groups (for the keys of an option: {command} model=cnn --help):"]
+        lines.append(f"  {command} {example}".rstrip())
+        lines += folded(meaning, 6)
+    lines += ["", *folded(f"Groups (for the keys of an option: {command} model=cnn --help):")]
     for group in groups():
         lines += beside(group, ", ".join(path.stem for path in configs.options(group)))
     return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])
@@ -55,7 +58,7 @@ def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a config: each key with its default, and its comment beside it."""
     text = path.read_text(encoding="utf-8", errors="replace")
     group = "" if "# @package _global_" in text else f"{path.parent.name}."
-    if path == configs.FOLDER / "train.yaml":  # its head and the block for Hydra are no settings
+    if path == configs.FOLDER / "train.yaml":  # its header and Hydra's block are not settings
         group = ""
         text = text[text.index("\n\n") + 1 : text.index("\nhydra:")]
     for line in text.splitlines():
@@ -63,17 +66,33 @@ def lines_of(path: Path) -> Iterator[str]:
         if line.startswith("# @"):
             continue
         if line.startswith("#"):
-            yield from textwrap.wrap(line.removeprefix("# "), WIDTH)
+            yield from folded(line.removeprefix("# "))
         elif not re.match(r" *_\w+_:", line):
             prefix = group if re.match(r"\w", line) else ""
             yield from beside(prefix + key.rstrip(), comment.strip())
 
 
+def width() -> int:
+    return min(WIDTH, terminal.width())
+
+
+def folded(text: str, indent: int = 0) -> list[str]:
+    """Return the lines of a text, indented and wrapped at words."""
+    space = " " * indent
+    return textwrap.wrap(
+        text,
+        width(),
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def beside(name: str, text: str) -> list[str]:
     """Return the lines of a name and, from INDENT on, the text beside it."""
-    wrapped = textwrap.wrap(text, WIDTH - INDENT, break_long_words=False, break_on_hyphens=False)
-    if len(name) > INDENT - 4 or not wrapped:
-        wrapped.insert(0, "")
-    first, *rest = wrapped
-    lines = [f"  {name:<{INDENT - 2}}{first}", *(" " * INDENT + line for line in rest)]
-    return [line.rstrip() for line in lines]
+    indent = INDENT if width() >= NARROW else 6
+    lines = folded(text, indent)
+    if len(name) > indent - 4 or not lines:
+        return [f"  {name}".rstrip(), *lines]
+    return [f"  {name:<{indent - 2}}{lines[0].lstrip()}", *lines[1:]]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from stoker.trainer import launch
 
-ROOT = Path(launch.__file__).resolve().parents[1]  # of a clone
+ROOT = Path(launch.__file__).resolve().parents[1]  # the root of a clone
 PACKAGE = Path(__file__).resolve().parents[1]
-ROLE = "stoker"  # torchrun's role of processes that this program has started
+ROLE = "stoker"  # torchrun's role name for processes that this program starts
 SCRIPT = "train.py"  # the command of a clone
 
 
@@ -37,11 +37,6 @@ def python() -> str:
         if path is not None and Path(path).parent == Path(sys.executable).parent:
             return name
     return sys.executable
-
-
-def clone() -> Path | None:
-    """Return the folder of the clone that this package is; None if it is installed."""
-    return ROOT if is_clone() else None
 
 
 def is_clone() -> bool:

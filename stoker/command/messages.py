@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from stoker import configs
@@ -16,18 +15,16 @@ from stoker.command import arguments, invocation, settings
 from stoker.command.build import arguments_of
 from stoker.command.defaults import of_choices
 from stoker.command.dotted import flat
-from stoker.command.references import explain_broken, reason
 from stoker.trainer.errors import (
     TrainingError,
     UserError,
     did_you_mean,
-    first_line,
     nearest,
     printable,
 )
 
-LONGEST = 500  # characters of a line: a value or a path may have any number
-ROOM = "Make room there, and type the same command with run_dir=DIR to resume."
+LONGEST = 500  # characters in a line, since a value or a path may be of any length
+ROOM = "Free some space, then type the same command with run_dir=DIR to resume."
 WHAT_TO_DO = {
     errno.ENOSPC: ROOM,
     getattr(errno, "EDQUOT", None): ROOM,
@@ -35,9 +32,7 @@ WHAT_TO_DO = {
         "Raise the limit on the size of files (ulimit -f), "
         "and type the same command with run_dir=DIR."
     ),
-    errno.EROFS: "Type run_dir=DIR for a folder that can be written.",
-    errno.EACCES: "Type another path, or change its permissions.",
-    errno.ENAMETOOLONG: "Type a shorter path.",
+    errno.EROFS: "Type run_dir=DIR with a folder that you can write to.",
 }
 
 
@@ -62,32 +57,21 @@ def explanation(error: BaseException) -> str:
         place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         reason = (error.strerror or str(error)).lower()
         return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
-    if "Unsupported config file extension '.yml'" in str(error):
-        return "configs/: an option is a .yaml file. Rename those that end in .yml."
     for explain in (
-        broken_reference,
         no_such_option,
         key_mistake,
         several_values,
         not_understood,
-        hydra_key,
     ):
         text = explain(error)
         if text is not None:
             return text
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error)
+    if isinstance(error, InterpolationResolutionError):  # Hydra names another key
+        typed = [one for one in sys.argv[1:] if "${" in one]
+        text = f"{' '.join(typed)}: {text}" if typed else text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[:3])
-
-
-def broken_reference(error: BaseException) -> str | None:
-    """Explain a ${...} that Hydra needs before the config is checked."""
-    if not isinstance(error.__cause__ or error, InterpolationResolutionError):
-        return None
-    choices = arguments.choices(sys.argv[1:])
-    typed = [one for one in sys.argv[1:] if "${" in one and not one.startswith("-")]
-    keys = [one for one in typed if not one.startswith("hydra")]
-    text = explain_broken(OmegaConf.create(of_choices([*choices, *keys])), choices)
-    return text or f"{' '.join(typed)}: {reason(error)}."
 
 
 def no_such_option(error: BaseException) -> str | None:
@@ -96,43 +80,24 @@ def no_such_option(error: BaseException) -> str | None:
     if not missing:
         return None
     group, _, choice = missing.rpartition("/")
-    options = getattr(error, "options", None)
-    is_list = options is None and group in settings.GROUPS_OF_MANY
-    if is_list:  # Hydra does not name the options of a list
-        options = [path.stem for path in configs.options(group)]
-    if options is None:
-        within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
-        if within is None:
-            return None
-        hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
-        return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
     if group == "hydra/sweeper" and choice == "optuna":
         install = invocation.pip_install(choice)
-        return f"sweep={choice} needs Hydra's plugin of that name.\nType {install}."
-    if group == "hydra/launcher":  # propose only installed ones that have been tested
-        tested = {"basic", *(path.stem for path in configs.options(group))}
-        options = [option for option in options if option in tested]
+        return f"sweep={choice} needs the Hydra plugin of that name.\nType {install}."
+    options = getattr(error, "options", None)  # Hydra does not name those of a list
+    options = options or [path.stem for path in configs.options(group)]
+    hint = did_you_mean(choice, options)
     return (
-        f"{group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
-        f"Type {group}= one of: {', '.join(options)}."
+        f"{group}={choice}: not a valid choice.{hint}\nType {group}= one of: {', '.join(options)}."
     )
 
 
 def key_mistake(error: BaseException) -> str | None:
-    """Explain Hydra's errors for an unknown key, or for adding one that exists."""
+    """Explain Hydra's error for an unknown key."""
     cause = error.__cause__ or error
-    if "is not in struct" in str(cause):
-        usual = of_choices(arguments.choices(sys.argv[1:]))
-        return no_such_key(str(getattr(cause, "full_key", "")), usual)
-    change = re.match(r"Could not (append|delete)\b.*?'([\w.@/-]+)'", str(cause), re.DOTALL)
-    if change is None:
+    if "is not in struct" not in str(cause):
         return None
-    action, key = change.groups()
-    if action == "delete":
-        return f"~{key}: there is no such key to leave out.\n{see_help()}"
-    values = [one.partition("=")[2] for one in sys.argv if one.startswith(f"+{key}=")]
-    value = values[0] if values else "..."
-    return f"+{key}={value}: this key exists, and + adds a new one. Type {key}={value}."
+    usual = of_choices(arguments.choices(sys.argv[1:]))
+    return no_such_key(str(getattr(cause, "full_key", "")), usual)
 
 
 def several_values(error: BaseException) -> str | None:
@@ -142,10 +107,12 @@ def several_values(error: BaseException) -> str | None:
         return None
     typed = ambiguous[1]
     key, _, value = typed.lstrip("+").partition("=")
-    start = f"{typed}: several values make a sweep. Type"
+    start = f"{typed}: several values need a sweep. Type"
     if settings.record(key).path:
-        return f"{start} \"{key}='{value}'\" for one path with a comma in it."
-    return f"{start} -m {typed}, or for one list '{key}=[{value}]'."
+        return f"{start} \"{key}='{value}'\" for a single path that contains a comma."
+    if configs.is_group(key) and key not in settings.GROUPS_OF_MANY:
+        return f"{start} -m {typed}."
+    return f"{start} -m {typed}, or '{key}=[{value}]' for a list."
 
 
 def not_understood(error: BaseException) -> str | None:
@@ -154,41 +121,18 @@ def not_understood(error: BaseException) -> str | None:
     if override is None and "Error when parsing" not in str(error):
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
-    key, _, value = typed.partition("=")
-    quoted = "\"dataset.path='my täble.csv'\""
-    if value and "'" not in value and '"' not in value:
-        quoted = f"\"{key}='{value}'\""
     return (
-        f"{typed}: this is not understood. Settings are key=value, as in epochs=3, "
-        "and lists 'key=[1,2]'.\n"
-        f"Put a value with unusual characters in quotes inside those of the shell: {quoted}."
+        f"{typed}: this cannot be parsed. Settings are key=value, as in epochs=3, and lists are "
+        "'key=[1,2]'.\n"
+        "Quote a value with special characters inside the shell's quotes: "
+        "\"dataset.path='my täble.csv'\"."
     )
-
-
-def hydra_key(error: BaseException) -> str | None:
-    """Explain an error about one key, such as a misspelt key of Hydra."""
-    cause = error.__cause__ or error
-    key = getattr(cause, "full_key", None)
-    if not key:
-        return None
-    unknown = re.match(r"Key '\w+' not in '\w+'\.?(?: Did you mean: '(\w+)')?", str(cause))
-    if "list index out of range" in str(cause):
-        name = re.sub(r"\[\d+\]$", "", key)
-        return f"{key}: there is no such entry. Type the whole list: '{name}=[...]'."
-    if unknown is None:
-        return f"{key}: {first_line(cause)}."
-    hint = ""
-    if unknown[1]:
-        hint = f" Did you mean '{key.rpartition('.')[0]}.{unknown[1]}'?"
-    return f"{key}: Hydra has no such key.{hint}"
 
 
 def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     """Explain a misspelt key, with a hint at the right one."""
-    advice = arguments.type_instead(key)
-    if advice is not None:
-        return f"{key}: there is no such key. {advice}"
-    return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help()}"
+    group = key.partition(".")[0]
+    return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help(group)}"
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
@@ -205,7 +149,7 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         if place == group:
             nearby[end] = name
     for place, choice in options_with(group, last):
-        # A key of a callback is rarely meant.
+        # A callback's key is rarely what was meant.
         if group or anywhere.get(last, "callbacks.").startswith("callbacks."):
             return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
     for name, setting in settings.SETTINGS.items():
@@ -214,14 +158,13 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         return f" Did you mean {anywhere[last]!r}?"
     if nearest(last, nearby, loosely=False) is None:
         with contextlib.suppress(UserError, KeyError, TypeError):
-            names, _ = arguments_of(group, config[group]["_target_"])
-            if last in names:
-                return f" Type +{group}.{last}=..., an argument that no file gives yet."
+            if last in arguments_of(group, config[group]["_target_"])[0]:
+                return f" Type +{group}.{last}=... for an argument that is not in any file."
     for loosely in (False, True):
-        for whole_names in (nearby, anywhere):
-            near = nearest(last, whole_names, loosely=loosely)
+        for names in (nearby, anywhere):
+            near = nearest(last, names, loosely=loosely)
             if near is not None:
-                return f" Did you mean {whole_names[near]!r}?"
+                return f" Did you mean {names[near]!r}?"
     return ""
 
 
@@ -238,7 +181,8 @@ def options_with(group: str, key: str) -> list[tuple[str, str]]:
     ]
 
 
-def see_help() -> str:
-    """Return the line that points to the help."""
-    program = " ".join(invocation.program())
-    return f"Type {program} --help to see the keys."
+def see_help(group: str = "") -> str:
+    """Return the line that points to the help, or to that of the option of a group."""
+    chosen = [one for one in arguments.choices(sys.argv[1:]) if one.startswith(f"{group}=")]
+    words = [*invocation.program(), *chosen, "--help"]
+    return f"Type {' '.join(words)} to see the keys."

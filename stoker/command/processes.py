@@ -16,7 +16,7 @@ from stoker.trainer.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# The environment variable that tells the processes of a sweep's job which job they are.
+# The environment variable that tells processes of a sweep's job which job they run.
 JOB = "STOKER_JOB"
 PACKAGES = ("stoker", "stoker.trainer", "stoker.models", "stoker.data")
 
@@ -43,7 +43,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
         if devices not in ("auto", 1):
             ways = " or ".join(f"strategy={way} devices={devices}" for way in launch.SEVERAL)
             raise UserError(
-                f"devices={devices}: strategy={strategy} starts only one process. Type {ways}."
+                f"devices={devices}: strategy={strategy} uses only one process. Type {ways}."
             )
         return 1
     if isinstance(devices, int):
@@ -64,7 +64,8 @@ def check_among_several(strategy: str, name: str, devices: int | str) -> None:
         )
     if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
         raise UserError(
-            f"devices={devices}: {started}. Leave it out; --nproc-per-node sets how many there are."
+            f"devices={devices}: {started}. Leave it out; --nproc-per-node sets the number of "
+            "processes."
         )
 
 
@@ -110,7 +111,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     started = Path(sys.argv[0])
     is_script = started.name in (invocation.SCRIPT, "stoker") and started.is_file()
     program = [sys.argv[0]] if is_script else ["-m", "stoker"]
-    logging.disable(logging.CRITICAL)  # torchrun's agent repeats what the ranks have printed
+    logging.disable(logging.CRITICAL)  # torchrun's agent repeats the ranks' output
     try:
         elastic_launch(config, sys.executable)("-u", *program, *arguments)
         return 0
@@ -122,7 +123,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         logging.disable(logging.NOTSET)
         for name in added:
             del os.environ[name]
-        signals.listen()  # the agent has replaced the signal handlers
+        signals.listen()  # the agent replaced the signal handlers
 
 
 def code_of(error: "ChildFailedError") -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from stoker.command import signals
 from stoker.trainer import launch, stopping
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_few
 from stoker.trainer.launch import (
     TIMEOUT,
     LostContact,
@@ -36,13 +36,13 @@ from stoker.trainer.launch import (
     world_size,
 )
 
-ANSWER = 5  # seconds that other ranks have to report why they end
-SAME = 2  # seconds in which rank 0 meets an error that another rank has met, if both have it
-# Seconds after a signal (plus ANSWER) until a process ends if its peers have stopped responding.
+ANSWER = 5  # seconds within which other ranks have to report why they end
+SAME = 2  # seconds within which rank 0 hits the same error as another rank, if it does
+# Seconds after a signal (plus ANSWER) until a process ends if its peers stop responding.
 LATE = 3
-# Seconds after which a process ends that has not handled a signal. torchrun kills it after 30.
+# Seconds after which a process that has not handled a signal ends. torchrun kills it after 30.
 BLOCKED = 25
-# What gloo, NCCL and the store report when a peer is gone or does not respond.
+# How gloo, NCCL and the store report that a peer is gone or does not respond.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
     r"|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
@@ -112,10 +112,9 @@ def first_difference(kinds: str, digests: dict[str, dict[str, str]]) -> str | No
             names = sorted({*items, *theirs[kind]})
             names = [name for name in names if items.get(name) != theirs[kind].get(name)]
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 return (
-                    f"rank {peer} ({who(peer)}) has other {kind} than rank 0: "
-                    f"{', '.join(names[:3])}{more}.\n"
+                    f"rank {peer} ({who(peer)}) and rank 0 differ in their {kind}: "
+                    f"{first_few(names, 3)}.\n"
                     "All processes need the same code, versions, config and data."
                 )
     return None
@@ -128,7 +127,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(value).hexdigest()[:16]
 
 
-# Signals: while a rank waits inside a library, Python does not run its handlers.
+# Signals. Python does not run its handlers while a rank waits inside a library.
 
 
 def watch_signals() -> None:
@@ -137,7 +136,7 @@ def watch_signals() -> None:
     sender.setblocking(False)
     try:
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread: the host program handles signals itself
+    except ValueError:  # not the main thread: the host program handles signals
         return
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
@@ -167,7 +166,8 @@ def wait_for_handler(number: int) -> None:
     time.sleep(1)
     with contextlib.suppress(RuntimeError):
         if stopping.received is None:
-            publish(f"end/{rank()}", {"kind": "signal"})  # the others need not wait for a report
+            # so that the others do not wait for a report
+            publish(f"end/{rank()}", {"kind": "signal"})
         time.sleep(LATE - 1)
         text, code = consequence("signal", None, None)
         if code is not None:
@@ -180,7 +180,7 @@ def wait_for_handler(number: int) -> None:
         os._exit(128 + number)
 
 
-# The end of a rank: of each fault one rank prints one message.
+# How a rank ends: one rank prints one message per fault.
 
 
 def is_lost(error: BaseException | None) -> bool:
@@ -201,8 +201,8 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
     "signal". Ranks agree through the store, so that each fault is printed once.
     """
     global reported
-    stopping.gentle = lambda name: None  # the ends of other ranks bring signals
-    if not joined:  # so early, all ranks usually have the same error
+    stopping.gentle = lambda name: None  # ending ranks send signals to the others
+    if not joined:  # this early, all ranks usually have the same error
         if is_first():
             return message, code
         return (None if signal_comes(2 * ANSWER) else by_rank(message)), code
@@ -212,7 +212,7 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
         if kind == "error":
             return own_error(message, code)
         return consequence(kind, message, code)
-    except RuntimeError:  # the store is gone, and so is rank 0 or torchrun
+    except RuntimeError:  # the store is gone, so rank 0 or torchrun is gone too
         return (None if kind == "signal" else by_rank(message)), code
 
 
@@ -271,10 +271,10 @@ def missing_ranks(ranks: list[int], hangs: bool) -> str:
     names = " and ".join(f"rank {peer} ({who(peer)})" for peer in ranks[:3])
     fate = "is gone: it was killed"
     if hangs:
-        fate = f"did not answer for {launch.timeout:g} s; the others waited for it"
+        fate = f"did not respond for {launch.timeout:g} s while the others waited"
     advice = "Type the same command again."
     if signals.resume_command:
-        advice = f"To go on from the last checkpoint:\n{signals.resume_command}"
+        advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
     return f"error: {names} {fate}.\n{advice}"
 
 

@@ -1,7 +1,6 @@
 """Explain a `${...}` that cannot be replaced: its key, the file that it stands in, and why."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from stoker.command import settings
 from stoker.command.defaults import layers
 from stoker.command.dotted import flat, is_interpolation
 from stoker.trainer.errors import as_typed, first_line
-
-REASONS = {
-    "Environment variable '(.*)' not found": "the environment variable {} is not set",
-    "Interpolation key '(.*)' not found": "there is no key {} to follow",
-    "Unsupported interpolation type (.*)": "there is no resolver {}",
-    "Recursive interpolation|Interpolation to parent node": "it refers back to itself",
-}
 
 
 def explain_broken(cfg: DictConfig, choices: list[str]) -> str | None:
@@ -32,7 +24,7 @@ def explain_broken(cfg: DictConfig, choices: list[str]) -> str | None:
                 OmegaConf.to_container(node, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
             place = place_of(key, value, choices)
-            return f"{key}={as_typed(value)}{place}: {reason(error)}.\nType {key}=VALUE."
+            return f"{key}={as_typed(value)}{place}: {first_line(error)}.\nType {key}=VALUE."
     return None
 
 
@@ -43,14 +35,3 @@ def place_of(key: str, value: Any, choices: list[str]) -> str:
             near = layer.file.is_relative_to(Path.cwd())
             return f" in {os.path.relpath(layer.file) if near else layer.file}"
     return ""
-
-
-def reason(error: BaseException) -> str:
-    """Return in plain words why OmegaConf cannot replace a value."""
-    if isinstance(error, RecursionError):
-        return "it refers back to itself"
-    for pattern, text in REASONS.items():
-        match = re.search(pattern, str(error))
-        if match is not None:
-            return text.format(*match.groups())
-    return first_line(error)

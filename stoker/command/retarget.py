@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker import configs
 from stoker.command import arguments, settings
-from stoker.command.build import arguments_of, is_on, parameters_of
+from stoker.command.build import arguments_of
 from stoker.command.defaults import Layer, chosen, layers
 from stoker.command.dotted import is_interpolation, plain
 from stoker.trainer.errors import UserError
@@ -21,12 +21,12 @@ def retarget(cfg: DictConfig) -> None:
     """
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
-        return  # our own files give a target once
+        return  # our files set each target only once
     files = layers(chosen())
     typed = arguments.typed_keys()
     for name, target in targets(plain(cfg)):
         if not isinstance(target, str):
-            raise UserError(f"{name}._target_: this takes the dotted name of what to build.")
+            raise UserError(f"{name}._target_: give the dotted name of a class or function.")
         node = OmegaConf.select(cfg, name)
         for key, value in leftovers(files, name, target).items():
             if f"{name}.{key}" in typed or is_for_any_target(name, key):
@@ -72,27 +72,3 @@ def takes(name: str, target: str, key: str) -> bool:
     """Return whether a target has an argument, by name or, for a Trainer, among its **kwargs."""
     known, takes_more = arguments_of(name, target)
     return key in known or (takes_more and name == "trainer")
-
-
-def not_default(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} of the arguments that are not the default of their target.
-
-    Those that follow another setting are left out: that setting is the one to look at.
-    """
-    from stoker.data.loader import make_loaders
-
-    values = {}
-    for name, target in targets(config):
-        known, _ = arguments_of(name, target)
-        if name == "dataset":
-            known = {**parameters_of(make_loaders)[0], **known}
-        node = settings.value_of(config, name)
-        if name.startswith("callbacks.") and not is_on(node):
-            continue
-        for key, value in node.items():
-            default = known.get(key, value)
-            if isinstance(default, tuple):
-                default = list(default)
-            if value != default and not is_interpolation(value):
-                values[f"{name}.{key}"] = value
-    return values

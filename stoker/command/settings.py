@@ -14,7 +14,7 @@ from stoker.command import invocation
 from stoker.data.settings import LIMITS as DATA_LIMITS
 from stoker.data.settings import check_augmentation
 from stoker.trainer import checkpoint_names, launch
-from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
+from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 from stoker.trainer.settings import (
     LIMITS,
     Checked,
@@ -26,11 +26,11 @@ from stoker.trainer.settings import (
 )
 
 TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
-TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
+TRAINING = ("train", "plan", "lr_find")  # tasks that build from the config; the others take a run
 WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
-TESTING = (*TRAINING, "evaluate")  # load data
+TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
-MOVERS = (*TESTING, "export", "reproduce")  # find their data where this machine has it
+MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -44,7 +44,9 @@ class ListOf:
     def check(self, key: str, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             names = ", ".join(self.values)
-            raise UserError(f"{key}={as_typed(value)}: give a list of {names}, or [] for nothing.")
+            raise UserError(
+                f"{key}={as_typed(value)}: give a list with any of {names}, or [] for none."
+            )
         return [check_choice(key, part, self.values) for part in value]
 
 
@@ -65,7 +67,7 @@ class Setting:
     """The rules for one key, or for all keys of one group.
 
     Attributes:
-        limit: Its allowed values, in addition to the type of its default.
+        limit: Its allowed values; None if its argument has a limit (see `limit_of`), or none.
         tasks: The tasks that use it.
         resume: Whether a resumed run may change it: "same" if not; "longer" if only a run that
             starts from a checkpoint of this one may (`resume=FILE`); "any" if it changes no result.
@@ -85,32 +87,19 @@ class Setting:
     local: bool = False
     debug: Any = None
     loader: bool = False
-    every: Literal["step", "epoch", "evaluation"] | None = None
+    every: Literal["step", "evaluation"] | None = None
     once: bool = False
     aliases: tuple[str, ...] = ()
 
 
 def check_resume(resume: Any) -> Any:
     """Return `resume` if it is auto, never or a file; UserError otherwise."""
-    if not isinstance(resume, str):
-        raise UserError(f"resume={as_typed(resume)}: give auto, never, or a checkpoint file.")
-    if resume in ("auto", "never") or Path(resume).is_file():
+    path = Path(as_typed(resume))
+    if resume in ("auto", "never") or path.is_file():
         return resume
-    if resume == "":
-        raise UserError("resume=: give a string after the =, or leave resume out.")
-    if not Path(resume).is_dir():
-        hint = did_you_mean(resume, ("auto", "never"))
-        raise UserError(
-            f"resume={resume}: there is no such file.{hint} Type auto, never, or a checkpoint file."
-        )
-    files = {}
-    for folder in (Path(resume) / "checkpoints", Path(resume)):
-        files.update(checkpoint_names.files(folder))
-    newest = files[max(files)] if files else None
-    advice = "Type resume=FILE; it has no checkpoint."
-    if newest is not None:
-        advice = f"Type resume={newest}."
-    raise UserError(f"resume={resume}: this is a folder. {advice}")
+    files = checkpoint_names.files(path / "checkpoints")
+    example = f", such as {files[max(files)]}" if files else ""
+    raise UserError(f"resume={as_typed(resume)}: give auto, never, or a checkpoint file{example}.")
 
 
 FLAG = Choice((False, True))
@@ -118,7 +107,7 @@ TEXT = Text()
 COUNT = Number(whole=True, least=1)
 
 SETTINGS: Mapping[str, Setting] = {
-    # what the command does
+    # What the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
     "run": Setting(TEXT, WITH_RUN, "any", path=True),
     "split": Setting(TEXT, ("evaluate", "predict"), "any"),
@@ -134,45 +123,43 @@ SETTINGS: Mapping[str, Setting] = {
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
     # the training
-    "epochs": Setting(LIMITS["epochs"], resume="longer", aliases=("max_epochs",)),
-    "max_steps": Setting(LIMITS["max_steps"], resume="longer"),
-    "steps_per_epoch": Setting(LIMITS["steps_per_epoch"]),
-    "max_minutes": Setting(LIMITS["max_minutes"], resume="any"),
-    "batch_size": Setting(DATA_LIMITS["batch_size"]),
-    "eval_batch_size": Setting(DATA_LIMITS["eval_batch_size"], READERS, "any"),
+    "epochs": Setting(resume="longer", aliases=("max_epochs",)),
+    "max_steps": Setting(resume="longer"),
+    "steps_per_epoch": Setting(),
+    "max_minutes": Setting(resume="any"),
+    "batch_size": Setting(),
+    "eval_batch_size": Setting(tasks=READERS, resume="any"),
     "drop_last": Setting(),
-    "limit_train": Setting(DATA_LIMITS["limit_train"]),
-    "limit_val": Setting(DATA_LIMITS["limit_val"]),
-    "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
-    "micro_batch": Setting(LIMITS["micro_batch"]),
+    "limit_train": Setting(),
+    "limit_val": Setting(),
+    "grad_accum_steps": Setting(),
+    "micro_batch": Setting(),
     "activation_checkpointing": Setting(resume="any"),
-    "max_grad_norm": Setting(LIMITS["max_grad_norm"]),
-    "groups": Setting(LIMITS["groups"]),
+    "max_grad_norm": Setting(),
+    "groups": Setting(),
     "freeze": Setting(),
-    "ema": Setting(LIMITS["ema"]),
-    "patience": Setting(
-        LIMITS["patience"], resume="longer", every="evaluation", aliases=("early_stopping",)
-    ),
+    "ema": Setting(),
+    "patience": Setting(resume="longer", every="evaluation", aliases=("early_stopping",)),
     "monitor": Setting(TEXT),
-    "monitor_mode": Setting(LIMITS["monitor_mode"]),
-    "seed": Setting(LIMITS["seed"], (*TRAINING, "generate")),
+    "monitor_mode": Setting(),
+    "seed": Setting(tasks=(*TRAINING, "generate")),
     # the machine
-    "device": Setting(LIMITS["device"], TASKS, "any", local=True, debug="cpu"),
-    "strategy": Setting(LIMITS["strategy"], resume="any", debug="single"),
+    "device": Setting(tasks=TASKS, resume="any", local=True, debug="cpu"),
+    "strategy": Setting(resume="any", debug="single"),
     "devices": Setting(Number(whole=True, least=1, auto=True), resume="any", debug="auto"),
     "rank_timeout": Setting(Number(above=0, most=86400), resume="any"),
-    "precision": Setting(LIMITS["precision"]),
-    "compile": Setting(LIMITS["compile"], debug=False),
-    "channels_last": Setting(LIMITS["channels_last"]),
+    "precision": Setting(),
+    "compile": Setting(debug=False),
+    "channels_last": Setting(),
     "tune": Setting(ListOf(TUNINGS)),
     "deterministic": Setting(),
     # logging, evaluation and checkpoints
-    "log_every": Setting(LIMITS["log_every"], resume="any"),
-    "eval_every": Setting(LIMITS["eval_every"], resume="any"),
-    "checkpoint.every": Setting(LIMITS["checkpoint.every"], resume="any", every="step"),
-    "checkpoint.epochs": Setting(LIMITS["checkpoint.epochs"], resume="any"),
-    "checkpoint.minutes": Setting(LIMITS["checkpoint.minutes"], resume="any"),
-    "checkpoint.keep": Setting(LIMITS["checkpoint.keep"], resume="any"),
+    "log_every": Setting(resume="any"),
+    "eval_every": Setting(resume="any"),
+    "checkpoint.every": Setting(resume="any", every="step"),
+    "checkpoint.epochs": Setting(resume="any"),
+    "checkpoint.minutes": Setting(resume="any"),
+    "checkpoint.keep": Setting(resume="any"),
     "report": Setting(Choice(("auto", True, False)), (*TRAINING, "reproduce"), "any"),
     "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any", path=True),
     "init_from": Setting(TEXT, path=True),
@@ -185,7 +172,7 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
-    # the groups; their other keys are arguments of their _target_
+    # groups; their other keys are arguments of their _target_
     "dataset": Setting(tasks=TESTING),
     "dataset.root": Setting(tasks=MOVERS, resume="any", path=True, local=True),
     "dataset.path": Setting(tasks=MOVERS, resume="any", path=True, local=True),
@@ -197,16 +184,15 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.marks": Setting(tasks=READERS),
     "dataset.on_bad_sample": Setting(tasks=READERS),
     "dataset.augment": Setting(loader=True),
-    "dataset.resident": Setting(DATA_LIMITS["dataset.resident"], TESTING, "any", loader=True),
+    "dataset.resident": Setting(tasks=TESTING, resume="any", loader=True),
     "dataset.workers": Setting(
-        DATA_LIMITS["dataset.workers"],
-        TESTING,
-        "any",
+        tasks=TESTING,
+        resume="any",
         local=True,
         debug=0,
         loader=True,
     ),
-    "dataset.timeout": Setting(DATA_LIMITS["dataset.timeout"], TESTING, "any", loader=True),
+    "dataset.timeout": Setting(tasks=TESTING, resume="any", loader=True),
     "model": Setting(),
     "loss": Setting(),
     "optimizer": Setting(),
@@ -215,10 +201,9 @@ SETTINGS: Mapping[str, Setting] = {
     "trainer": Setting(),
     "metrics": Setting(),
     "callbacks": Setting(),
-    "callbacks.freeze.thaw_at": Setting(LIMITS["callbacks.freeze.thaw_at"]),
+    "callbacks.freeze.thaw_at": Setting(),
     "callbacks.lookahead.every": Setting(every="step"),
     "callbacks.tensorboard": Setting(resume="any"),
-    "callbacks.tensorboard.histograms": Setting(resume="any", every="epoch"),
     "callbacks.wandb": Setting(resume="any"),
     "callbacks.mlflow": Setting(resume="any"),
     "callbacks.doctor": Setting(resume="any"),
@@ -230,9 +215,14 @@ LOADER_KEYS = tuple(
 )
 
 
+def limit_of(key: str) -> Limit | None:
+    """Return what a key may be: the limit of its record, or of the argument that it sets."""
+    return record(key).limit or LIMITS.get(key) or DATA_LIMITS.get(key)
+
+
 def record(key: str) -> Setting:
     """Return the record of `key`, or of the nearest group that contains it."""
-    key = key.replace("/", ".")  # a group inside a group is typed as sweep/pruner
+    key = key.replace("/", ".")  # nested groups are typed as in sweep/pruner
     while key:
         if key in SETTINGS:
             return SETTINGS[key]
@@ -268,7 +258,7 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 def check(key: str, value: Any) -> Any:
     """Return `value` if it is within the limits of `key`; UserError otherwise."""
-    limit = SETTINGS[key].limit
+    limit = limit_of(key)
     return value if limit is None else limit.check(key, value)
 
 
@@ -276,8 +266,8 @@ def check_all(config: Mapping[str, Any]) -> None:
     """Raise UserError for the first setting that is outside its limits or cannot be combined."""
     for key in SETTINGS:
         value = value_of(config, key)
-        # null switches off a feature that is off by default; otherwise the constructor refuses it.
-        if value is not None or isinstance(SETTINGS[key].limit, Checked):
+        # null turns off a feature that is off by default; elsewhere the constructor rejects it.
+        if value is not None or isinstance(limit_of(key), Checked):
             check(key, value)
     check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
     check_together(config)
@@ -290,27 +280,28 @@ def check_together(values: Mapping[str, Any]) -> None:
     """
     name, _ = check_strategy(values.get("strategy"))
     devices = values.get("devices", "auto")
-    started = 1  # processes that this one starts
+    started = 1  # processes that this process starts
     if name in launch.SEVERAL and devices != "auto":
         started = devices
     if name == "fsdp" and values.get("compile"):
         raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled, but there is "
+            "strategy=fsdp: sharded parameters cannot be compiled, but there is "
             f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
         )
     if values.get("activation_checkpointing") and values.get("compile"):
         raise UserError(
-            "activation_checkpointing=true: a compiled model decides by itself what to keep. "
-            "Type compile=false, or leave it out."
+            "activation_checkpointing=true: torch.compile already decides what to recompute. "
+            "Leave out activation_checkpointing, or type compile=false."
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(
-            "micro_batch=auto: several processes must split a batch alike. Type micro_batch=N."
+            "micro_batch=auto: several processes must split a batch in the same way. Type "
+            "micro_batch=N."
         )
     batch_size = values.get("batch_size")
     if batch_size and batch_size < started:
         raise UserError(
-            f"batch_size={batch_size}: {started} processes cannot share this batch. "
+            f"batch_size={batch_size}: this batch is too small for {started} processes. "
             f"Type batch_size={started} or more, or lower devices."
         )
 
@@ -336,7 +327,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # an error may be on that device only
+    if "device" in typed:  # an error may only occur on that device
         del values["device"]
     for key, value in values.items():
         given = value_of(config, key)
@@ -352,21 +343,15 @@ def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str,
 
 
 def check_parts(config: Mapping[str, Any]) -> None:
-    """Raise UserError for arguments that our parts and torch's optimizers would refuse."""
+    """Raise UserError for arguments that our augmentations and torch's optimizers would refuse."""
     optimizer = config["optimizer"]
     target = str(optimizer.get("_target_"))
-    divides_by_rate = target.startswith("stoker.trainer.optimizers.")
-    if divides_by_rate or target.startswith("torch.optim."):
-        if "lr" in optimizer:
-            bound = Number(above=0) if divides_by_rate else Number(least=0)
-            bound.check("optimizer.lr", optimizer["lr"])
-        if "weight_decay" in optimizer:
-            check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
-    model = config["model"]
-    if str(model.get("_target_")).startswith("stoker.models.") and "dropout" in model:
-        check_number("model.dropout", model["dropout"], least=0, most=0.95)
+    if target.startswith(("torch.optim.", "stoker.trainer.optimizers.")):
+        for key in ("lr", "weight_decay"):
+            if key in optimizer:
+                check_number(f"optimizer.{key}", optimizer[key], least=0)
     for item in config["dataset"].get("augment") or ():
         if isinstance(item, dict) and "_target_" in item:
-            continue  # a function of your own
+            continue  # the user's own function
         for name in item if isinstance(item, dict) else [item]:
             check_augmentation(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stoker.command import invocation, settings
 
-# A value that Hydra reads as one text without quotes.
+# A value that Hydra reads as a string without quotes.
 PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
 
 
@@ -38,6 +38,6 @@ def setting(key: str, value: str | Path) -> str:
 
 def quoted(text: str) -> str:
     """Return a text in quotes, as Hydra reads any text."""
-    # Backslashes in front of a quote, the last one too, are doubled.
+    # Backslashes before a quote, including the closing one, are doubled.
     inside = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
     return f"'{inside}'"

@@ -12,11 +12,11 @@ from types import FrameType
 from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
-received_at: float = 0.0  # when the first one came
-ready: bool = False  # whether somebody would handle an exception
-code: int | None = None  # the exit code to use in place of the signal's
+received_at: float = 0.0  # when the first signal came
+ready: bool = False  # whether an exception would be handled
+code: int | None = None  # the exit code to use instead of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
-told: bool = False  # whether `print_advice` has said what to do
+told: bool = False  # whether `print_advice` was called
 
 
 def listen() -> None:
@@ -31,7 +31,7 @@ def heard(resume: str) -> Iterator[None]:
     """Listen within this context, in a script; `resume` is the command that continues its run."""
     global ready, received_at, resume_command, told
     if threading.current_thread() is not threading.main_thread() or ready:
-        yield  # Python has signals for the main thread alone; or the command listens
+        yield  # only the main thread gets signals, or the command already handles them
         return
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     listen()
@@ -62,7 +62,7 @@ def hear(number: int, _: FrameType | None) -> None:
         if os.environ.get("RANK", "0") == "0" and not told:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
             os.write(2, f"ended at once.{advice}\n".encode())
-        # No clean-up: it may be what takes so long. Files are written whole or not at all.
+        # No clean-up, since it may be what takes so long. Files are written atomically.
         os._exit(128 + number)
     stopping.received = number
     received_at = time.monotonic()
@@ -83,7 +83,7 @@ def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
     """Call `interrupt` with a signal's name within this context, instead of raising anywhere."""
     stopping.gentle = interrupt
     try:
-        if stopping.received is not None:  # its exception may have been lost in a finalizer
+        if stopping.received is not None:  # a finalizer may have swallowed its exception
             raise Interrupted
         yield
     finally:

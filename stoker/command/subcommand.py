@@ -5,19 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command.exit_codes import report
-from stoker.trainer.errors import UserError, did_you_mean
+from stoker.trainer.errors import UserError
 
 
 def run(
     arguments: Sequence[str],
     usage: str,
-    is_one: Callable[[Path], bool],
     act: Callable[[Path], Any],
 ) -> int:
-    """Do `act(folder)` and return the exit code.
-
-    If the folder does not exist, suggest the nearest name beside it that `is_one` accepts.
-    """
+    """Do `act(folder)` and return the exit code."""
     if "-h" in arguments or "--help" in arguments:
         print(usage)
         return 0
@@ -26,9 +22,7 @@ def run(
             raise UserError(f"Type {usage}")
         folder = Path(arguments[0])
         if not folder.is_dir():
-            names = [path.name for path in folder.parent.glob("*") if is_one(path)]
-            hint = did_you_mean(folder.name, names, whole=lambda name: str(folder.parent / name))
-            raise UserError(f"{folder}: there is no such folder.{hint}")
+            raise UserError(f"{folder}: there is no such folder.")
         act(folder)
     except (UserError, OSError) as error:
         return report(error)

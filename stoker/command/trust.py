@@ -5,7 +5,6 @@ The second gate is PART_CLASSES and PART_PACKAGES in build.py: is it the right p
 
 import contextlib
 import fnmatch
-import importlib.util
 import inspect
 import pkgutil
 import re
@@ -22,8 +21,8 @@ from stoker import project
 from stoker.command import arguments, invocation
 from stoker.trainer.errors import UserError, did_you_mean
 
-# A target typed on the command line is always trusted; one in your own config file needs
-# trusted=[mypackage], on the command line or in the project file.
+# A target typed on the command line is always trusted. One in your config file needs
+# trusted=[mypackage] on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -33,8 +32,8 @@ TRUSTED = (
     "torchmetrics",
     "optuna.pruners",
 )
-# A target must also be defined in one of these modules (or below it), and be one of the listed
-# functions or a subclass of a listed class. A name alone proves little:
+# A target must also be defined in one of these modules (or a submodule), and be one of the listed
+# functions or a subclass of a listed class. Checking names is not enough:
 # torch.nn.modules.module.torch.load begins with torch.nn, and stoker.runs.json_files.write_json
 # writes files. The rest of torchmetrics downloads models, and needs trusted=[torchmetrics].
 CALLBACK = "stoker.trainer.callbacks.Callback"
@@ -42,7 +41,7 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100",
 KINDS: dict[str, tuple[str, ...]] = {
     "torch.nn": ("torch.nn.Module",),
     "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    "torchvision.models": ("torch.nn.Module",),  # and functions that build one, see is_builder
+    "torchvision.models": ("torch.nn.Module",),  # also functions that build one, see is_builder
     "torchvision.transforms.v2": ("torchvision.transforms.v2.Transform",),
     "torchmetrics.aggregation": ("torchmetrics.Metric",),
     "torchmetrics.classification": ("torchmetrics.Metric",),
@@ -55,7 +54,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "stoker.diagnostics.timing": (CALLBACK,),
     "stoker.diagnostics.doctor": (CALLBACK,),
     "stoker.trainer.metrics": ("stoker.trainer.metrics.Sums",),
-    "stoker.trainer.schedules": ("constant", "linear", "cosine", "wsd", "step", "onecycle"),
+    "stoker.trainer.schedules": ("constant", "linear", "cosine", "wsd", "step"),
     "stoker.trainer.optimizers": ("decoupled_sgd",),
     "stoker.trainer.combined": ("muon",),
     "stoker.models": ("torch.nn.Module", CALLBACK),
@@ -146,7 +145,7 @@ def locate(key: str, target: str) -> Any:
         line = failing_line(failure)
         if line is not None:
             kind = type(failure).__name__
-            raise UserError(f"{place}: importing it fails at {line}\n{kind}: {reason}") from error
+            raise UserError(f"{place}: its import fails at {line}\n{kind}: {reason}") from error
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
@@ -193,20 +192,17 @@ def is_builder(located: Any) -> bool:
 
 
 def similar_target(target: str) -> str:
-    """Return " Did you mean X?" for a target that does not exist, or how to install it."""
-    parts = target.split(".")
-    if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
-        return f"\nType {invocation.pip_install('metrics')}."
-    known = len(parts) - 1
-    while known and ".".join(parts[:known]) not in sys.modules:
-        known -= 1
-    if not known:
-        return (
-            f"\nStart Python in the folder that has {parts[0]}, "
-            "or add that folder to PYTHONPATH or sys.path."
-        )
-    start = ".".join(parts[:known])
+    """Return " Did you mean X?" for a target that does not exist, or what to do about it."""
+    top = target.partition(".")[0]
+    start = target.rpartition(".")[0]
+    while start and start not in sys.modules:
+        start = start.rpartition(".")[0]
+    if not start:
+        if top == "torchmetrics":
+            return f"\nType {invocation.pip_install('metrics')}."
+        return f"\nInstall {top}, or start Python in the folder that contains it."
     module = sys.modules[start]
     names = [name for name in dir(module) if not name.startswith("_")]
     names += [part.name for part in pkgutil.iter_modules(getattr(module, "__path__", []))]
-    return did_you_mean(parts[known], names, whole=lambda name: f"{start}.{name}")
+    missing = target.removeprefix(f"{start}.").partition(".")[0]
+    return did_you_mean(missing, names, whole=lambda name: f"{start}.{name}")

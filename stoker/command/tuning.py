@@ -18,7 +18,7 @@ from stoker.command import settings
 from stoker.trainer import device as devices
 from stoker.trainer import memory
 
-# Multiply-adds of a forward pass over one batch, below which one thread is enough.
+# Multiply-adds in a batch's forward pass below which one thread is enough.
 FEW = 10_000_000
 DENSE = (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)
 
@@ -54,7 +54,7 @@ def freeze_imports() -> None:
     A collection that walks through what torch has imported takes 0.08 s, and a run has four.
     """
     gc.freeze()
-    # nanobind reports each of triton's objects that is alive at the end as a leak.
+    # At exit, nanobind reports each of triton's objects that is still alive as a leak.
     if "triton" in sys.modules:
         atexit.register(gc.unfreeze)
 
@@ -68,7 +68,7 @@ def spare_the_compiler() -> None:
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
         if not hasattr(method, "__dynamo_disable"):
-            # private: __dynamo_disable, where torch._compile looks before the import, torch 2.15
+            # private: __dynamo_disable, which torch._compile checks before the import, torch 2.15
             method.__dynamo_disable = method
 
 
@@ -108,10 +108,8 @@ def is_small(module: torch.nn.Module, batch_size: int | None) -> bool:
     weights = 0
     for layer in module.modules():
         parameters = list(layer.parameters(recurse=False))
-        # Other layers use a weight more than once per sample.
+        # Other layers use each weight several times per sample.
         if parameters and not isinstance(layer, DENSE):
-            return False
-        if any(parameter.device.type != "cpu" for parameter in parameters):
             return False
         weights += sum(parameter.numel() for parameter in parameters)
     return batch_size * weights < FEW

@@ -16,8 +16,8 @@ class DeviceAudit(Callback):
     It names every parameter, buffer, attribute and input that is not on the Trainer's device.
     """
 
-    handle: Any = None  # of the hook
-    tensors: int = 0  # in place
+    handle: Any = None  # the hook's handle
+    tensors: int = 0  # on the right device
 
     def on_fit_start(self, trainer: Trainer) -> None:
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:

@@ -16,21 +16,13 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, log
 from stoker.trainer.trainer import Trainer
 
-WINDOW = 3  # samples that have to agree before a warning
-FEWEST = 20  # samples in a run with at least as many steps
+WINDOW = 3  # samples that have to agree before it warns
+FEWEST = 20  # samples in a run, if it has enough steps
 DEAD = 0.5  # share of a layer's units
-# {activation: (low, high, share)}: beyond low and high, the slope is at most 6 % of the steepest.
-# More than this share of the outputs there is too much; half of a ReLU's outputs are usually zero.
-EDGES: dict[type[torch.nn.Module], tuple[float, float, float]] = {
-    torch.nn.Tanh: (-0.97, 0.97, 0.75),
-    torch.nn.Sigmoid: (0.015, 0.985, 0.75),
-    torch.nn.ReLU: (1e-30, math.inf, 0.99),
-}
-VANISHED = 1e-6  # times the largest gradient, each relative to its weight
+VANISHED = 1e-6  # times the largest gradient, both relative to the weight
 EXPLODED = 100.0  # times the weight
-# Sizes of an update relative to the weight. About 1e-3 is usual (A. Karpathy, "makemore 3"); Adam's
-# first steps are larger.
-SMALL = 1e-6
+# An update relative to the weight. About 1e-3 is usual (A. Karpathy, "makemore 3"); Adam's first
+# steps are larger.
 LARGE = 0.5
 WITH_UNITS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 MOST_NAMED = 3  # layers in one warning
@@ -38,13 +30,10 @@ MOST_NAMED = 3  # layers in one warning
 ADVICE = {
     "dead": "Type a lower optimizer.lr; or put a norm in front of the activation, "
     "or use a GELU instead of a ReLU.",
-    "saturated": "Put a norm in front of the activation, or use a GELU instead; "
-    "or initialise smaller weights.",
     "vanishing": "Put norms or shortcuts between the layers, "
     "or use a ReLU or GELU instead of a sigmoid or tanh.",
     "exploding": "Type max_grad_norm=1; or standardise the inputs and the targets.",
     "large updates": "Type a lower optimizer.lr, or a longer scheduler.warmup.",
-    "small updates": "Type a higher optimizer.lr.",
 }
 
 Findings = dict[str, dict[str, str]]
@@ -54,26 +43,22 @@ Findings = dict[str, dict[str, str]]
 class Sample:
     """One step, by layer. Sizes are relative to the norm of the weight.
 
-    `at_full_rate` is the update at the schedule's highest rate, `silent` marks units whose gradient
-    is exactly zero, (units,), and `saturated` is the share of an activation's saturated outputs, 0
-    if that is not too large.
+    `silent` marks units whose gradient is exactly zero, (units,).
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
-    at_full_rate: dict[str, float] = field(default_factory=dict)
     silent: dict[str, torch.Tensor] = field(default_factory=dict)
-    saturated: dict[str, float] = field(default_factory=dict)
 
 
 class Doctor(Callback):
     """Warn, by layer, of what keeps a model from learning, and sum up at the end.
 
     It samples the first steps and then one in `every`, at least FEWEST in a run: the gradient and
-    the update of each weight with two or more dimensions, and the outputs of ReLU, sigmoid and tanh
-    modules. A unit whose whole gradient is zero is dead: no sample activates the ReLU behind it,
-    even if that is not a module. If a whole layer is dead, so are its neighbours. Other steps have
-    no hooks, and no result changes. A sampled step takes one more copy of the weights.
+    the update of each weight with two or more dimensions. A unit whose whole gradient is zero is
+    dead: no sample activates the ReLU behind it, even if that is not a module. If a whole layer is
+    dead, so are its neighbours. Other steps have no hooks, and no result changes. A sampled step
+    takes one more copy of the weights.
     """
 
     first_rank_only = True
@@ -81,7 +66,7 @@ class Doctor(Callback):
     def __init__(self, every: int = 50) -> None:
         self.every = check_number("callbacks.doctor.every", every, whole=True, least=1)
         self.hooks: list[RemovableHandle] = []
-        self.said: dict[str, list[str]] = {}  # {kind: the layers with a warning}
+        self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings: list[str] = []
         self.count = 0  # samples
 
@@ -91,7 +76,7 @@ class Doctor(Callback):
 
         if captures(trainer):
             raise UserError(
-                "callbacks=doctor: the steps of a graph cannot be inspected. Type compile=false."
+                "callbacks=doctor: it cannot inspect the steps of a CUDA graph. Type compile=false."
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(
@@ -104,7 +89,6 @@ class Doctor(Callback):
         self.said = {}
         self.warnings = []
         self.count = 0
-        self.most_moved: dict[str, float] = {}
         self.had_gradient = False
         self.look(trainer)
 
@@ -126,21 +110,14 @@ class Doctor(Callback):
         print(self.summary(trainer))
 
     def look(self, trainer: Trainer) -> None:
-        """Sample the next step: keep its weights, and hook its gradients and outputs."""
+        """Sample the next step: keep its weights, and hook its gradients."""
         self.before: dict[str, torch.Tensor] = {}
-        self.rows: dict[str, torch.Tensor] = {}  # the norm of each unit's gradient
-        self.shares: dict[str, torch.Tensor] = {}  # of saturated outputs
+        self.rows: dict[str, torch.Tensor] = {}  # gradient norm of each unit
         for name, parameter in trainer.module.named_parameters():
             if parameter.requires_grad and parameter.ndim > 1:
                 self.before[name] = parameter.detach().clone()
                 hook = partial(self.note_gradient, name)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        # A compiled module calls no hooks.
-        if trainer.module._compiled_call_impl is None:  # private: no public flag, torch 2.15
-            for name, module in trainer.module.named_modules():
-                if type(module) in EDGES:
-                    hook = partial(self.note_outputs, name)
-                    self.hooks.append(module.register_forward_hook(hook))
 
     def note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         """Keep the gradient's norms; called after each micro-batch with the gradient so far."""
@@ -149,14 +126,6 @@ class Doctor(Callback):
             rows = gradient.flatten(1)
             self.rows[name] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
 
-    def note_outputs(
-        self, name: str, module: torch.nn.Module, _: Any, outputs: torch.Tensor
-    ) -> None:
-        if module.training:
-            low, high, most = EDGES[type(module)]
-            share = ((outputs < low) | (outputs > high)).float().mean()
-            self.shares[name] = torch.where(share > most, share, 0.0)
-
     def forget(self) -> None:
         """Remove the hooks, and free what they kept."""
         for hook in self.hooks:
@@ -164,7 +133,6 @@ class Doctor(Callback):
         self.hooks = []
         self.before = {}
         self.rows = {}
-        self.shares = {}
 
     @torch.no_grad()
     def measure(self, trainer: Trainer) -> Sample:
@@ -176,11 +144,8 @@ class Doctor(Callback):
             gradient = self.rows.get(name, old.new_zeros(1)) / scale
             for tensor in (old, now[name] - old, gradient):
                 sizes.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
-        sizes += self.shares.values()
         numbers = iter(torch.stack(sizes).tolist() if sizes else [])  # the only transfer
 
-        full_rate = trainer.optimizer.param_groups[0].get("initial_lr")
-        factor = full_rate / trainer.lr if full_rate and trainer.lr else 1.0
         units = weights_with_units(trainer.module)
         sample = Sample()
         for name, old in self.before.items():
@@ -192,10 +157,8 @@ class Doctor(Callback):
             place = layer(name)
             sample.gradients[place] = gradient / weight
             sample.updates[place] = update / weight
-            sample.at_full_rate[place] = factor * update / weight
             if name in units:
                 sample.silent[place] = self.rows.get(name, old.new_zeros(len(old))) == 0
-        sample.saturated = dict(zip(self.shares, numbers, strict=True))
         return sample
 
     def add(self, sample: Sample, trainer: Trainer) -> None:
@@ -204,11 +167,9 @@ class Doctor(Callback):
         if trainer.scaler.is_enabled() and not all(map(math.isfinite, sizes)):
             return  # fp16 skips such a step
         largest = max(sizes, default=0.0)
-        if largest == 0 and self.had_gradient:  # skipped, or the loss is zero
+        if largest == 0 and self.had_gradient:  # the step was skipped, or the loss is zero
             return
         self.had_gradient |= largest > 0
-        for name, size in sample.at_full_rate.items():
-            self.most_moved[name] = max(size, self.most_moved.get(name, 0.0))
         self.samples.append(sample)
         self.count += 1
         if len(self.samples) == WINDOW:
@@ -216,7 +177,7 @@ class Doctor(Callback):
 
     def judge(self, trainer: Trainer) -> None:
         """Warn about what the last samples agree on, once for each layer and kind."""
-        for kind, layers in findings(self.samples, self.most_moved).items():
+        for kind, layers in findings(self.samples).items():
             known = self.said.setdefault(kind, [])
             new = {name: text for name, text in layers.items() if name not in known}
             if new:
@@ -237,7 +198,7 @@ class Doctor(Callback):
         medians = [
             statistics.median(s.updates[name] for s in self.samples) for name in last.updates
         ]
-        line = f"{opening}: nothing to warn of"
+        line = f"{opening}: no warnings"
         if medians:
             line += f"; updates are {min(medians):.1g} to {max(medians):.1g} of the weights"
         return line
@@ -251,23 +212,20 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def findings(samples: Sequence[Sample], most_moved: dict[str, float]) -> Findings:
-    """Return {kind: {layer: problem}} for the problems that all samples share.
-
-    `most_moved` is the largest update of each layer so far, at the full rate.
-    """
+def findings(samples: Sequence[Sample]) -> Findings:
+    """Return {kind: {layer: problem}} for the problems that all samples share."""
     if not samples:
         return {}
     wrong: Findings = defaultdict(dict)
     last = samples[-1]
     names = [name for name in last.gradients if all(name in s.gradients for s in samples)]
-    # The largest share of a layer's gradient in the largest one of a step.
+    # A layer's gradient as a share of the step's largest one, at its highest.
     share = dict.fromkeys(names, 0.0)
     for sample in samples:
         largest = max(sample.gradients.values(), default=0.0) or 1.0
         for name in names:
             share[name] = max(share[name], sample.gradients[name] / largest)
-    # Vanishing gradients become exactly zero, in some units of a layer first.
+    # Vanishing gradients become exactly zero, first in some units of a layer.
     vanishes = any(0 < size < VANISHED for size in share.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]
@@ -288,12 +246,6 @@ def findings(samples: Sequence[Sample], most_moved: dict[str, float]) -> Finding
             wrong["exploding"][name] = f"a gradient of {min(sizes):,.0f} times the weights"
         if update > LARGE:
             wrong["large updates"][name] = f"{update:.2g} of the weights in a step"
-        elif most_moved[name] < SMALL and not is_dead and not has_vanished:
-            wrong["small updates"][name] = f"{most_moved[name]:.0e} of the weights in a step"
-    for name in last.saturated:
-        lowest = min(sample.saturated.get(name, 0.0) for sample in samples)
-        if lowest > 0:
-            wrong["saturated"][name] = f"{lowest:.0%} of its outputs"
     return dict(wrong)
 
 

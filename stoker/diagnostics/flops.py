@@ -14,9 +14,9 @@ from stoker.trainer import parallel
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.trainer import Trainer
 
-TRIES = 5  # timed matrix products, of which the fastest counts
-ENOUGH = 0.5  # seconds for all of them
-WIDTH_CPU = 1024  # of the square matrices
+TRIES = 5  # number of timed matrix products; the fastest counts
+ENOUGH = 0.5  # time limit for all of them, in seconds
+WIDTH_CPU = 1024  # width of the square matrices
 WIDTH = 8192
 
 
@@ -75,7 +75,7 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int
 
 def counter() -> Any:
     """Return a context that counts FLOPs; `get_total_flops` returns their number so far."""
-    # Without Triton it warns once per process.
+    # It warns once per process if Triton is missing.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s
 
@@ -102,7 +102,7 @@ def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     )
     fastest = float("inf")
     began = time.perf_counter()
-    for _ in range(1 + TRIES):  # the first one chooses the kernel
+    for _ in range(1 + TRIES):  # the first product chooses the kernel
         devices.synchronize(device)
         start = time.perf_counter()
         matrix @ matrix

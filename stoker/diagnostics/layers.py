@@ -1,14 +1,19 @@
 """model_summary=true: a table of the layers of a model."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from stoker.diagnostics import flops
+from stoker.trainer import terminal
 from stoker.trainer.modes import modes_restored
 
 HEADER = ("layer", "type", "output", "parameters", "FLOPs")
+NUMBERS = ("parameters", "FLOPs")
+OPTIONAL = ("FLOPs", "output", "type")  # columns left out on a narrow terminal
+GAP = "  "
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
@@ -28,11 +33,24 @@ def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: boo
     total = sum(weight.numel() for weight in module.parameters())
     _, count = outputs.get(module, ("", 0))
     rows.append(("total", "", "", quantity(total), quantity(count)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        left = [text.ljust(width) for text, width in zip(row[:3], widths[:3], strict=True)]
-        right = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
-        yield "  ".join([*left, *right]).rstrip()
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        align = str.rjust if column[0] in NUMBERS else str.ljust
+        columns.append([align(text, width) for text in column])
+    if terminal.is_terminal(sys.stdout):
+        columns = narrowed(columns, terminal.width())
+    for cells in zip(*columns, strict=True):
+        yield GAP.join(cells).rstrip()
+
+
+def narrowed(columns: list[list[str]], room: int) -> list[list[str]]:
+    """Return the columns without as many of the OPTIONAL ones as it takes to fit."""
+    for name in OPTIONAL:
+        header = GAP.join(column[0] for column in columns)
+        if len(header) > room:
+            columns = [column for column in columns if column[0].strip() != name]
+    return columns
 
 
 def quantity(value: int) -> str:
@@ -58,7 +76,7 @@ def forward(
         shape = ""
         if isinstance(output, torch.Tensor):
             shape = "x".join(map(str, output.shape[1:])) or "1"
-        _, earlier = outputs.get(layer, ("", 0))  # of a layer that is called twice
+        _, earlier = outputs.get(layer, ("", 0))  # in case the layer is called twice
         outputs[layer] = (shape, earlier + counter.get_total_flops() - begun[layer])
 
     hooks = []

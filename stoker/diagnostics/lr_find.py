@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.trainer import checkpoint, copies, fitting, misuse, schedules, seeding
 from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.files import write_text
 from stoker.trainer.loading import seekable
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
@@ -44,7 +45,7 @@ def lr_find(
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
     special_step = trainer.special_step
-    if captures(trainer):  # a captured step would keep its first rate
+    if captures(trainer):  # a captured step would keep its first learning rate
         trainer.special_step = None
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
     initial = [group["initial_lr"] for group in trainer.optimizer.param_groups]
@@ -68,7 +69,8 @@ def lr_find(
                     break
                 mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
                 rates.append(rate)
-                losses.append(mean / (1 - SMOOTHING ** len(rates)))  # the mean began at zero
+                # corrects for a mean that starts at zero
+                losses.append(mean / (1 - SMOOTHING ** len(rates)))
                 if losses[-1] > DIVERGED * min(losses):
                     break
         except (RuntimeError, ValueError, MemoryError) as error:
@@ -80,7 +82,7 @@ def lr_find(
             for name, part in trainer.stateful().items():
                 checkpoint.restore(part, before[name])
     if len(rates) < FEWEST:
-        reason = "the loader returned no more batches, or the loss was no longer finite"
+        reason = "the loader ran out of batches, or the loss was no longer finite"
         raise UserError(f"No curve after {len(rates)} steps: {reason}.")
     # A tenth of the rate with the lowest loss: within a factor of five of the best of seven rates
     # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and
@@ -100,22 +102,8 @@ def endless(loader: Any) -> Iterable[Any]:
             return
 
 
-def draw(curve: Curve, path: Path) -> Path:
-    """Write the curve to `path` as a PNG, and return the path."""
-    from matplotlib.figure import Figure  # half a second
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.semilogx(curve.rates, curve.losses)
-    label = f"suggestion: {curve.suggestion:.2g}"
-    axes.axvline(curve.suggestion, color="tab:red", linestyle="--", label=label)
-    low = min(curve.losses)
-    height = curve.losses[0] - low
-    axes.set_ylim(low - 0.1 * height, low + 1.5 * height)
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("smoothed training loss")
-    axes.legend()
-    axes.grid(alpha=0.3)
+def write(curve: Curve, path: Path) -> None:
+    """Write the curve as a CSV file, and the folder it is in."""
+    rows = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(curve.rates, curve.losses, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    write_text(path, "\n".join(["lr,loss", *rows, ""]))

@@ -19,7 +19,7 @@ from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
-GOOD = 0.99  # accuracy or r2 to reach; without either, the loss has to fall by this share
+GOOD = 0.99  # accuracy or r2 to reach; without these, the share by which the loss has to fall
 
 
 class Watch(Callback):
@@ -29,8 +29,8 @@ class Watch(Callback):
 
     def __init__(self, given: list[Any]) -> None:
         self.given = given
-        self.first: dict[str, float] = {}  # the results before the first step
-        self.before: dict[str, float] = {}  # the results before the last ones
+        self.first: dict[str, float] = {}  # results before the first step
+        self.before: dict[str, float] = {}  # results of the previous evaluation
         self.results: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -97,7 +97,7 @@ def learn(
     if watch.is_learnt():
         return f"it learns, {facts}"
     advice = "; ".join(suspects(trainer, watch, doctor.said))
-    raise TrainingError(f"overfit={count}: it does not learn, {facts}.\nLook at {advice}.")
+    raise TrainingError(f"overfit={count}: the model does not learn, {facts}.\nCheck {advice}.")
 
 
 def print_opening(trainer: Trainer, count: int) -> None:
@@ -133,29 +133,18 @@ def suspects(trainer: Trainer, watch: Watch, warnings: dict[str, list[str]]) -> 
     """Return the possible causes, the most likely first; `warnings` are the doctor's."""
     causes = []
     if not watch.is_finite():
-        causes.append("optimizer.lr, which is too high, or inputs and targets that are too large")
+        causes.append(
+            "optimizer.lr, which may be too high, or inputs and targets, which may be too large"
+        )
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     if frozen:
-        causes.append(f"the {frozen:,} weights that are frozen")
-    twice = contradictions(watch.given)
-    if twice:
-        causes.append(f"the data, in which {twice} samples appear again with another target")
+        causes.append(f"the {frozen:,} frozen weights")
     for kind, layers in warnings.items():
         causes.append(f"{', '.join(layers[:3])} ({kind})")
     if watch.before and watch.results["batch/loss"] < 0.98 * watch.before["batch/loss"]:
         causes.append(
-            "the number of steps, as the loss still falls: type a higher max_steps or optimizer.lr"
+            "the number of steps, since the loss is still falling: type a higher max_steps or "
+            "optimizer.lr"
         )
-    rates = "optimizer.lr (try ten times as much, and a tenth)"
+    rates = "optimizer.lr (try ten times the value, and a tenth of it)"
     return causes or [f"{rates}, the loss, and whether the targets are right"]
-
-
-def contradictions(given: list[Any]) -> int:
-    """Count the samples with the inputs of an earlier sample but another target."""
-    targets = targets_of(given)
-    if targets is None or not all(torch.is_tensor(batch[0]) for batch in given):
-        return 0
-    inputs = torch.cat([batch[0] for batch in given]).flatten(1).cpu()
-    _, group = torch.unique(inputs, dim=0, return_inverse=True)
-    pairs = torch.column_stack([group.double(), targets.reshape(len(targets), -1).double()])
-    return len(torch.unique(pairs, dim=0)) - len(group.unique())

@@ -1,12 +1,10 @@
-"""Estimate the memory, disk space and time of a run from a few real steps; draw its schedule."""
+"""Estimate the memory, disk space and time of a run from a few real steps."""
 
 import contextlib
 import itertools
 import math
-import sys
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +20,23 @@ from stoker.trainer.loading import by_name, length_of, resident_bytes
 from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
-WARMUP = graph.WARMUP  # steps that choose kernels and create the optimizer's state
+WARMUP = graph.WARMUP  # untimed steps, which choose kernels and create the optimizer's state
 STEPS = 10  # timed at least
 LONG = 1.0  # seconds; more steps are timed up to this,
 MOST = 200  # or up to this many
-BATCHES = 10  # in a timed evaluation
-BLOCKS = "▁▂▃▄▅▆▇█"
-PLAIN = "_.-=+*%#"
-WIDTH = 60  # letters in the picture
-MOST_RATES = 10**5  # computed for a schedule
+BATCHES = 10  # batches in a timed evaluation
+MOST_RATES = 10**5  # learning rates computed for a schedule
 
 
 @dataclass
 class Estimate:
     """The measurements, in seconds and MiB, and the schedule, {step: rate} from step 1 on."""
 
-    steps: int  # in the whole run
+    steps: int  # steps in the whole run
     timed: int
-    first: float  # extra time of the first step: compilation, choosing kernels
+    first: float  # extra time of the first step for compilation and choosing kernels
     step: float
-    evaluation: float  # on the validation part
+    evaluation: float  # one evaluation on the validation part
     test: float
     copy: float  # copying the state for a checkpoint
     checkpoint: float
@@ -174,7 +169,7 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
     if loader is None:
         return 0.0
     trainer.evaluate(itertools.islice(iter(loader), 1))
-    length = length_of(loader) or BATCHES  # of a stream, at least that much
+    length = length_of(loader) or BATCHES  # a lower bound for a stream
     count = min(BATCHES, length)
     start = time.perf_counter()
     trainer.evaluate(itertools.islice(iter(loader), count))  # waits for the device
@@ -189,7 +184,7 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
     for group, settings in zip(trainer.optimizer.param_groups, before, strict=True):
         group.clear()
         group.update(settings)
-    with warnings.catch_warnings():  # torch's schedulers warn that the optimizer makes no steps
+    with warnings.catch_warnings():  # torch's schedulers warn that the optimizer takes no steps
         warnings.simplefilter("ignore")
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
         count = min(steps, MOST_RATES)
@@ -205,21 +200,6 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
                 result[step + 1] = float(scheduler.get_last_lr()[0])
                 scheduler.step()
         return result
-
-
-def picture(values: Sequence[float], width: int = WIDTH, encoding: str = "utf-8") -> str:
-    """Draw the values as a line of at most `width` blocks, evenly spaced; the highest is full."""
-    width = min(width, len(values))
-    values = [values[round(i * (len(values) - 1) / max(1, width - 1))] for i in range(width)]
-    highest = max(values)
-    if not highest > 0 or not math.isfinite(highest):
-        return ""
-    text = "".join(BLOCKS[min(7, int(8 * max(0.0, value) / highest))] for value in values)
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(str.maketrans(BLOCKS, PLAIN))
-    return text
 
 
 def lines(
@@ -238,11 +218,9 @@ def lines(
     rates = estimate.rates
     parts = {name: size for name, size in estimate.memory.items() if name != "peak"}
     peak = estimate.memory["peak"]
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = render(
         "plan.txt.jinja",
         run=estimate,
-        picture=picture(list(rates.values()), encoding=encoding) if rates else None,
         named=sorted({1, max(rates, key=rates.__getitem__), max(rates)}) if rates else [],
         parts=parts,
         peak=sum(parts.values()) if math.isnan(peak) else peak,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import random
 import sys
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.data.samples import SampleLoader, is_stream
-from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
 from stoker.trainer import launch, memory
@@ -22,14 +20,13 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-MOST_COST = 0.005  # share of the time for sampling; `on_step_end` costs about as much again
-SOON = 10.0  # seconds: advice on a shorter training would hardly save any
-MOST_GROWTH = 16  # factor of a suggested batch size
-FEWEST_STEPS = 4  # per epoch with the suggested batch size
+MOST_COST = 0.005  # share of the time spent on sampling; `on_step_end` costs about as much again
+SOON = 10.0  # seconds; advice on a shorter training would save little
+FEWEST_STEPS = 8  # per epoch, to suggest larger batches
 WHOLE = ("evaluation", "checkpoint", "logging")  # spans that are timed every time
-SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # in sampled steps only
+SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed in sampled steps only
 COMPUTE = ("forward", "backward", "optimizer", "step")
-# Smallest share of the time at which a stage is reported; higher for stages that do useful work.
+# Smallest share at which a stage is reported; higher for stages that do useful work.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -39,11 +36,9 @@ WORTH = {
     "fixed": 0.3,
     "idle": 0.5,
 }
-WORTH_RESIDENT = 0.5  # of "data" that is on the device: hardly any setting helps
-# Share of the time that the suggested change aims at.
-AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}
+WORTH_RESIDENT = 0.5  # for "data" on the device, where hardly any setting helps
 
-Mark = tuple[str | None, Any]  # the stage that ends there, and the point in the device's work
+Mark = tuple[str | None, Any]  # (the stage that ends here, the point in the device's work)
 
 
 class Span(AbstractContextManager[None]):
@@ -86,16 +81,17 @@ class Timing(Callback):
         self.device = trainer.device
         self.first_step = trainer.step
         self.whole = dict.fromkeys(WHOLE, 0.0)  # seconds
-        self.within: list[str] = []  # the spans of `whole` that are open, the innermost last
+        self.within: list[str] = []  # open spans of `whole`, the innermost last
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
-        self.unread: list[tuple[str, list[Mark]]] = []  # the device may not have reached these yet
-        self.marks: list[Mark] = []  # of the step that is being sampled
+        # samples that the device may not have reached yet
+        self.unread: list[tuple[str, list[Mark]]] = []
+        self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
-        self.idle: list[bool] = []  # whether the device had nothing left to do at a step's end
+        self.idle: list[bool] = []  # whether the device was idle at the end of the step
         self.random = random.Random(0)
-        self.cost = 0.0  # seconds that the sampling took
+        self.cost = 0.0  # seconds spent on sampling
         self.next_step = trainer.step + 1
         self.heard = {name: Span(self, name) for name in NAMES}
         for name in WHOLE:
@@ -111,12 +107,12 @@ class Timing(Callback):
 
     def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
         self.waited = True
-        if "train/loss" in row:  # the device has done all steps but this one's
+        if "train/loss" in row:  # the device has finished all earlier steps
             self.read()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.marks:
-            if trainer.step == self.sample_start:  # a resumed run's evaluation, and no step yet
+            if trainer.step == self.sample_start:  # a resumed run evaluates before its first step
                 return
             self.end_sample(trainer)
         if trainer.step % trainer.steps_per_epoch == 0:
@@ -161,7 +157,7 @@ class Timing(Callback):
 
     def turn(self) -> None:
         """Count the time since the last turn for the innermost open span of `whole`."""
-        devices.synchronize(self.device)  # not the work of the step before it
+        devices.synchronize(self.device)  # excludes the work of the previous step
         self.waited = True
         now = time.perf_counter()
         if self.within:
@@ -175,10 +171,6 @@ class Timing(Callback):
         if self.marks:
             self.marks.append((stage, devices.mark(self.device)))
 
-    def leave_out(self, seconds: float) -> None:
-        """Exclude the last seconds from the time of the fit."""
-        self.began += seconds
-
     def too_early(self) -> float:
         """Return the seconds until the sampling so far is within MOST_COST of the time."""
         return max(0.0, self.cost / MOST_COST - (time.perf_counter() - self.began))
@@ -189,8 +181,8 @@ class Timing(Callback):
         self.kind = kind
         self.sample_start = trainer.step
         self.waited = False
-        self.gap = "other"  # the stage of what is done outside of spans
-        # The marks would become part of a graph.
+        self.gap = "other"  # the stage for work outside of spans
+        # The marks would become part of the graph.
         for name in ["transfer"] if captures(trainer) else SAMPLED:
             trainer.spans[name] = self.heard[name]
         self.marks = [(None, devices.mark(self.device))]
@@ -207,8 +199,8 @@ class Timing(Callback):
         self.unread.append((self.kind, self.marks))
         self.cost += self.mark_cost * len(self.marks)
         self.marks = []
-        # At random, since a loader may do more in every fourth step. The first of the other steps
-        # is sampled at any price.
+        # At random, since a loader may do more work in every fourth step, for example. The first of
+        # the other steps is always sampled.
         pause = 0.0
         if trainer.step - self.first_step > 1:
             seconds_per_step = (time.perf_counter() - self.began) / (trainer.step - self.first_step)
@@ -230,13 +222,6 @@ class Timing(Callback):
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
-        whole = dict(self.whole)
-        # A logger's start takes equally long for any training.
-        for callback in trainer.callbacks:
-            if isinstance(callback, Logger):
-                whole["logging"] -= callback.start_seconds
-                total -= callback.start_seconds
-
         per_epoch = trainer.steps_per_epoch
         epochs = max(0, trainer.step - 1) // per_epoch - self.first_step // per_epoch
         others = trainer.step - self.first_step - 1 - epochs
@@ -246,9 +231,9 @@ class Timing(Callback):
             for sample in samples:
                 for stage, seconds in sample.items():
                     steps[stage] += count[kind] / len(samples) * seconds
-        # The samples yield an estimate, which is scaled to the measured time.
-        scale = (total - sum(whole.values())) / max(sum(steps.values()), 1e-9)
-        took = {stage: whole.get(stage, scale * steps[stage]) for stage in STAGES}
+        # The samples give an estimate, which is scaled to the measured time.
+        scale = (total - sum(self.whole.values())) / max(sum(steps.values()), 1e-9)
+        took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer) -> str | None:
@@ -264,7 +249,7 @@ class Timing(Callback):
         elif isinstance(loader, HostLoader):
             kind = "streamed"
             workers = loader.workers.loader.num_workers
-            # Your own split may lack `tensors`: then it cannot be resident.
+            # The user's own split may lack `tensors`; then it cannot be resident.
             has_tensors = getattr(loader.split, "tensors", None) is not None
             fits = has_tensors and loader.nbytes < memory.free_memory(trainer.device) / 2
             if fits and getattr(loader.split, "cache", None) is not None:
@@ -283,16 +268,13 @@ class Timing(Callback):
             cores=launch.cores(),
             fits=fits,
             captured=captures(trainer),
-            batch_size=loader.batch_size,
             steps_per_epoch=trainer.steps_per_epoch,
-            total_steps=trainer.total_steps,
-            eval_every=trainer.eval_every or trainer.steps_per_epoch,
-            save_every=reason_to_save(trainer),
+            saves=reason_to_save(trainer),
         )
 
 
-def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:
-    """Return the setting that causes most of the checkpoints, and its value."""
+def reason_to_save(trainer: Trainer) -> str | None:
+    """Return the setting that causes most of the checkpoints; None for the final one alone."""
     savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
     if not savers:
         return None
@@ -300,15 +282,12 @@ def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:
     steps = saver.every
     if not steps and saver.epochs:
         steps = saver.epochs * trainer.steps_per_epoch
-    # Each evaluation may be the best so far, which is saved.
+    # Each evaluation may be the best so far and so be saved.
     every = trainer.eval_every if trainer.val_loader is not None else None
     if every and (not steps or every < steps):
-        return "eval_every", every
-    for key in ("every", "epochs", "minutes"):
-        value = getattr(saver, key)
-        if value:
-            return f"checkpoint.{key}", value
-    return None
+        return "eval_every"
+    set_keys = [key for key in ("every", "epochs", "minutes") if getattr(saver, key)]
+    return f"checkpoint.{set_keys[0]}" if set_keys else None
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
@@ -334,7 +313,7 @@ class Facts:
         cores: How many workers make sense.
         fits: Whether the data could be resident.
         captured: Whether a step is one CUDA graph.
-        save_every: The setting that causes the checkpoints, and its value.
+        saves: The setting that causes most of the checkpoints.
     """
 
     where: str = "CPU"
@@ -344,11 +323,8 @@ class Facts:
     cores: int = 1
     fits: bool = True
     captured: bool = False
-    batch_size: int | None = None
     steps_per_epoch: int = sys.maxsize
-    total_steps: int = sys.maxsize
-    eval_every: int = 1
-    save_every: tuple[str, float] | None = None
+    saves: str | None = None
 
 
 def speed_verdict(seconds: dict[str, float], **facts: Any) -> str | None:
@@ -371,7 +347,7 @@ def speed_verdict(seconds: dict[str, float], **facts: Any) -> str | None:
     worthwhile = [name for name in WORTH if share[name] >= worth[name]]
     if not worthwhile:
         return largest_stage(share, known)
-    worst = max(worthwhile, key=lambda name: share[name] - AIM.get(name, 0.0))
+    worst = max(worthwhile, key=lambda name: share[name] - worth[name])
     return SENTENCES[worst](share[worst], known)
 
 
@@ -385,10 +361,10 @@ def largest_stage(share: dict[str, float], facts: Facts) -> str:
     if compute <= 0.5:
         stage = max(STAGES, key=lambda stage: share[stage])
         return f"nothing stands out: the largest stage is {stage}, {of_the_time(share[stage])}"
-    if share["step"] > compute / 2 and not facts.captured:  # its contents are unknown
+    if share["step"] > compute / 2 and not facts.captured:  # what it does is unknown
         return (
-            f"this Trainer's own train_step took {of_the_time(share['step'])}: "
-            "set profile=true to see what is in it"
+            f"this Trainer's train_step took {of_the_time(share['step'])}: set profile=true to "
+            "see the details"
         )
     return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
 
@@ -398,25 +374,26 @@ def slow_data(share: float, facts: Facts) -> str:
 
 
 def slow_transfer(share: float, facts: Facts) -> str:
-    change = "no setting helps, but smaller samples do"
+    change = "no setting helps, only smaller samples"
     if facts.loader == "own":
-        change = "give the DataLoader pin_memory=True, and send bytes instead of floats"
+        change = "give the DataLoader pin_memory=True, and load bytes instead of floats"
     elif facts.fits:
         change = "set dataset.resident=true"
-    return f"the {facts.where} waited {of_the_time(share)} for batches to be copied to it: {change}"
+    return f"the {facts.where} waited {of_the_time(share)} for batches to be copied: {change}"
 
 
 def slow_evaluation(share: float, facts: Facts) -> str:
-    every = rounded_up(facts.eval_every * factor("evaluation", share))
-    every = min(every, facts.total_steps)
-    change = "make the validation part smaller"
-    if every > facts.eval_every:
-        change = f"set eval_every={every}"
-    return f"evaluations took {of_the_time(share)}: {change}"
+    return (
+        f"evaluations took {of_the_time(share)}: "
+        "set a larger eval_every, or use a smaller validation part"
+    )
 
 
 def slow_checkpoints(share: float, facts: Facts) -> str:
-    return f"checkpoints took {of_the_time(share)}: {rarer_checkpoints(share, facts)}"
+    change = "the final one is unavoidable"
+    if facts.saves is not None:
+        change = f"set a larger {facts.saves}"
+    return f"checkpoints took {of_the_time(share)}: {change}"
 
 
 def slow_loggers(share: float, facts: Facts) -> str:
@@ -427,19 +404,23 @@ def slow_loggers(share: float, facts: Facts) -> str:
 
 def idle_device(share: float, facts: Facts) -> str:
     ways = []
-    larger = larger_batches("idle", share, facts)
-    if larger is not None:
-        ways.append(larger)
+    if facts.steps_per_epoch >= FEWEST_STEPS:
+        ways.append("set a larger batch_size")
     if not facts.captured:
         ways.append("set compile=graph")
     change = " or ".join(ways) or "this data is too small for larger batches"
-    return f"the {facts.where} waited {of_the_time(share)} for Python to give it work: {change}"
+    return f"the {facts.where} waited {of_the_time(share)} for Python to launch work: {change}"
 
 
 def fixed_costs(share: float, facts: Facts) -> str:
-    change = larger_batches("fixed", share, facts) or "this data is too small for larger ones"
+    change = "set a larger batch_size"
+    if facts.steps_per_epoch < FEWEST_STEPS:
+        change = "this data is too small for larger ones"
     part = of_the_time(share)
-    return f"{part} went to the optimizer and the loop, which cost the same for any batch: {change}"
+    return (
+        f"{part} went to the optimizer and the loop, which cost the same for any batch size: "
+        f"{change}"
+    )
 
 
 # The sentence for a stage, from its share of the time.
@@ -454,26 +435,9 @@ SENTENCES: dict[str, Callable[[float, Facts], str]] = {
 }
 
 
-def factor(stage: str, share: float) -> float:
-    """Return how much rarer a stage has to be, or larger a batch, for its share to be its AIM."""
-    aim = AIM[stage]
-    return share / max(0.01, 1 - share) * (1 - aim) / aim
-
-
-def larger_batches(stage: str, share: float, facts: Facts) -> str | None:
-    """Return the setting of larger batches; None if the data is too small for them."""
-    most = max(1, facts.steps_per_epoch // FEWEST_STEPS)
-    growth = min(2 * factor(stage, share), MOST_GROWTH, most)
-    if growth < 2:
-        return None
-    if not facts.batch_size:
-        return "set larger batches"
-    return f"set batch_size={facts.batch_size * 2 ** math.floor(math.log2(growth))}"
-
-
 def more_data(facts: Facts) -> str:
     """Return the change that makes a loader faster."""
-    if facts.loader == "iterable":  # each worker of a stream that does not share reads all of it
+    if facts.loader == "iterable":  # unless samples are shared, each worker reads the whole stream
         return (
             f"set dataset.workers={facts.cores}, in a script the DataLoader's num_workers, if the "
             "IterableDataset shares its samples among workers (torch.utils.data.get_worker_info)"
@@ -483,39 +447,18 @@ def more_data(facts: Facts) -> str:
     if facts.loader == "augmented":
         return "leave out some of dataset.augment"
     if facts.loader == "decoded":
-        return "it decoded its images, and the next run will find them decoded"
-    if facts.loader == "resident":  # the device itself gathers the batches
-        return "no setting helps, but smaller samples do"
+        return "it decoded images, which the next run will find in the cache"
+    if facts.loader == "resident":  # the device gathers the batches
+        return "no setting helps, only smaller samples"
     ways = []
     if facts.workers < facts.cores:
         ways.append(f"dataset.workers={facts.cores}")
     if facts.fits:
         ways.append("dataset.resident=true")
     if not ways:
-        return "no setting helps, but smaller files, a faster disk or less work per sample do"
+        return "no setting helps, only smaller files, a faster disk or less work per sample"
     return f"set {' or '.join(ways)}"
-
-
-def rarer_checkpoints(share: float, facts: Facts) -> str:
-    """Return the change that makes checkpoints take less of the time."""
-    if facts.save_every is not None:
-        key, every = facts.save_every
-        most = facts.total_steps
-        if key == "checkpoint.epochs":
-            most = max(1, facts.total_steps // facts.steps_per_epoch)
-        elif key == "checkpoint.minutes":
-            most = 60
-        rarely = min(rounded_up(every * factor("checkpoint", share)), most)
-        if rarely > every:
-            return f"set {key}={rarely}"
-    return "the final one is unavoidable"
 
 
 def of_the_time(share: float) -> str:
     return f"{100 * share:.0f} % of the time"
-
-
-def rounded_up(number: float) -> int:
-    """Return the next of 1, 2, 5, 10, 20, 50, ..."""
-    power = 10 ** max(0, math.floor(math.log10(number)))
-    return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= number)

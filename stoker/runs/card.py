@@ -11,6 +11,7 @@ import yaml
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
 from stoker.runs import directory
+from stoker.runs.confusion import confusion
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.readable import numbers
@@ -19,12 +20,10 @@ from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer
 
-# The inputs and outputs of a model: `data.description()` of its training data.
+# A model's inputs and outputs: `data.description()` of its training data.
 Description = dict[str, Any]
 
-MOST_CLASSES = 40  # in the card's table
-# The Hugging Face hub's names of metrics; the others are ours.
-HUB_METRICS = {"acc": "accuracy", "miou": "mean_iou", "r2": "r_squared"}
+MOST_CLASSES = 40  # rows in the card's table
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -46,10 +45,9 @@ def write(
 
     `usual`: whether the module's outputs are one number per class or target.
     """
-    from stoker.runs.report.evaluation import confusion
-
     about = data.description()
-    # A single entry: several have the order of a hash, and equal weights would give unequal files.
+    # A single entry, since several are ordered by hash, and equal weights would give different
+    # files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
     module_text = parallel.plain_text(module)
@@ -58,7 +56,7 @@ def write(
     text = render(
         "model.md.jinja",
         name=name,
-        front=front_matter(f"{name}-{data.name}", about, result),
+        front=front_matter(about),
         date=datetime.date.today(),
         split=None if evaluation is None else evaluation.split,
         classes=[] if matrix is None else matrix.classes[:MOST_CLASSES],
@@ -117,33 +115,19 @@ def metrics_of(result: RunResult) -> dict[str, Any]:
     metrics = {name: value for name, value in result.numbers.items() if "/" in name}
     best = result.best
     if best is not None and best.step != result.steps:
-        # The last evaluation was of other weights.
+        # The last evaluation used different weights.
         metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
         metrics[best.name] = best.value
     return metrics
 
 
-def front_matter(name: str, about: Description, result: RunResult) -> list[str]:
+def front_matter(about: Description) -> list[str]:
     """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
-    task = task_of(about)
-    results: list[dict[str, Any]] = []
-    for split in ("test", "val"):
-        values = []
-        for metric, value in metrics_of(result).items():
-            place, _, kind = metric.partition("/")
-            if place == split and isinstance(value, float):
-                values.append({"type": HUB_METRICS.get(kind, kind), "value": value, "name": metric})
-        if values:
-            data = {"name": about["dataset"], "type": about["dataset"], "split": split}
-            results.append({"task": {"type": task}, "dataset": data, "metrics": values})
-    kinds = [value["type"] for entry in results for value in entry["metrics"]]
     front: dict[str, Any] = {"library_name": "stoker", "tags": ["pytorch", "stoker"]}
+    task = task_of(about)
     if task != "other":
         front["pipeline_tag"] = task
-    if results:
-        front["metrics"] = [kind for kind in dict.fromkeys(kinds) if kind != "loss"]
-        front["model-index"] = [{"name": name, "results": results}]
-    text: str = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(front, sort_keys=False)
     return text.splitlines()
 
 

@@ -14,23 +14,21 @@ from stoker.trainer.errors import UserError
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
-STATUS = "status.json"  # when it began and ended, and on which machine
+STATUS = "status.json"  # start, end and machine of the run
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"  # what a language model wrote at each evaluation
-WEIGHTS = "model.safetensors"  # the tested ones, to share
+SAMPLES = "samples.jsonl"  # a language model's texts at each evaluation
+WEIGHTS = "model.safetensors"  # the tested weights, for sharing
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
 PACKAGES = "provenance/packages.txt"
 CHANGES = "provenance/changes.diff"
-TYPED = (
-    "# typed: "  # starts a config.yaml; the rest of the line is a JSON list of the typed settings
-)
-# The files on how a run ended, removed when it resumes.
+TYPED = "# typed: "  # the first line of a config.yaml: this, then a JSON list of the typed settings
+# Files that describe how a run ended; they are removed when it resumes.
 ENDING = (RESULT, EVALUATION, REPORT)
-# The files that a run writes; a killed run may leave one half-written.
+# Files that a run writes; a killed run may leave one of them incomplete.
 WRITTEN = (METRICS, SAMPLES, STATUS, *ENDING, WEIGHTS, "model.md", CHANGES)
 
-new: set[Path] = set()  # the folders that this process has made
+new: set[Path] = set()  # folders created by this process
 
 
 def claim(model: str, dataset: str) -> str:
@@ -65,10 +63,12 @@ def make(folder: Path, key: str = "run_dir") -> bool:
             if os.path.isfile(part):
                 reason = f"{part} is a file"
         raise UserError(
-            f"{key}={folder}: it cannot be created ({reason}). Type another {key}."
+            f"{key}={folder}: cannot create this folder ({reason}). Type another {key}."
         ) from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{key}={folder}: this is a file or is not writable. Type another {key}.")
+        raise UserError(
+            f"{key}={folder}: this is a file, or a folder that is not writable. Type another {key}."
+        )
     atexit.register(remove_empty, missing)
     if missing:
         new.add(folder)

@@ -13,19 +13,19 @@ class Sample:
     regression; of a class per token or pixel the text or the pictures instead.
     """
 
-    index: int  # its place in the split
+    index: int  # its index in the split
     true: Any = None
     predicted: Any = None
-    probability: float | None = None  # of the predicted class
-    loss: float | None = None  # minus the logarithm of the true class's probability, or the MSE
-    entropy: float | None = None  # in nats
+    probability: float | None = None  # probability of the predicted class
+    loss: float | None = None  # negative log-probability of the true class, or the MSE
+    entropy: float | None = None  # entropy of the prediction, in nats
     file: str | None = None
     line: int | None = None
     png: str | None = None
     columns: dict[str, Any] | None = None
-    masks: list[str] | None = None  # the PNGs of the true and of the predicted classes
+    masks: list[str] | None = None  # PNGs of the true and predicted classes
     tokens: list[str] | None = None  # the first targets
-    losses: list[float] | None = None  # of these tokens
+    losses: list[float] | None = None  # losses of these tokens
 
 
 @dataclass
@@ -43,11 +43,13 @@ class Evaluation:
     target: str | None = None
     standardised: bool | None = None
     classes: list[str] | None = None
-    chance: float | None = None  # the share of the most frequent class
-    confusion: list[list[int]] | None = None  # row: true class, column: predicted class
-    # By the probability of the predicted class, from 0 to 1: the samples, and those that are right.
+    chance: float | None = None  # share of the most frequent class
+    confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class
+    # Binned by the probability of the predicted class, from 0 to 1: all samples, and the correct
+    # ones.
     confidence: list[list[int]] | None = None
-    # Of two classes, by the probability of the second: the samples, and those that are of it.
+    # For two classes, binned by the probability of the second: all samples, and those of this
+    # class.
     second: list[list[int]] | None = None
     points: list[Any] | None = None  # [true numbers, predicted numbers]
     worst: list[Sample] | None = None
@@ -70,6 +72,6 @@ def class_colour(label: int) -> tuple[int, int, int]:
     """
     if label == 0:
         return 96, 96, 96
-    colour = colorsys.hsv_to_rgb(label * 0.381966 % 1, 0.65, 0.95)  # a golden section apart
+    colour = colorsys.hsv_to_rgb(label * 0.381966 % 1, 0.65, 0.95)  # a golden-ratio step apart
     red, green, blue = (round(255 * level) for level in colour)
     return red, green, blue

@@ -25,15 +25,15 @@ from stoker.trainer.losses import IGNORED
 from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
 
-NAME = "examined"  # among the trainer's metrics, during that evaluation
-MOST_CLASSES = 1000  # of a confusion matrix, which has the square of it
-MOST_SAMPLES = 16  # of the worst, and of the most uncertain
-MOST_POINTS = 2000  # (true, predicted) of a regression, evenly spread over the split
-MOST_TARGETS = 8  # numbers per sample of a regression that are kept
-MOST_COLUMNS = 12  # of a table's row
-SIDE = 64  # pixels of a picture's longer side
-BINS = 200  # of a probability
-MOST_TOKENS = 200  # of a sequence that is shown
+NAME = "examined"  # this metric's name during that evaluation
+MOST_CLASSES = 1000  # classes in a confusion matrix, whose size is the square of this
+MOST_SAMPLES = 16  # samples in each list: the worst, and the most uncertain
+MOST_POINTS = 2000  # (true, predicted) pairs of a regression, evenly spread over the split
+MOST_TARGETS = 8  # target values kept per sample of a regression
+MOST_COLUMNS = 12  # columns shown of a table's row
+SIDE = 64  # pixels on a picture's longer side
+BINS = 200  # bins for a probability
+MOST_TOKENS = 200  # tokens shown of a sequence
 
 
 class Examination:
@@ -48,16 +48,16 @@ class Examination:
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
-        self.batch_size: int = loader.batch_size  # of all processes together
-        self.order: Tensor | None = None  # the samples that limit_val has chosen
+        self.batch_size: int = loader.batch_size  # over all processes
+        self.order: Tensor | None = None  # the samples chosen by limit_val
         if loader.samples < getattr(loader, "whole", 0):
             self.order = loader.order(0)
         self.reset()
 
     def reset(self) -> None:
-        self.samples = 0  # of this process
+        self.samples = 0  # samples seen by this process
         self.is_usual = True
-        # None where the outputs are not one row of numbers per sample.
+        # None if the outputs are not one row of numbers per sample.
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -119,8 +119,8 @@ class Highest:
     def update(self, places: Tensor, rows: Tensor) -> None:
         """Choose from the rows of a batch and those that were kept."""
         if self.places is None or self.rows is None:
-            self.places = places.new_full((MOST_SAMPLES,), -1)  # no place
-            self.rows = rows.new_full((MOST_SAMPLES, self.width), -1.0)  # below all numbers
+            self.places = places.new_full((MOST_SAMPLES,), -1)  # no index
+            self.rows = rows.new_full((MOST_SAMPLES, self.width), -1.0)  # less than any number
         rows = torch.cat([self.rows, rows])
         highest = self.highest(rows)
         self.places = torch.cat([self.places, places])[highest]
@@ -218,9 +218,9 @@ class Positions(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst: Highest | None = None  # its width is known with the first batch
+        self.worst: Highest | None = None  # created in the first batch, which shows its width
         self.random: Highest | None = None
-        self.shape: tuple[int, ...] = ()  # of what is kept of a sample's targets
+        self.shape: tuple[int, ...] = ()  # shape of the part of a sample's targets that is kept
         self.confusion: Confusion | None = None
         if 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes, IGNORED)
@@ -330,13 +330,13 @@ class Numbers(Examination):
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.targets = min(data.num_classes, MOST_TARGETS)
-        self.every = math.ceil(loader.samples / MOST_POINTS)  # a sample is a point
+        self.every = math.ceil(loader.samples / MOST_POINTS)  # each sample is a point
         super().__init__(split, loader, data)
 
     def reset(self) -> None:
         super().reset()
         self.worst = Highest(width=1 + 2 * self.targets, column=0)
-        self.points: Tensor | None = None  # and a row for all samples that are none
+        self.points: Tensor | None = None  # the last row stands for samples that are not points
 
     def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
         true = wide(targets)
@@ -444,7 +444,7 @@ def show(sample: Sample, part: Split, data: Data) -> None:
     place = place_of(part, index)
     sample.file = place.get("file")
     sample.line = place.get("line")
-    with torch.random.fork_rng(devices=[]):  # your own split may draw
+    with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
         inputs, _ = part[[index]]
     if not isinstance(inputs, Tensor):
         return
@@ -518,4 +518,4 @@ def as_written(value: float, mean: float, std: float) -> float:
         standardised = (rounded - mean) / std
         if torch.tensor(standardised, dtype=torch.float32).item() == value:
             break
-    return rounded + 0.0  # 0.0 for -0.0
+    return rounded + 0.0  # turns -0.0 into 0.0

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,10 +24,9 @@ from stoker.command import invocation
 from stoker.command.build import build
 from stoker.command.settings import FORMATS
 from stoker.data.description import Description
-from stoker.runs import card, directory, saved_config
-from stoker.runs.inference import Trained, check_output
+from stoker.runs import card, directory
+from stoker.runs.inference import Trained, check_output, constants
 from stoker.runs.page import render
-from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
@@ -35,25 +34,9 @@ from stoker.trainer.errors import TrainingError, UserError, check_choice, first_
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
-SAMPLES = 64  # for the comparison of outputs, in batches of 1, 3 and all
+SAMPLES = 64  # samples for comparing outputs, in batches of 1, 3 and all
 TOLERANCE = 1e-4  # times the largest output; reordered fp32 sums differ by 1e-6 of it
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # for format=onnx
-# The parts of a run's config that a card shows, and the places in them that it leaves out.
-SHOWN = (
-    "model",
-    "dataset",
-    "loss",
-    "optimizer",
-    "scheduler",
-    "epochs",
-    "max_steps",
-    "batch_size",
-    "ema",
-    "seed",
-)
-PLACES = ("root", "path", "cache", "resident", "workers", "timeout")
-WEIGHTS_ALONE = "Type format=safetensors for the weights alone."
-
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # needed for format=onnx
 Run = Callable[[Tensor], Any]
 
 
@@ -79,7 +62,7 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     """
     try:
         if about["table"] is not None:
-            from stoker.data import tables  # and with it pyarrow
+            from stoker.data import tables  # it imports pyarrow
 
             path = os.path.expanduser(str(dataset.get("path")))
             rows = tables.read_batches(path, about["table"], SAMPLES, "dataset.path")
@@ -93,7 +76,10 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
         return inputs, f"{len(inputs)} {name} samples of {data.name}"
     except (UserError, OSError) as error:
         reason = " ".join(str(error).split("\n"))
-        log.warning("The run's data cannot be read, so generated inputs are compared: %s", reason)
+        log.warning(
+            "The run's data cannot be read, so the outputs are compared on generated inputs: %s",
+            reason,
+        )
     return generated(about), f"{SAMPLES} generated samples"
 
 
@@ -106,17 +92,10 @@ def generated(about: Description) -> Tensor:
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     if about["table"] is None:
         dtype = getattr(torch, about["dtype"])
-        # Whole numbers may be indices, of an embedding for example.
+        # Integers may be indices, for example into an embedding.
         return noise.to(dtype) if dtype.is_floating_point else (noise > 0).to(dtype)
-    columns: list[Tensor] = []
-    for column in about["table"]["columns"]:
-        categories = column.get("categories")
-        if categories is None:
-            columns.append(noise[:, len(columns)] * column["std"] + column["mean"])
-        else:
-            chosen = torch.randint(0, len(categories), (SAMPLES,), generator=generator)
-            columns += torch.nn.functional.one_hot(chosen, len(categories)).double().T
-    return torch.stack(columns, 1)
+    numbers = constants(about)
+    return noise * numbers["std"] + numbers["mean"]
 
 
 def export(
@@ -149,19 +128,16 @@ def export(
                     outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, Tensor):
                     kind = type(outputs).__name__
-                    raise TypeError(f"it returns a {kind}, but an exported model returns a tensor")
+                    raise TypeError(
+                        f"it returns a {kind}, but an exported model must return a tensor"
+                    )
                 run = WRITERS[form](model, inputs, partial)
                 difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):
             raise
-        except Exception as error:  # the exporters raise anything for what they do not support
+        except Exception as error:  # the exporters raise all kinds of errors for unsupported models
             raise refusal(form, error) from error
-        if not difference <= TOLERANCE * largest:  # true for nan
-            if draws(model, inputs):
-                raise UserError(
-                    f"format={form}: its forward is random, so the exported model would not "
-                    f"reproduce it.\n{WEIGHTS_ALONE}"
-                )
+        if not difference <= TOLERANCE * largest:  # also true for nan
             raise TrainingError(
                 f"format={form}: its outputs differ by {difference:.2g} from PyTorch's on {whose}, "
                 f"which are up to {largest:.3g}. Nothing was written."
@@ -180,7 +156,7 @@ def check_tested(model: Trained, folder: Path) -> None:
     for name, weight in model.module.state_dict().items():
         if name not in tested or not torch.equal(weight, tested[name]):
             raise TrainingError(
-                f"run={folder}: {name} of its best checkpoint is not what the run tested "
+                f"run={folder}: {name} in its best checkpoint differs from the tested weights "
                 f"({directory.WEIGHTS}). Nothing was written.\n"
                 f"The tested weights are in {path}; model.md beside it says how to load them."
             )
@@ -189,16 +165,8 @@ def check_tested(model: Trained, folder: Path) -> None:
 def refusal(form: str, error: Exception) -> UserError:
     """Make the error for a model that an exporter does not support."""
     reason = f"{type(error).__name__}: {first_line(error)}"
-    advice = []
-    if "Constraints violated (batch)" in reason:
-        advice.append(
-            "Its forward turns the number of samples into a constant: "
-            "write x.shape[0] instead of len(x)."
-        )
-    if form != "safetensors":
-        advice.append(WEIGHTS_ALONE)
-    lines = "\n".join(advice)
-    return UserError(f"format={form}: this model cannot be exported ({reason}).\n{lines}")
+    advice = "" if form == "safetensors" else "\nType format=safetensors for the weights alone."
+    return UserError(f"format={form}: this model cannot be exported ({reason}).{advice}")
 
 
 def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
@@ -273,17 +241,11 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
     return max(differences), max(largest)
 
 
-def outputs_of(run: Run, inputs: Tensor, seed: int = 0) -> list[Tensor]:
-    """Return all tensors that `run` returns with this seed."""
+def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
+    """Return all tensors that `run` returns; random ones are the same in each call."""
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         return [tensor for _, tensor in entries(run(inputs))]
-
-
-def draws(model: Trained, inputs: Tensor) -> bool:
-    """Return whether the outputs of a model depend on random numbers."""
-    both = [outputs_of(model, inputs[:3], seed) for seed in (0, 1)]
-    return not all(map(torch.equal, *both))
 
 
 @contextlib.contextmanager
@@ -311,7 +273,6 @@ def write_card(
     """Write path.md, which says what the file is and how to use it."""
     about = model.about
     result = RunResult.read(folder) or RunResult()
-    config = yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False)
     text = render(
         "export.md.jinja",
         name=type(model.module).__name__,
@@ -330,26 +291,12 @@ def write_card(
         results=card.results(result),
         difference=difference,
         checked=whose,
-        config=config,
     )
     write_text(path.with_name(f"{path.name}.md"), f"{text}\n")
 
 
-def shown(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a card shows of a run's config: without paths on its machine."""
-    parts = {key: config[key] for key in SHOWN if config.get(key) is not None}
-    dataset = parts.get("dataset")
-    if isinstance(dataset, dict):
-        parts["dataset"] = {key: value for key, value in dataset.items() if key not in PLACES}
-    return parts
-
-
 def versions_for(form: str) -> dict[str, str]:
     """Return the versions of what an export in this format was made with."""
-    packages = versions()
-    names = ["python", "torch"]
-    if form == "onnx":
-        for name in ("onnx", "onnxscript"):
-            packages[name] = importlib.metadata.version(name)
-            names.append(name)
-    return {name: packages[name] for name in names}
+    names = ("torch", "onnx", "onnxscript") if form == "onnx" else ("torch",)
+    packages = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **packages}

@@ -32,18 +32,20 @@ LOCK = ".index.lock"
 SWEEP = "sweep.json"
 SWEEP_PAGE = "sweep.html"
 JOB = "job.json"
-LEVELS = 2  # runs/NAME and runs/GROUP/NAME
-PATIENCE = 5  # seconds to wait for another process that updates the page
-SECONDS = 0.5  # for which a training reads runs that are not in the page; the next reads the rest
+LEVELS = 2  # levels: runs/NAME and runs/GROUP/NAME
+PATIENCE = 5  # seconds to wait for another process that is updating the page
+# seconds for which a training reads runs missing from the page; the next training continues
+SECONDS = 0.5
 START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
-MOST_POINTS = 30  # of a curve
-MOST_BYTES = 2**25  # of a metrics.jsonl, and of a page: 25,000 runs
+MOST_POINTS = 30  # points in a curve
+MOST_HEAD = 2**16  # bytes of a page up to its lines
+MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
 MOST_SETTINGS = 60
-MOST_TEXT = 200  # letters
-PLACES = ("dataset.path", "dataset.root")  # of your own data
+MOST_TEXT = 200  # characters in a text
+PLACES = ("dataset.path", "dataset.root")  # keys that locate the user's own data
 
-STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files that an entry depends on
+STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files on which an entry depends
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Entry = dict[str, Any]
@@ -56,12 +58,12 @@ def update(run: str | Path, *, draws: bool = True) -> None:
     """
     run = Path(run).absolute()
     if (run / JOB).exists() or not any((run / name).exists() for name in (directory.CONFIG, SWEEP)):
-        return  # a sweep is listed, but none of its jobs, nor a run that has not begun
+        return  # a sweep is listed, but not its jobs, and not a run that has yet to begin
     usual = Path(project.current().runs_folder).absolute()
     for folder in run.parents[:LEVELS]:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
-        if begins or text_of(folder):
-            with contextlib.suppress(Exception):  # no index may fail a training
+        if begins or is_index(folder):
+            with contextlib.suppress(Exception):  # an index must never fail a training
                 write(folder, SECONDS, draws=draws)
 
 
@@ -75,13 +77,21 @@ def held(folder: Path) -> Iterator[None]:
         update(folder)
 
 
-def text_of(folder: Path) -> str:
-    """Return the text of a folder's index; "" if it has none, or an index.html of another kind."""
+def is_index(folder: Path) -> bool:
+    """Whether a folder has an index, and not an index.html of another kind."""
     try:
-        text = files.read(folder / NAME, MOST_BYTES).decode()
+        with files.open_plain(folder / NAME) as file:
+            return START.encode() in file.read(MOST_HEAD)
+    except OSError:
+        return False
+
+
+def text_of(folder: Path) -> str:
+    """Return the text of a folder's index.html; "" if it has none, or one that is too large."""
+    try:
+        return files.read(folder / NAME, MOST_BYTES).decode()
     except (OSError, ValueError):
         return ""
-    return text if START in text else ""
 
 
 def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) -> Path:
@@ -94,13 +104,18 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
             lock.wait_for(file, PATIENCE)
         before, _, rest = text_of(folder).partition(START)
         lines, _, after = rest.partition(END)
-        if draws:  # nothing of the page but its lines is trusted
+        if draws:  # only the page's lines are reused
             html = render(NAME, version=version())
             before, _, after = html.partition(START + END)
         elif version() not in before:
             return folder / NAME
-        listed = "".join(updated(folder, lines, time.monotonic() + seconds))
-        files.write_text(folder / NAME, f"{before}{START}{listed}{END}{after}")
+        listed = []
+        room = MOST_BYTES - len(before) - len(after)
+        for line in updated(folder, lines, time.monotonic() + seconds):
+            room -= len(line)
+            if room > 0:  # a larger page would not be read again
+                listed.append(line)
+        files.write_text(folder / NAME, f"{before}{START}{''.join(listed)}{END}{after}")
     return folder / NAME
 
 
@@ -124,7 +139,7 @@ def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
             line = known.get(start, "")
             if not line and time.monotonic() < until:
                 line = f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
-        except (OSError, UnicodeError):  # it has just been removed, or has no name in Unicode
+        except (OSError, UnicodeError):  # just removed, or its name is not Unicode
             continue
         yield line
 
@@ -140,7 +155,7 @@ def runs_in(folder: str, levels: int = LEVELS, start: str = "") -> Iterator[tupl
     """
     with os.scandir(folder) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in reversed(folders):  # by default a name starts with the date
+    for name in reversed(folders):  # by default, names start with the date
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):
             names = set(os.listdir(path))
@@ -175,16 +190,23 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "settings": settings_of(path, config),
         "report": directory.REPORT if directory.REPORT in names else None,
     }
-    best = None
+    monitored = None
     if result is not None:
-        best = result.best
         entry["seconds"] = result.seconds
         entry["note"] = shown(result.error or result.stopped or "")
         tests = list(result.tests().items())
         entry["test"] = tests[0] if tests else None
-    if best is not None:
-        entry["best"] = [shown(best.name), best.value, best.mode == "min"]
-    entry["curves"] = curves_of(path / directory.METRICS, best.name if best is not None else None)
+        if result.best is not None:
+            monitored = result.best.name
+            entry["best"] = [shown(monitored), result.best.value, result.best.mode == "min"]
+    elif directory.METRICS in names:
+        from stoker.runs.report import inputs
+
+        best = inputs.best_so_far(config, inputs.read_rows(path / directory.METRICS))
+        if best is not None:
+            monitored = best.name
+            entry["best"] = [shown(monitored), best.value, not best.is_high]
+    entry["curves"] = curves_of(path / directory.METRICS, monitored)
     return entry
 
 
@@ -293,7 +315,9 @@ def entry_of_sweep(path: Path) -> Entry:
     if example is not None:
         entry = entry_of_run(example, set(os.listdir(example)))
     typed: Any = record.get("typed")
-    state = "done" if len(ended) == total else "stopped"
+    state = "failed" if failed else "done"
+    if len(ended) < total:
+        state = "stopped"
     if any(result is None and lock.is_held(job) for job, result in results.items()):
         state = "running"
     return entry | {
@@ -326,12 +350,12 @@ def main(arguments: list[str]) -> int:
     """Run `python -m stoker.runs.index DIR`, and return the exit code."""
 
     def draw(folder: Path) -> None:
-        if os.path.lexists(folder / NAME) and not text_of(folder):
+        if os.path.lexists(folder / NAME) and not is_index(folder):
             raise UserError(f"{folder / NAME} is not an index of runs. Move it away first.")
         print(f"index    {write(folder)}")
 
     usage = "python -m stoker.runs.index DIR, a folder of runs."
-    return subcommand.run(arguments, usage, lambda path: path.is_dir(), draw)
+    return subcommand.run(arguments, usage, draw)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from stoker.trainer.errors import TrainingError, UserError, first_few, first_lin
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
-AT_ONCE = 256 * memory.MIB  # the most bytes of inputs in one batch
+AT_ONCE = 256 * memory.MIB  # most bytes of inputs in one batch
 
-State = dict[str, Any]  # of a checkpoint
+State = dict[str, Any]  # a checkpoint's state
 Row = dict[str, Any]
 
 
@@ -92,24 +92,20 @@ class Trained(torch.nn.Module):
     def check(self, inputs: Tensor) -> None:
         """Raise a UserError for inputs of another type or shape than the data set's."""
         shape = self.about["in_shape"]
-        advice = ""
-        if self.about.get("tokens") and isinstance(inputs, Tensor) and inputs.ndim == 2:
-            shape = [min(shape[0], inputs.shape[1])]  # a shorter text is fine
-        if not isinstance(inputs, Tensor):
-            given = f"a {type(inputs).__name__}"
-            advice = "\nGive torch.as_tensor(inputs) for an array or lists of numbers."
-        elif list(inputs.shape[1:]) == shape and (not self.pixels or inputs.dtype == torch.uint8):
-            return
-        else:
+        given = f"a {type(inputs).__name__}"
+        if isinstance(inputs, Tensor):
+            if self.about.get("tokens") and inputs.ndim == 2:
+                shape = [min(shape[0], inputs.shape[1])]  # a shorter text is allowed
+            has_type = not self.pixels or inputs.dtype == torch.uint8
+            if has_type and list(inputs.shape[1:]) == shape:
+                return
             given = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
-            if list(inputs.shape) == shape:
-                advice = "\nGive inputs[None] for a single sample."
         kind = " of uint8" if self.pixels else ""
         takes = f"a torch.Tensor{kind}, (N, {', '.join(map(str, shape))})"
         if self.columns is not None:
             takes += ": the numbers of model.columns, in this order"
         dataset = self.about["dataset"]
-        raise UserError(f"{dataset}: the model takes {takes}. This is {given}.{advice}")
+        raise UserError(f"{dataset}: the model takes {takes}. This is {given}.")
 
 
 def constants(about: Description) -> dict[str, Tensor]:
@@ -146,17 +142,12 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
             config = saved_config.resolved("run", folder, config, ("model", "callbacks"))
             _, state = best(folder)
             about = description(folder, state)
-            if about is None:
-                raise UserError(
-                    "its checkpoints do not describe the inputs; an older version wrote them.\n"
-                    "To train it again, type its command with a new run_dir."
-                )
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
         except UserError as error:
             raise saved_config.of_run(folder, in_python(error)) from None
     model = Trained(module, about).eval().requires_grad_(False)
-    if devices.wide_type(chosen.type) is torch.float32:  # it has no float64
+    if devices.wide_type(chosen.type) is torch.float32:  # the device has no float64
         model = model.float()
     return model.to(chosen)
 
@@ -180,7 +171,7 @@ def best(folder: str | Path) -> tuple[Path, State]:
     """
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
-    except TrainingError as error:  # its advice is for training
+    except TrainingError as error:  # its advice is meant for training
         text = first_line(error) + "\n"
         weights = Path(folder) / "model.safetensors"
         if weights.is_file():
@@ -192,7 +183,9 @@ def best(folder: str | Path) -> tuple[Path, State]:
         again = f"Type the command that started it with run_dir={folder}."
         raise UserError(f"run={folder}: it has no checkpoint. {again}")
     if finished(folder) is None:
-        log.warning("run=%s has not finished: %s is its best so far.", folder, found[0].name)
+        log.warning(
+            "run=%s has not finished. Using %s, its best checkpoint so far.", folder, found[0].name
+        )
     return found
 
 
@@ -200,7 +193,7 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     """Build the module with the weights that are evaluated: an average, if there is one."""
     weights = state.get("model")
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
-        raise UserError("its checkpoint has no weights of a model.")
+        raise UserError("its checkpoint has no model weights.")
     sizes = {}
     if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
@@ -211,14 +204,14 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     for name, node in nodes.items():
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
-    # Each of several processes may load a model for itself.
+    # Several processes may each load a model.
     token = parallel.alone.set(True)
     try:
         with Trainer(
             module, callbacks=callbacks, device="cpu", strategy="single", channels_last=False
         ) as trainer:
             trainer.load_state_dict(state)
-            with trainer.evaluating():  # the weights of an average are in place only here
+            with trainer.evaluating():  # the averaged weights are only in place here
                 evaluated = copy.deepcopy(dict(module.state_dict()))
     finally:
         parallel.alone.reset(token)
@@ -226,13 +219,10 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     return module
 
 
-def description(folder: str | Path, state: State) -> Description | None:
-    """Return a checkpoint's description of its inputs and outputs; None in an old one.
-
-    UserError if it is malformed.
-    """
+def description(folder: str | Path, state: State) -> Description:
+    """Return a checkpoint's description of its inputs and outputs; UserError if it is malformed."""
     about: Description | None = resume.about(state).get("inputs")
-    if about is not None and not is_description(about):
+    if about is None or not is_description(about):
         raise UserError(f"run={folder}: its checkpoint has a malformed description of the inputs.")
     return about
 
@@ -265,8 +255,8 @@ def predict(
         batches = image_batches(path, about, size, skip)
     else:
         advice = (
-            "For a part of its own data, type split=test in place of input=; "
-            "in Python, stoker.load(DIR) takes its tensors."
+            "For a part of its own data, type split=test instead of input=. In Python, the model "
+            "that stoker.load(DIR) returns takes tensors."
         )
         if about.get("tokens") is not None:
             advice = "To continue a prompt, type task=generate prompt=TEXT."
@@ -290,7 +280,7 @@ def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[
     if card.is_usual(outputs, about) and not outputs.isfinite().all():
         first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
         name = f"{place}{printable(first)}"
-        raise TrainingError(f"{name}: the model returns numbers that are not finite.")
+        raise TrainingError(f"{name}: the model returns values that are not finite.")
 
 
 def in_units(outputs: Any, about: Description) -> Any:
@@ -326,7 +316,7 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
         return
     names = about["classes"] or [str(i) for i in range(about["num_classes"])]
     for shares in outputs.softmax(1).tolist():
-        shares = [float(f"{share:.9g}") for share in shares]  # the digits of a float32
+        shares = [float(f"{share:.9g}") for share in shares]  # a float32 has 9 significant digits
         probabilities = dict(zip(names, shares, strict=True))
         name = max(probabilities, key=probabilities.__getitem__)
         yield {"class": name, "probability": probabilities[name], "probabilities": probabilities}
@@ -366,17 +356,13 @@ def image_batches(
                 is_empty = False
                 yield list(whole), torch.stack(list(whole.values()))
 
-    shown = first_few(broken, 3)
     if is_empty:
-        reason = f"there is no image below it ({endings})"
-        if broken:
-            reason = f"none of its images can be read ({shown})"
-        raise UserError(f"input={printable(path)}: {reason}. Type input=FOLDER or input=IMAGE.")
+        raise UserError(
+            f"input={printable(path)}: there is no image below it that can be read ({endings}). "
+            "Type input=FOLDER or input=IMAGE."
+        )
     if broken:
-        count = "1 image cannot be read and is"
-        if len(broken) > 1:
-            count = f"{len(broken)} images cannot be read and are"
-        log.warning("%s left out: %s", count, shown)
+        log.warning("images left out that cannot be read: %s", first_few(broken, 3))
 
 
 def images_below(folder: str) -> Iterator[str]:
@@ -448,12 +434,10 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     """
     path = Path(output)
     shown = f"output={printable(output)}"
-    if str(output) == "-":
+    if os.path.lexists(path):
         raise UserError(
-            "output=-: give the name of a file. Without one, task=predict prints its rows."
+            f"{shown}: this exists and is not overwritten. Type another output, or remove it."
         )
-    if path.is_dir():
-        raise UserError(f"{shown}: this is a folder. Type output=FILE for a new file.")
     if not path.parent.is_dir():
         parent = printable(path.parent)
         raise UserError(
@@ -463,8 +447,4 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
         raise UserError(
             f"{shown}: its name does not end in {' or '.join(endings)}. "
             f"Type output=NAME{endings[0]}."
-        )
-    if os.path.lexists(path):
-        raise UserError(
-            f"{shown}: this file exists and is not overwritten. Type another output, or remove it."
         )

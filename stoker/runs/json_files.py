@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from stoker.trainer import files
 
-MOST_BYTES = 2**24  # a result.json has 2 KB, and a confusion matrix of 1,000 classes 8 MB
+MOST_BYTES = 2**24  # a result.json takes 2 KB, a confusion matrix of 1,000 classes 8 MB
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:

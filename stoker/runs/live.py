@@ -3,18 +3,19 @@
 import time
 from pathlib import Path
 
+from stoker.runs import directory, index
 from stoker.runs.rows import Row
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import cause, log
 from stoker.trainer.trainer import Trainer
 
-EVERY = 30  # seconds between two drawings, at least
-SHARE = 0.01  # of the time, at most
-FIRST = 0.3  # seconds that the first drawing takes, about
+FIRST = 5  # seconds of training before the first drawing; a shorter run is drawn at its end
+EVERY = 30  # least number of seconds between two drawings
+SHARE = 0.01  # share of the time that drawing may take
 
 
 class LiveReport(Callback):
-    """Draw the report of the run in `folder` when a row is logged and the last one is old.
+    """Draw the report of the run in `folder` when a row is logged and the last drawing is old.
 
     It is drawn from the files in the folder, between two steps, and uses no random numbers.
     """
@@ -26,20 +27,17 @@ class LiveReport(Callback):
         self.is_on = True
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.start = self.last = time.perf_counter()
-        self.spent = 0.0
-        self.next = FIRST
+        print(f"report   {self.folder / directory.REPORT} (live)", flush=True)
+        self.due = time.perf_counter() + FIRST
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
-        now = time.perf_counter()
-        is_due = now - self.last >= EVERY and self.spent + self.next <= SHARE * (now - self.start)
-        if not is_due or not self.is_on:
+        begin = time.perf_counter()
+        if begin < self.due or not self.is_on:
             return
         with trainer.spans["logging"]:
             self.draw()
-        self.last = time.perf_counter()
-        self.next = self.last - now
-        self.spent += self.next
+        end = time.perf_counter()
+        self.due = end + max(EVERY, (end - begin) / SHARE)
 
     def draw(self) -> None:
         """Draw the report; if that fails, warn, and leave it until the end of the run."""
@@ -47,6 +45,7 @@ class LiveReport(Callback):
 
         try:
             report.write(self.folder, "running")
+            index.update(self.folder, draws=False)
         except Exception as error:
             self.is_on = False
             log.warning("the report could not be drawn (%s); the training continues.", cause(error))

@@ -18,9 +18,9 @@ from stoker.runs.directory import make
 from stoker.trainer import files
 from stoker.trainer.errors import RunInUse, UserError, log
 
-LOCK = ".lock"  # the name of the file in a run directory
-FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # into which a run writes
-locks: set[FileIO] = set()  # the files that this process has locked
+LOCK = ".lock"  # the lock file in a run directory
+FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # folders that a run writes to
+locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
@@ -43,7 +43,7 @@ def held(folder: Path) -> Iterator[None]:
     for name in FOLDERS:
         if (folder / name).is_symlink():
             raise UserError(
-                f"run_dir={folder}: {name} in it is a symbolic link. Type another run_dir."
+                f"run_dir={folder}: its {name} is a symbolic link. Type another run_dir."
             )
     file = locked_file(folder)
     file.truncate(0)
@@ -65,19 +65,19 @@ def locked_file(folder: Path) -> FileIO:
         try:
             file = files.open_plain(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            # In a copy made by hard links, the lock is also that of the original run.
+            # In a copy made with hard links, the lock would also lock the original run.
             if error.errno == errno.EMLINK:
                 path.unlink()
                 continue
             raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
         try:
-            lock_soon(file)
-        except BlockingIOError:
+            wait_for(file, 0.2)  # another process may be testing the lock with `is_held`
+        except TimeoutError:
             owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
             file.close()
             raise RunInUse(
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
-                " Wait until it has ended, or type another run_dir."
+                " Wait until it ends, or type another run_dir."
             ) from None
         except OSError as error:  # a file system without locks
             log.warning(
@@ -88,28 +88,19 @@ def locked_file(folder: Path) -> FileIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 return file
-        file.close()  # the process that held it has just ended, and removed it
+        file.close()  # the process that held it just ended and removed it
 
 
 def is_held(folder: str | Path) -> bool:
     """Whether a process, this one included, works in the folder."""
     try:
         with files.open_plain(Path(folder) / LOCK) as file:
-            lock(file)  # closing the file releases it
+            lock(file)  # closing the file releases the lock
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
-
-
-def lock_soon(file: FileIO) -> None:
-    """Lock the file, also while another process tests the lock with `is_held`."""
-    for _ in range(3):
-        with contextlib.suppress(BlockingIOError):
-            return lock(file)
-        time.sleep(0.05)
-    return lock(file)
 
 
 def wait_for(file: FileIO, seconds: float) -> None:

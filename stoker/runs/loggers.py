@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import invocation, settings
-from stoker.runs import index, pictures, status
+from stoker.runs import index, status
 from stoker.runs.directory import ENDING, METRICS
 from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
 from stoker.runs.rows import Row, lines_of, read_rows
-from stoker.trainer import parallel
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
+from stoker.trainer.errors import UserError, as_typed, check_choice, log, printable
 from stoker.trainer.files import open_plain, read, replacing, write_text
 from stoker.trainer.state import check_like
 from stoker.trainer.trainer import Trainer
 
 PATIENCE = 30  # seconds to wait for a logger's server
-# By default MLflow tries 7 times for 2 minutes each, and sends telemetry.
+# By default, MLflow tries 7 times for 2 minutes each, and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -38,9 +37,9 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-MLFLOW_PARAMS = 100  # at most in one call
-LONGEST_REASON = 300  # letters
-# The tools' names for an outcome; W&B's own hook uses 255 for a Ctrl-C.
+MLFLOW_PARAMS = 100  # the most metrics in one call
+LONGEST_REASON = 300  # characters
+# The tools' names for each outcome; W&B's own hook uses 255 for Ctrl-C.
 WANDB_CODES = {"done": 0, "failed": 1, "stopped": 255}
 MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
@@ -55,8 +54,8 @@ class JSONL(Callback):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.rows: int | None = None  # in the file, as far as this run's state knows
-        self.resume_step: int | None = None  # until the first row
+        self.rows: int | None = None  # rows in the file, according to this run's state
+        self.resume_step: int | None = None  # set until the first row is written
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.resume_step = trainer.step
@@ -68,7 +67,7 @@ class JSONL(Callback):
         line = (json.dumps(finite(row)) + "\n").encode()
         with open_plain(self.path, os.O_RDWR | os.O_CREAT) as file:
             end = file.seek(0, os.SEEK_END)
-            # One unbuffered write: a killed run leaves whole lines.
+            # One unbuffered write, so that a killed run leaves whole lines.
             if file.write(line) < len(line):
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -100,20 +99,19 @@ class JSONL(Callback):
 class Logger(Callback):
     """Send the numbers of a run to a tool. If it fails, warn once and continue without it.
 
-    A subclass implements `begin`, called before the first row; `write`, for each row; `add_result`,
-    for the result of a whole run; and `end`. `begin` waits for the first row, because by then the
-    settings have been checked.
+    A subclass implements `begin`, called before the first row; `write`, for each row; and `end`. It
+    may implement `add_result`, for the result of a whole run. `begin` waits for the first row,
+    because by then the settings have been checked.
     """
 
     first_rank_only = True
     config: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
     group: str | None = None  # the name of the sweep
-    revision: str | None = None  # git's
-    awaits_result = False  # whether `finish` follows after the fit
+    revision: str | None = None  # the git revision
+    awaits_result = False  # whether `finish` will be called after the fit
     begun = False
     failed = False
     begun_at: int | None = None  # the step at which the fit began
-    start_seconds = 0.0  # spent in `begin`; the same for any run, so Timing leaves them out
 
     def begin(self, trainer: Trainer) -> None:
         """Start a run in the tool, or continue it if `begun_at` is above 0."""
@@ -121,8 +119,9 @@ class Logger(Callback):
     def write(self, numbers: dict[str, float], step: int) -> None:
         """Send a row of numbers."""
 
-    def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
-        """Send the final numbers and the contents of evaluation.json."""
+    def add_result(self, step: int, numbers: dict[str, float]) -> None:
+        """Send the final numbers; by default they are a last row."""
+        self.write(numbers, step)
 
     def end(self, outcome: str) -> None:
         """End the run in the tool: it is "done", was "stopped", or has "failed"."""
@@ -140,7 +139,6 @@ class Logger(Callback):
         self.begun = False
         self.failed = False
         self.begun_at = trainer.step
-        self.start_seconds = 0.0
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         with trainer.spans["logging"]:
@@ -150,14 +148,12 @@ class Logger(Callback):
     def begin_once(self, trainer: Trainer) -> None:
         if not self.begun:
             self.begun = True
-            start = time.perf_counter()
             self.attempt(self.begin, trainer)
-            self.start_seconds = time.perf_counter() - start
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if trainer.failed:
             if self.begun_at is not None and trainer.step > self.begun_at:
-                self.begin_once(trainer)  # it may have failed before its first row
+                self.begin_once(trainer)  # the run may have failed before its first row
             self.end_as("failed")
         elif trainer.interrupted:
             self.end_as("stopped")
@@ -170,17 +166,11 @@ class Logger(Callback):
             self.begun = False
             self.attempt(self.end, outcome)
 
-    def finish(
-        self,
-        step: int,
-        numbers: dict[str, float],
-        evaluation: dict[str, Any],
-        outcome: str = "done",
-    ) -> None:
+    def finish(self, step: int, numbers: dict[str, float], outcome: str = "done") -> None:
         """Send the result after the fit, and end; without any training, send nothing."""
         if self.begun:
             results = {chart_of(name): value for name, value in numbers.items()}
-            self.attempt(self.add_result, step, results, evaluation)
+            self.attempt(self.add_result, step, results)
             self.end_as(outcome)
 
     def attempt(self, method: Callable[..., None], *args: Any) -> None:
@@ -220,62 +210,33 @@ def chart_of(name: str) -> str:
 
 
 class TensorBoard(Logger):
-    """Write event files into `folder`; needs the extra `tensorboard`.
-
-    With `histograms=n` it also writes the distribution of each weight every `n` epochs.
-    """
+    """Write event files into `folder`; needs the extra `tensorboard`."""
 
     writer: Any  # a SummaryWriter
 
-    def __init__(self, folder: str | os.PathLike[str], histograms: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.fspath(folder)
-        self.histograms = check_number(
-            "callbacks.tensorboard.histograms", histograms, whole=True, least=0
-        )
         need("tensorboard", "TensorBoard")
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        super().on_fit_start(trainer)
-        if self.histograms and any(map(parallel.is_shard, trainer.module.parameters())):
-            raise UserError(
-                f"callbacks.tensorboard.histograms={self.histograms}:"
-                " no process has a whole weight. Leave it out."
-            )
 
     def begin(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Hide what a killed run wrote after its last checkpoint, since it is written again.
+        # Hide what a killed run wrote after its last checkpoint, since it will be written again.
         self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
-        # The tab has a column for each setting: show those that change the result.
+        # The tab has a column for each setting, so only pass settings that change the result.
         shown = {}
         for key, value in self.config.items():
             if not settings.may_differ(key) and not key.startswith("callbacks."):
-                is_text = isinstance(value, (list, dict, bool))  # the tab shows true as 1.0000
+                is_text = isinstance(value, (list, dict, bool))  # the tab would show true as 1.0000
                 shown[key] = as_typed(value) if is_text else value
-        # No list of metrics, which would apply to all runs: the tab finds those of each run.
+        # Pass no list of metrics, which would apply to all runs; the tab finds each run's metrics.
         _, begins, self.is_done = hparams(shown, {})
         self.writer.file_writer.add_summary(begins)
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        if self.histograms and trainer.step // trainer.steps_per_epoch % self.histograms == 0:
-            with trainer.spans["logging"]:
-                self.attempt(self.write_weights, trainer)
-
-    def write_weights(self, trainer: Trainer) -> None:
-        for name, weight in trainer.module.named_parameters():
-            values = weight.detach()[weight.isfinite()].float().cpu()
-            self.writer.add_histogram(name, values, trainer.step)
-
-    def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
-        self.write(numbers, step)
-        for name, image in pictures.of(evaluation).items():
-            self.writer.add_image(chart_of(name), image, step, dataformats="HWC")
 
     def end(self, outcome: str) -> None:
         if outcome == "done":
@@ -302,7 +263,7 @@ class WandB(Logger):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") if self.mode == "auto" else self.mode
-        if mode is None:  # wandb would ask for a login, and wait
+        if mode is None:  # otherwise wandb would wait for a login
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         path = self.folder / "wandb-id.txt"
         known = read_id(path) if self.begun_at else None
@@ -325,7 +286,7 @@ class WandB(Logger):
             ),
         )
         if self.run.offline and self.begun_at:
-            # Its service may not have written what a killed run logged.
+            # wandb's service may not have written what a killed run logged.
             for row in read_rows(self.folder / METRICS):
                 if row["step"] <= self.begun_at:
                     self.write(charted(row), row["step"])
@@ -333,12 +294,8 @@ class WandB(Logger):
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.run.log(numbers, step=step)
 
-    def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
-        import wandb
-
+    def add_result(self, step: int, numbers: dict[str, float]) -> None:
         self.run.summary.update(numbers)
-        images = pictures.of(evaluation).items()
-        self.run.log({chart_of(name): wandb.Image(image) for name, image in images}, step=step)
 
     def end(self, outcome: str) -> None:
         sync = f"wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"
@@ -350,8 +307,7 @@ class WandB(Logger):
 class MLflow(Logger):
     """A run in MLflow, under the name of `folder`; needs the extra `mlflow`.
 
-    `uri` is a server, or a database with the images in mlartifacts/ beside it. "auto" is
-    MLFLOW_TRACKING_URI, else runs/mlflow.db.
+    `uri` is a server or a database. "auto" is MLFLOW_TRACKING_URI, else runs/mlflow.db.
     """
 
     def __init__(
@@ -365,13 +321,13 @@ class MLflow(Logger):
     def begin(self, trainer: Trainer) -> None:
         for name, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports each table
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # alembic would report each table
         uri = self.uri
         if uri == "auto":
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db"
         self.client, experiment = open_experiment(uri, self.experiment)
         self.where = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
-        # The step of each metric's last value: MLflow would keep two values of one step.
+        # The step of each metric's last value, since MLflow would keep two values for one step.
         self.last_step: dict[str, int] = {}
         path = self.folder / "mlflow-id.txt"
         known = read_id(path) if self.begun_at else None
@@ -420,11 +376,6 @@ class MLflow(Logger):
         self.client.log_batch(self.id, metrics=metrics)
         self.last_step.update(dict.fromkeys(new, step))
 
-    def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
-        self.write(numbers, step)
-        for name, image in pictures.of(evaluation).items():
-            self.client.log_image(self.id, image, artifact_file=f"{name}.png")
-
     def end(self, outcome: str) -> None:
         self.client.set_terminated(self.id, MLFLOW_STATUS[outcome])
         print(f"mlflow   {self.where}", flush=True)
@@ -435,18 +386,18 @@ def open_experiment(uri: str, name: str) -> tuple[Any, str]:
     from mlflow import MlflowClient
 
     with contextlib.ExitStack() as stack:
-        images = None
+        artifacts = None
         if uri.startswith("sqlite:///"):
             folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
             folder.mkdir(parents=True, exist_ok=True)
-            images = (folder / "mlartifacts").as_uri()
+            artifacts = (folder / "mlartifacts").as_uri()
             file = open_plain(folder / ".mlflow.lock", os.O_RDWR | os.O_CREAT)
             wait_for(stack.enter_context(file), PATIENCE)
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name(name)
         if experiment is not None:
             return client, experiment.experiment_id
-        return client, client.create_experiment(name, images)
+        return client, client.create_experiment(name, artifacts)
 
 
 def need(package: str, tool: str) -> None:

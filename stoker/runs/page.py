@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import markupsafe
 
 TEMPLATES = Path(__file__).with_name("templates")
-# '1,234', '60.6 %', '145.2 (the mean)', '3 of 40', or an empty cell.
+# Matches '1,234', '60.6 %', '145.2 (the mean)', '3 of 40' and an empty cell.
 NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\)| of [\d,]+)?)?"
 
 

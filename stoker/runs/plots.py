@@ -13,13 +13,13 @@ from stoker.runs.page import render
 
 Points = Sequence[tuple[float, float]]
 
-MOST_POINTS = 400  # in a drawn curve
-MOST_MARKED = 30  # points of a curve that has a dot at each
-MOST_DOTS = 800  # in a scatter plot
-WIDTH = 360  # pixels: nearly the size it has on a phone
+MOST_POINTS = 400  # points in a drawn curve
+MOST_MARKED = 30  # most points for which a curve has dots
+MOST_DOTS = 800  # dots in a scatter plot
+WIDTH = 360  # pixels, nearly the size on a phone
 HEIGHT = 220
-LETTER = 6.4  # the width of a digit
-SMALLEST = 1e-100  # what is nearer to 0 is drawn as 0
+LETTER = 6.4  # width of a digit
+SMALLEST = 1e-100  # smaller values are drawn as 0
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Mark:
     kind: str
     path: str
     colour: str = ""
-    name: str = ""  # of a curve
-    values: str = ""  # of a curve
+    name: str = ""  # the curve's name
+    values: str = ""  # the curve's values
 
 
 @dataclass
@@ -66,10 +66,10 @@ class Plot:
 
     x: Axis
     y: Axis
-    label: str  # describes the plot
+    label: str  # description of the plot
     xlabel: str = ""
     ylabel: str = ""
-    epochs: float = 0  # in a step
+    epochs: float = 0  # epochs per step
     marks: list[Mark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ def linear(values: Iterable[float], widens: bool = True) -> Axis:
         high = low + 1
     elif high - low <= 1e-9 * most:
         low -= abs(low) / 10
-    step = round_step((high - low) / 4)
+    step = round_step((high - low) / (4 if widens else 5))
     first = math.floor(round(low / step, 6))
     last = math.ceil(round(high / step, 6))
     ticks = [i * step for i in range(first, last + 1)]

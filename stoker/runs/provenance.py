@@ -14,14 +14,13 @@ import tempfile
 from pathlib import Path
 
 from stoker import __version__, project
-from stoker.command import invocation
 from stoker.runs.directory import CHANGES, PACKAGES
 from stoker.trainer.errors import first_few
 
-MOST_CHANGES = 2**20  # characters of a diff
-MOST_OUTPUT = 2 * MOST_CHANGES  # bytes that are read of what git prints
-MOST_NAMES = 20  # of untracked files
-SECONDS = 10  # to wait for git
+MOST_CHANGES = 2**20  # characters kept of a diff
+MOST_OUTPUT = 2 * MOST_CHANGES  # bytes read of git's output
+MOST_NAMES = 20  # untracked files that are named
+SECONDS = 10  # seconds to wait for git
 
 
 @dataclasses.dataclass
@@ -55,24 +54,19 @@ def packages() -> dict[str, str]:
     for place in sys.path:
         try:
             names = os.listdir(place)
-        except OSError:  # an archive, or a folder that cannot be read
+        except OSError:  # an archive or an unreadable folder
             continue
         for name in names:
             match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
-            if match is not None:  # the first place on the path counts
+            if match is not None:  # the first entry on the path counts
                 versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
     return dict(sorted(versions.items()))
 
 
 class Code:
-    """The state of a project's git repository, and of `clone`, the one of this package, if any.
+    """The state of a project's git repository; git looks while the run is built."""
 
-    Git looks while the run is built.
-    """
-
-    def __init__(self, folder: Path, clone: Path | None = None) -> None:
-        describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        self.clone = None if clone is None else Git(clone, *describe)
+    def __init__(self, folder: Path) -> None:
         self.status = Git(
             folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal"
         )
@@ -81,20 +75,11 @@ class Code:
     def revision(self) -> Revision | None:
         """Return the current revision; None if there is none. Untracked files do not count."""
         status = self.status.output()
-        for git in (self.diff, self.clone):  # they have ended too, and would stay zombies
-            if git is not None:
-                git.output()
+        self.diff.output()  # reap this process too
         commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
         if commit is None:
             return None
         return Revision(commit[1], dirty=re.search(r"^[^#?]", status, re.MULTILINE) is not None)
-
-    def versions(self) -> dict[str, str]:
-        """Return `versions()`, with the revision of this package if it is another clone."""
-        known = versions()
-        if self.clone is not None and self.clone.output():
-            known["stoker"] += f" (git {self.clone.output().strip()})"
-        return known
 
     def files(self) -> dict[str, str]:
         """Return {name: text} of the files of provenance/."""
@@ -123,10 +108,7 @@ class Code:
 
 def of_project() -> Code:
     """Look at the code of the project in which the program runs."""
-    root = project.current().root
-    clone = invocation.clone()
-    is_inside = clone in (root, *root.parents)
-    return Code(root, None if is_inside else clone)
+    return Code(project.current().root)
 
 
 class Git:

@@ -19,7 +19,7 @@ from stoker.trainer.errors import NotFinite
 from stoker.trainer.readable import number
 from stoker.trainer.stopping import StopReason
 
-MOST_OVERRIDES = 1000  # also the most letters in each
+MOST_OVERRIDES = 1000  # also the most characters in each
 # The parts of `RunResult.time`. A step that runs as one graph is "step" instead of the
 # three stages before it.
 STAGES = (
@@ -34,7 +34,7 @@ STAGES = (
     "logging",
     "other",
 )
-# The entries on how a run went, not on its outcome.
+# Entries about the run itself, not its outcome.
 MEASURED = (
     "seconds",
     "time",
@@ -46,9 +46,9 @@ MEASURED = (
     "peak_flops",
     "mfu",
 )
-# The entries of a run that failed.
+# Entries of a failed run.
 OF_FAILURE = ("overrides", "script", "error", "code", "will_repeat", "doctor")
-# The entries that are written as null if unknown; the others are left out.
+# Entries written as null if unknown; the others are left out.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
@@ -66,11 +66,12 @@ class Best:
 class RunResult:
     """The result of a run. An entry that the file lacks is None or empty."""
 
-    overrides: list[str] | None = None  # what was typed
-    script: str | None = None  # the command of the script that made the run
-    error: str | None = None  # why the run failed; then only those in OF_FAILURE are set as well
-    code: int | None = None  # the exit code of a run that failed
-    will_repeat: bool | None = None  # whether the same command fails at the same step again
+    overrides: list[str] | None = None  # the typed settings
+    script: str | None = None  # the command of the script that started the run
+    # why the run failed; if set, only the entries in OF_FAILURE are set too
+    error: str | None = None
+    code: int | None = None  # the exit code of a failed run
+    will_repeat: bool | None = None  # whether the same command would fail at the same step again
     git: Revision | None = None
     best: Best | None = None
     steps: int | None = None
@@ -81,9 +82,9 @@ class RunResult:
     versions: dict[str, str] | None = None
     parameters: int | None = None
     memory_mib: dict[str, float | None] | None = None
-    time: dict[str, float] | None = None  # seconds, by STAGES
-    speed: str | None = None  # the verdict on what took the time
-    doctor: list[str] | None = None  # its warnings
+    time: dict[str, float] | None = None  # seconds by stage
+    speed: str | None = None  # the verdict on where the time went
+    doctor: list[str] | None = None  # the doctor's warnings
     samples: dict[str, int] | None = None  # by split
     samples_per_second: int | None = None  # in training
     seconds: float | None = None
@@ -93,7 +94,7 @@ class RunResult:
     mfu: float | None = None
     # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # The entries of the file that had another type than here.
+    # Entries whose type in the file is wrong.
     malformed: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -255,7 +256,7 @@ def write_failure(
     )
     try:
         result.write(folder)
-    except OSError:  # a full disk may be why
+    except OSError:  # the disk may be full
         return False
     return True
 
@@ -274,14 +275,14 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     assert result.seconds is not None
     time = f"time     {seconds(result.seconds)}"
     if result.samples_per_second:
-        time += f", with {result.samples_per_second:,} samples/s in training"
+        time += f", at {result.samples_per_second:,} samples/s in training"
     yield time
     if result.speed:
         yield f"speed    {result.speed}"
     yield f"run      {folder}"
     again = result.script
     if again is None:
-        evaluate = ["task=evaluate", setting("run", folder)]
+        evaluate = ["evaluate", setting("run", folder)]
         if packages:
             evaluate.append(f"trusted=[{','.join(packages)}]")
         yield f"         {command(evaluate)}"

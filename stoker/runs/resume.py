@@ -11,11 +11,11 @@ from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
-from stoker.runs.saved_config import SCRIPT, for_reading, load_config, of_today, script_of
+from stoker.runs.saved_config import SCRIPT, for_reading, load_config, script_of
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed, log
 
-MOST_DIFFERENCES = 5  # in one message
+MOST_DIFFERENCES = 5  # differences in one message
 START_OVER = "resume=never overwrite=true"
 
 
@@ -31,7 +31,7 @@ def to_resume(
 
     if overwrite and resume != "never":
         raise UserError(
-            "overwrite=true is only for a run that starts over. Type resume=never as well."
+            "overwrite=true only applies to a run that starts over. Type resume=never as well."
         )
     if resume == "never":
         check_replaceable(folder, overwrite)
@@ -59,7 +59,7 @@ def to_resume(
     try:
         load_config("run_dir", folder)
     except UserError as error:
-        log.warning("%s It is written again, from the settings of its checkpoint.", error)
+        log.warning("%s It will be written again from the settings in its checkpoint.", error)
     remove_partial(folder)
     return path, state, about(state).get("origin")
 
@@ -85,7 +85,7 @@ def check_own(folder: Path, newest: Any, given: Path, resume: str) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Remove what a killed run left half-written."""
-    if (folder / CONFIG).exists():  # it is a run directory
+    if (folder / CONFIG).exists():  # this is a run directory
         files.remove_partial(folder, WRITTEN)
 
 
@@ -109,7 +109,8 @@ def check_beginning(folder: Path, cfg: Any) -> None:
         in_the_way.remove(RESULT)
     if in_the_way:
         raise UserError(
-            f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which no run created."
+            f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which was not written by a "
+            "run."
             f" Type another run_dir, or {start_over}."
         )
 
@@ -140,9 +141,9 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     before = about(state).get("data")
     if before not in (None, fingerprint):
         raise UserError(
-            f"dataset: the run had other data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, type its dataset.root;"
-            " for a new run, another run_dir and no resume."
+            f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
+            "To continue it, type its dataset.root. For a new run, type another run_dir and leave "
+            "out resume."
         )
 
 
@@ -150,7 +151,7 @@ def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool =
     """Raise UserError if a checkpoint's run had other settings."""
     config = about(state).get("config")
     if config is not None:
-        check_same(name, of_today(config), cfg, longer=longer)
+        check_same(name, config, cfg, longer=longer)
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
@@ -175,7 +176,7 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     ]
     if not changed:
         return
-    # If a part has another class, its arguments add nothing.
+    # If a part's class differs, its arguments do not matter.
     replaced = tuple(key.removesuffix("_target_") for key in changed if key.endswith("._target_"))
     shown = [key for key in changed if not key.startswith(replaced) or key.endswith("._target_")]
     differences = ", ".join(
@@ -183,16 +184,17 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         for key in shown[:MOST_DIFFERENCES]
     )
     advice = (
-        "Type the settings it had to continue it; for a new run, another run_dir and no resume."
+        "To continue it, type its settings. For a new run, type another run_dir and leave out "
+        "resume."
     )
     if scripts != [None, None]:
-        advice = "Give the settings it had to continue it, or another run_dir."
+        advice = "To continue it, give its settings. Otherwise, give another run_dir."
     elif all(settings.may_differ(key, longer=True) for key in changed):
         advice = (
-            "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this"
-            f" one; to start over in its place, {START_OVER}."
+            "To train it longer, type another run_dir, and resume=FILE with one of its "
+            f"checkpoints. To start over in the same folder, type {START_OVER}."
         )
-    raise UserError(f"{name} holds a run with other settings: {differences}.\n{advice}")
+    raise UserError(f"{name} holds a run with different settings: {differences}.\n{advice}")
 
 
 def callbacks_on(values: dict[str, Any]) -> set[str]:

@@ -14,7 +14,7 @@ from stoker.trainer import parallel
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
-TOKENS = 200  # of a sample
+TOKENS = 200  # tokens in a sample
 
 
 def write_on(
@@ -63,7 +63,7 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # A model of nan has nothing to draw from; of sharded weights no process has the whole.
+        # Nothing can be sampled from nan, and no process has all of the sharded weights.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         with trainer.evaluating():

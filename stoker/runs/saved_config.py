@@ -25,17 +25,18 @@ from stoker.runs.result import are_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, did_you_mean, first_few, first_line, printable
 
-# Limits on a config.yaml: bytes, levels of nesting, and values once each ${...} is replaced.
-# Ours have 3 KB, 4 levels and 100 values.
+# Limits on a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours
+# have 3 KB, 4 levels and 100 values.
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_VALUES = 10_000
-MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300, and 0x... may have any
-MOST_NAMES = 3  # of runs that are named
-SCRIPT = "script"  # the key of a script's run; its other keys are for reading alone
+# digits in a number: Python refuses to print more than 4,300, and 0x... may have any number
+MOST_DIGITS = 1000
+MOST_NAMES = 3  # runs named in a message
+SCRIPT = "script"  # marks a script's run, whose other keys are only informative
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is 8 times as fast
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8 times as fast
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 Config = dict[str, Any]
@@ -125,7 +126,7 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
         value = given.get(name)
         place = Path(str(value)).resolve()
         if value is not None and not place.is_relative_to(Path(run_dir).resolve()):
-            raise UserError(f"{key}.{name}={value}: this is outside the run directory.")
+            raise UserError(f"{key}.{name}={value}: this path is outside the run directory.")
 
 
 def check_typed(cfg: DictConfig, saved: Config) -> None:
@@ -141,7 +142,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
         if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
             takes = ", ".join(f"{name}=" for name in settings.keys_of(task))
             raise UserError(
-                f"{key}: task={task} takes the run's own settings, beside device=, {takes}."
+                f"{key}: task={task} uses the run's settings. It accepts device=, {takes}."
             )
 
 
@@ -207,7 +208,7 @@ def of_run(folder: str | Path, error: UserError, where: str = "") -> UserError:
 def evaluating_callbacks(nodes: Any) -> Config:
     """Return the callbacks' nodes for an evaluation: those that are on, without the loggers."""
     if not isinstance(nodes, dict):
-        raise UserError("callbacks: this is not a group of keys.")
+        raise UserError("callbacks: this must be a group of keys.")
     return {name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)}
 
 
@@ -227,7 +228,7 @@ def load_config(key: str, folder: str | Path) -> Config:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise UserError(
-            f"{key}={folder}: there is no config.yaml in it, so it is not a run directory."
+            f"{key}={folder}: this is not a run directory, since it has no config.yaml."
             f"{hint_for(key, Path(folder))}"
         )
     try:
@@ -239,24 +240,8 @@ def load_config(key: str, folder: str | Path) -> Config:
         reason = reason or first_line(error)
         raise UserError(f"{key}={folder}: its config.yaml is not from a run ({reason}).") from None
     if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
-        raise UserError(
-            f"{key}={folder}: its config.yaml is not from a run (it has no keys with values)."
-        )
-    return of_today(config)
-
-
-def of_today(config: Config) -> Config:
-    """Return a saved config with `groups` for the `decay_all` of earlier runs."""
-    if "decay_all" not in config:
-        return config
-    rule = {"match": "*", "weight_decay": "${optimizer.weight_decay}"}
-    decays = "weight_decay" in (config.get("optimizer") or ())
-    today = {key: value for key, value in config.items() if key != "decay_all"}
-    today["groups"] = [rule] if config["decay_all"] and decays else []
-    if isinstance(config.get("trainer"), dict):
-        trainer = {key: value for key, value in config["trainer"].items() if key != "decay_all"}
-        today["trainer"] = {**trainer, "groups": "${groups}"}
-    return today
+        raise UserError(f"{key}={folder}: its config.yaml is not from a run (it has no keys).")
+    return config
 
 
 def script_of(config: Config) -> str | None:
@@ -270,7 +255,8 @@ def check_buildable(folder: str | Path, config: Config) -> None:
     script = script_of(config)
     if script is not None:
         raise UserError(
-            f"run={folder}: a script made this run ({script}), so only it can build the model.\n"
+            f"run={folder}: this run was started by a script ({script}), so only the script can "
+            "build the model.\n"
             f"In Python, stoker.init_from(model, {str(folder)!r}) loads the weights into yours."
         )
 
@@ -292,9 +278,6 @@ def hint_for(key: str, folder: Path) -> str:
     runs = sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
     if not runs:
         return did_you_mean(folder, [file.parent for file in folder.parent.glob(f"*/{CONFIG}")])
-    if any((run / "job.json").exists() for run in runs):
-        others = f" or another of its {len(runs)} jobs" if len(runs) > 1 else ""
-        return f" It is a sweep: type {key}={runs[0]}{others}."
     names = first_few([run.name for run in runs], MOST_NAMES)
     return f"\nIt is a folder of runs, {names}: type {key}={runs[-1]}, or another one."
 
@@ -313,7 +296,7 @@ def check_yaml(text: str) -> None:
             depth -= 1
         if depth > MOST_LEVELS:
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
-        if getattr(event, "anchor", None):  # an alias too
+        if getattr(event, "anchor", None):  # including an alias
             raise ValueError("it has an anchor or an alias")
         if getattr(event, "tag", None):
             raise ValueError(f"it has the tag {event.tag}")
@@ -369,11 +352,11 @@ class Resolver:
             if isinstance(part, (dict, list)):
                 raise self.refusal(name, value)
             text = str(part)
-            self.spend(len(text) // 100, name, depth)  # before they are put together
+            self.spend(len(text) // 100, name, depth)  # check the size before joining them
             return text
 
         text = re.sub(KEY_PATH, replaced, value)
-        # Also if "$" and "{" come from two keys: whoever reads the text next would look it up.
+        # Also if "$" and "{" come from two keys, since the next reader would resolve the result.
         if "${" in text:
             raise self.refusal(name, value)
         return text
@@ -392,8 +375,8 @@ class Resolver:
         for part in interpolation[2:-1].split("."):
             if not isinstance(value, dict) or part not in value:
                 raise UserError(
-                    f"{self.place}: {name} in its config.yaml is {interpolation},"
-                    " and there is no such key."
+                    f"{self.place}: {name} in its config.yaml refers to "
+                    f"{interpolation}, which does not exist."
                 )
             value = value[part]
         return value
@@ -401,7 +384,7 @@ class Resolver:
     def refusal(self, name: str, value: str) -> UserError:
         return UserError(
             f"{self.place}: {name} in its config.yaml is {value}, "
-            f"which is not resolved.\nType {name}=... with its value."
+            f"which cannot be resolved here.\nType {name}=VALUE."
         )
 
 
@@ -413,7 +396,7 @@ def for_reading(config: Any) -> Config:
     """
     values = dotted.flat(config)
     for name in values:
-        for _ in range(MOST_LEVELS):  # a key in somebody's config may follow itself
+        for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
             followed = check.followed_key(values[name])
             if followed not in values:
                 break

@@ -13,7 +13,7 @@ from stoker.runs.result import RunResult, typed
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-ENDINGS = ("asked", "early_stopping")  # reasons to stop that leave nothing to resume
+ENDINGS = ("asked", "early_stopping")  # reasons to stop after which there is nothing to resume
 
 
 @dataclasses.dataclass
@@ -21,12 +21,12 @@ class Status:
     """What status.json says. Times are in seconds since 1970."""
 
     started: float | None = None
-    resumed: float | None = None  # when this process began to train, at `step`
+    resumed: float | None = None  # when this process began training, at `step`
     ended: float | None = None
     step: int | None = None
     total_steps: int | None = None
     machine: str | None = None
-    doctor: list[str] | None = None  # its warnings
+    doctor: list[str] | None = None  # the doctor's warnings
 
     @classmethod
     def read(cls, folder: Path) -> "Status":
@@ -42,7 +42,7 @@ class Status:
 def begin(folder: Path, trainer: "Trainer") -> None:
     """Write that the training starts or resumes."""
     before = Status.read(folder) if trainer.step else Status()
-    if trainer.step == trainer.total_steps:  # it is only tested again
+    if trainer.step == trainer.total_steps:  # the run is only tested again
         return
     started = round(time.time(), 1)
     status = Status(

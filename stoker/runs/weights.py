@@ -13,7 +13,7 @@ from stoker.trainer.callbacks import EMA
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, printable
 from stoker.trainer.state import is_like_tensor
 
-SHOWN = 3  # names in a line of the report
+SHOWN = 3  # names in each line of the report
 SOURCES = "a checkpoint, a run directory or a safetensors file"
 
 Tensors = dict[str, torch.Tensor]
@@ -39,9 +39,11 @@ class Loaded:
 
     def __str__(self) -> str:
         total = len(self.loaded) + len(self.reshaped) + len(self.missing)
-        lines = [f"{len(self.loaded)} of {total} tensors are those of {self.origin}"]
+        lines = [f"loaded {len(self.loaded)} of {total} tensors from {self.origin}"]
         if self.reshaped:
-            lines.append(f"not loaded, of another shape: {first_few(self.reshaped, SHOWN)}")
+            lines.append(
+                f"not loaded, since their shapes differ: {first_few(self.reshaped, SHOWN)}"
+            )
         rest = []
         if self.missing:
             rest.append(f"not in the file: {first_few(self.missing, SHOWN)}")
@@ -117,18 +119,18 @@ def read(path: Path) -> tuple[Tensors, str]:
         chosen = checkpoint.best(folder)
         if chosen is not None:
             return evaluated(*chosen)
-    raise UserError(f"init_from={printable(path)}: no checkpoint in this folder. Give {SOURCES}.")
+    raise UserError(f"init_from={printable(path)}: this folder has no checkpoint. Give {SOURCES}.")
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
     """Return the weights of a checkpoint's state that its run evaluates."""
     weights = entry(state, "model")
     if not weights or not all(map(torch.is_tensor, weights.values())):
-        raise UserError(f"init_from={printable(path)}: it has no weights of a model.")
+        raise UserError(f"init_from={printable(path)}: it has no model weights.")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
     averaged = {name: average.get(name, tensor) for name, tensor in weights.items()}
     if not all(map(torch.is_tensor, averaged.values())):
-        raise UserError(f"init_from={printable(path)}: its average is not of weights.")
+        raise UserError(f"init_from={printable(path)}: its average does not contain weights.")
     origin = printable(path)
     return averaged, f"{origin} (averaged by EMA)" if average else origin
 

@@ -27,7 +27,7 @@ from stoker.trainer.errors import UserError, as_typed
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
-PROGRESS_LETTERS = 1000  # the most that is printed of a row
+PROGRESS_LETTERS = 1000  # characters printed of a row
 
 
 @dataclass
@@ -76,25 +76,38 @@ class SweepRecord:
 
 def is_sweep(folder: Path) -> bool:
     """Whether a folder is a sweep's: a folder of single runs has results in it too."""
-    marks = (folder / SWEEP, folder / "multirun.yaml")
-    return any(path.is_file() for path in marks) or any(folder.glob(f"*/{JOB}"))
+    for name in (SWEEP, "multirun.yaml"):
+        if (folder / name).is_file():
+            return True
+    return any(folder.glob(f"*/{JOB}"))
 
 
 def read_jobs(folder: Path) -> list[Job]:
     """Read the jobs of a sweep, or the runs in any other folder, by name."""
-    names = (JOB, "result.json") if is_sweep(folder) else ("config.yaml",)
-    paths = {path.parent for name in names for path in folder.glob(f"*/{name}")}
-    return [read_job(path) for path in sorted(paths, key=lambda path: natural(path.name))]
+    names = [CONFIG]
+    if is_sweep(folder):
+        names = [JOB, RESULT]
+    paths: dict[str, Path] = {}
+    for name in names:
+        for path in folder.glob(f"*/{name}"):
+            paths[path.parent.name] = path.parent
+    return [read_job(paths[name]) for name in sorted(paths, key=natural)]
 
 
 def natural(text: str) -> list[tuple[int, int, str]]:
     """Return a sort key that compares the numbers in a text as numbers: 2 comes before 10."""
-    parts = re.split(r"(\d{1,1000})", text)  # int() refuses 4,300 digits
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+    parts = re.split(r"(\d{1,1000})", text)  # int() raises an error beyond 4,300 digits
+    key = []
+    for part in parts:
+        if part.isdecimal():
+            key.append((0, int(part), ""))
+        else:
+            key.append((1, 0, part))
+    return key
 
 
 def read_job(folder: Path) -> Job:
-    # Before reading the result: a job that ends after this has written its result by then.
+    # Checked before reading the result: a job that ended by now has written its result.
     is_running = is_held(folder)
     result = RunResult.read(folder)
     begun = read_json(folder / JOB)
@@ -108,7 +121,7 @@ def read_job(folder: Path) -> Job:
         job.best = result.best
         job.seconds = result.seconds
         tests = result.tests()
-        # In the order of the file, which is that of the columns of sweep.csv.
+        # In file order, which is also the column order of sweep.csv.
         job.test = {name: value for name, value in result.numbers.items() if name in tests}
         if result.stopped_by("pruned"):
             job.status = "pruned"
@@ -155,16 +168,25 @@ def progress(folder: Path) -> str:
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
     """Return {key: value as typed}, without the keys of the sweep itself."""
-    pairs = (override.lstrip("+").partition("=") for override in overrides)
-    return {
-        key: value for key, _, value in pairs if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key)
-    }
+    values = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
+            values[key] = value
+    return values
 
 
 def varied(jobs: list[dict[str, str]]) -> list[str]:
     """Return the keys in which the settings of several jobs differ, in the order typed."""
-    keys = dict.fromkeys(key for job in jobs for key in job)
-    return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
+    keys: dict[str, str] = {}
+    for job in jobs:
+        keys |= job
+    differing = []
+    for key in keys:
+        values = {job.get(key) for job in jobs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def changes_results(key: str) -> bool:
@@ -180,20 +202,24 @@ def differences(
 ) -> str:
     """Return 'seed=2 (was 0), ...' for the first three keys that differ; '' if none does."""
     keys = [key for key in {**now, **before} if compares(key) and now.get(key) != before.get(key)]
-    return ", ".join(
-        f"{key}={as_typed(now.get(key, '(default)'))} (was {before.get(key, '(default)')})"
-        for key in keys[:3]
-    )
+    changes = []
+    for key in keys[:3]:
+        new = as_typed(now.get(key, "(default)"))
+        old = before.get(key, "(default)")
+        changes.append(f"{key}={new} (was {old})")
+    return ", ".join(changes)
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
     """Return the typed settings of a job for these keys, their values as `shown`."""
-    settings = {key: job.settings[key] for key in keys if key in job.settings}
-    # `~key` removes a setting, and needs no value.
-    return [
-        f"{key}={shown(value)}" if value or key[0] != "~" else key
-        for key, value in settings.items()
-    ]
+    typed = []
+    for key in keys:
+        value = job.settings.get(key)
+        if value or (value is not None and key[0] != "~"):
+            typed.append(f"{key}={shown(value)}")
+        elif value is not None:  # `~key` removes a setting and needs no value
+            typed.append(key)
+    return typed
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
@@ -221,7 +247,7 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
     """Return the error for a sweep that differs from the one in its directory."""
     return UserError(
         f"hydra.sweep.dir={folder}: {reason}.\n"
-        f"Type another hydra.sweep.dir, or to continue that one:\n{command_to_continue(folder)}"
+        f"Type another hydra.sweep.dir, or continue that sweep:\n{command_to_continue(folder)}"
     )
 
 
@@ -238,4 +264,6 @@ def begin(folder: str, number: int) -> None:
 def value_of(folder: str) -> float | None:
     """Return the best value of the metric that a job monitors, for its sweeper; None for none."""
     result = results.finished(folder)
-    return result.best.value if result and result.best else None
+    if result is None or result.best is None:
+        return None
+    return result.best.value

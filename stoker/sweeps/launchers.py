@@ -31,24 +31,24 @@ EXTRAS = {
     "submitit_local": "submitit",
     "submitit_slurm": "submitit",
 }
-SIDE_BY_SIDE = ("joblib", "submitit_local")  # they run sweep.at_once jobs
+SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
-# Submitit sends it to a job that times out or is preempted; Windows lacks it.
+# Submitit's signal to a job that times out or is preempted; Windows lacks it.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
-apart = False  # whether a launcher started this process for jobs of a sweep
-slot: int | None = None  # which share of the machine this process has
-job = contextlib.ExitStack()  # to undo at the end of this process's job
-holding = contextlib.ExitStack()  # in the process of the sweep: its lock, which its jobs watch
-failed: list[Job] = []  # the job that ends a sweep with sweep.on_error=stop
+apart = False  # whether a launcher started this process to run jobs of a sweep
+slot: int | None = None  # which share of the machine this process uses
+job = contextlib.ExitStack()  # undone at the end of this process's job
+holding = contextlib.ExitStack()  # in the sweep's process: the lock that its jobs watch
+failed: list[Job] = []  # the job that ended a sweep with sweep.on_error=stop
 
 
 def check_installed(launcher: str) -> None:
     """Raise UserError if the plugin of one of our launchers is not installed."""
     extra = EXTRAS.get(launcher)
     plugin = None
-    with contextlib.suppress(ModuleNotFoundError):  # no plugin at all
+    with contextlib.suppress(ModuleNotFoundError):  # needs no plugin
         plugin = importlib.util.find_spec(f"hydra_plugins.hydra_{extra}_launcher")
     if extra and not plugin:
         raise UserError(
@@ -73,17 +73,18 @@ def count_gpus(device: str) -> int:
         return 0
     from stoker.trainer.device import available
 
-    names = available()[1:]  # the kind, and each of several by number
+    names = available()[1:]  # the device type, and each device if there are several
     if not names or device not in ("auto", names[0]) or names[0] == "mps":
         return 0
     return max(len(names) - 1, 1)
 
 
 def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    return how_many(at_once, per_gpu, count_gpus(device), cores())[0]
+    jobs, _ = how_many(at_once, per_gpu, count_gpus(device), cores())
+    return jobs
 
 
-# For configs/hydra/launcher/, which must be complete before the sweep begins.
+# Used in configs/hydra/launcher/, which must be complete before the sweep begins.
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
 
 
@@ -109,7 +110,7 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
     """
     while True:
         for each in order(number, slots):
-            # The lock lives as long as the process.
+            # Held as long as the process lives.
             file = open(folder / f"slot_{each}", "a+b", buffering=0)  # noqa: SIM115
             try:
                 lock.lock(file)
@@ -141,7 +142,7 @@ class Jobs(Callback):
         self.device = device
         self.on_error = on_error
 
-    # In the process of the sweep:
+    # In the sweep's process:
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices.get("hydra/launcher")
@@ -150,11 +151,12 @@ class Jobs(Callback):
             if launcher not in EXTRAS:
                 return
             self.prepare(launcher, config.hydra.launcher)
-            if launcher == "joblib" and self.jobs == 1:  # joblib runs them in this process
+            # with one job, joblib runs it in this process
+            if launcher == "joblib" and self.jobs == 1:
                 return
             self.launcher = launcher
             self.hold(Path(config.hydra.sweep.dir))
-        except Exception as error:  # Hydra would turn it into a warning
+        except Exception as error:  # Hydra would turn the error into a warning
             raise SystemExit(exit_codes.report(error)) from None
 
     def check(self, launcher: str) -> None:
@@ -184,7 +186,7 @@ class Jobs(Callback):
         gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
-        # Other processes need it to import the packages beside train.py.
+        # Job processes need it to import the packages beside train.py.
         here = project.current().import_folders()
         path = [*here, str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -199,7 +201,7 @@ class Jobs(Callback):
             holding.enter_context(lock.held(self.folder))
         except RunInUse:
             raise RunInUse(
-                f"hydra.sweep.dir={folder} is in use by another process. Wait until it has ended."
+                f"hydra.sweep.dir={folder} is in use by another process. Wait until it ends."
             ) from None
         is_local = self.launcher != "submitit_slurm"
         self.locks = is_local and lock.is_held(self.folder)
@@ -222,7 +224,7 @@ class Jobs(Callback):
         A failed one raises a signal if sweep.on_error=stop.
         """
         for path in self.results():
-            with contextlib.suppress(OSError):  # it may be replaced at this moment
+            with contextlib.suppress(OSError):  # the file may be being replaced
                 time_ns = path.stat().st_mtime_ns
                 if time_ns == times.get(path):
                     continue
@@ -241,7 +243,7 @@ class Jobs(Callback):
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
         then = "each job saves its step"
         if self.launcher == "submitit_slurm":
-            then = "the jobs in Slurm's queue stay there (scancel --name=stoker ends them)"
+            then = "the jobs stay in Slurm's queue (to remove them: scancel --name=stoker)"
         print(f"\n{why}: {then}", file=sys.stderr, flush=True)
         holding.close()
         self.wait_for_jobs()
@@ -261,7 +263,7 @@ class Jobs(Callback):
         holding.close()
         remove_empty([self.folder])  # if no job ran
 
-    # In the process of a job, which may have run other jobs before:
+    # In a job's process, which may have run other jobs before:
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         global apart, slot
@@ -276,7 +278,7 @@ class Jobs(Callback):
         job.enter_context(contextlib.redirect_stdout(file))
         job.enter_context(contextlib.redirect_stderr(file))
         if self.launcher in ("joblib", "submitit_local"):
-            self.restore(VISIBLE_GPUS)  # which submitit empties
+            self.restore(VISIBLE_GPUS)  # submitit empties this variable
             if slot is None:
                 slot = claim(self.folder, config.hydra.job.num, self.jobs, self.go_on)
         if self.launcher != "submitit_slurm" and self.environ[THREADS] is None:
@@ -285,7 +287,7 @@ class Jobs(Callback):
             torch.set_num_threads(self.threads)
             self.restore(
                 THREADS
-            )  # set by the launchers; a run would take it for the user's setting
+            )  # set by the launchers; a run would mistake it for the user's setting
         self.listen()
 
     def restore(self, name: str) -> None:
@@ -314,12 +316,14 @@ class Jobs(Callback):
 
     def is_over(self) -> bool:
         """Whether the sweep has ended, even if another one has begun in its folder."""
-        return self.locks and not (lock.is_held(self.folder) and self.read_owner() == self.owner)
+        if not self.locks:
+            return False
+        return not lock.is_held(self.folder) or self.read_owner() != self.owner
 
     def read_owner(self) -> bytes | None:
         try:
             return (self.folder / lock.LOCK).read_bytes()
-        except OSError:  # unreadable on Windows while locked
+        except OSError:  # cannot be read on Windows while locked
             return None
 
     def go_on(self) -> None:
@@ -332,8 +336,8 @@ class Jobs(Callback):
             return
         job.close()
         if stopping.received is not None:
-            if self.launcher == "joblib":  # its processes would wait for a killed sweep
-                self.wait_for_jobs()  # joblib kills the others when a process ends
+            if self.launcher == "joblib":  # otherwise, its processes would wait for a killed sweep
+                self.wait_for_jobs()  # joblib kills the other processes when one ends
                 os._exit(signals.exit_code())
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
-from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, reads ranges, 1.4
+from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, which parses ranges, 1.4
     create_optuna_distribution_from_override,
 )
 from omegaconf import DictConfig
@@ -34,9 +34,10 @@ from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
-SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name
+# targets that a config may name
+SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
 STATES = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-# The overrides of a job by its number; None if it must not run.
+# Maps a job's number to its overrides; None if the job must not run.
 Trials = dict[int, list[str] | None]
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -93,7 +94,7 @@ class OptunaSearch(Sweeper):
                 "sweep=optuna: nothing is searched. Type a key and its range, "
                 "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
-        # A key that does not exist is an error before anything is written.
+        # An unknown key is an error before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
         keys = sorted(jobs.settings_of(example))
         with held(self.folder):
@@ -139,9 +140,9 @@ class OptunaSearch(Sweeper):
         self.study = self.open_study()
         begun = {}
         for trial in self.study.trials:
-            # Other folders may work on the same study.
+            # Searches in other folders may use the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # The storage is untrusted: type only what this search would draw.
+                # The storage is untrusted, so accept only values that this search would draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 
@@ -151,15 +152,19 @@ class OptunaSearch(Sweeper):
         if "mode" in monitored:  # also set by trials that failed because of it
             check_mode(self.maximize, monitored["monitor"], monitored["mode"])
         trials = self.study.trials
-        to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
-        numbers = range(len(trials), len(trials) + min(to_go, count))
-        return {number: typed(self.ask(self.study, number)) for number in numbers}
+        finished = [trial for trial in trials if trial.state.is_finished()]
+        to_go = self.trials - len(finished)
+        first = len(trials)
+        proposed: Trials = {}
+        for number in range(first, first + min(to_go, count)):
+            proposed[number] = typed(self.ask(self.study, number))
+        return proposed
 
     def tell(self, number: int, state: str, value: float | None) -> None:
         """Record the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
         if state == "complete":
             self.study.tell(number, value)
-        else:  # the value of a pruned trial is the last that it reported
+        else:  # a pruned trial's value is the last one it reported
             self.study.tell(number, state=STATES[state])
 
     def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
@@ -176,8 +181,7 @@ class OptunaSearch(Sweeper):
         config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
-                "hydra/sweeper/sampler=grid: this runs every combination, as sweep=grid does. "
-                "Type sweep=grid."
+                "hydra/sweeper/sampler=grid: this sampler runs every combination. Type sweep=grid."
             )
         if config.get("seed") is not None:
             config["seed"] = mix_seed(config["seed"], "trial", number) % 2**32
@@ -195,7 +199,7 @@ class OptunaSearch(Sweeper):
                 load_if_exists=True,
             )
             before = study.direction
-        except Exception as error:  # of SQLAlchemy, of a driver that is not installed, of Optuna
+        except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
             reason = first_line(error.__cause__ or error)
             raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
         if before != direction:
@@ -210,7 +214,8 @@ class OptunaSearch(Sweeper):
                     check_distribution_compatibility(old, self.space.get(key, old))
                 except ValueError as error:
                     raise UserError(
-                        f"hydra.sweep.dir={self.folder}: its trials have another range for {key} "
+                        f"hydra.sweep.dir={self.folder}: its trials have a different range for "
+                        f"{key} "
                         f"({str(error).rstrip('.')}). Type another hydra.sweep.dir."
                     ) from None
         return study
@@ -224,7 +229,7 @@ def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
 def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
     """Return the storage and the name of the study, from the sweeper's settings and the folder."""
     if sweeper.storage is None:
-        # Wait a minute for other trials.
+        # Wait up to a minute for other trials.
         return f"sqlite:///{folder / 'study.db'}?timeout=60", sweeper.study_name or "search"
     return sweeper.storage, sweeper.study_name or folder.name
 
@@ -274,7 +279,7 @@ class Pruning(Callback):
         self.trial = optuna.Trial(study, trial_id)
         self.reported = max(study.trials[self.number].intermediate_values, default=0)
         if trainer.step and self.reported == self.evaluations(trainer):
-            self.stop_if_hopeless(trainer)  # the run was killed before it could ask
+            self.stop_if_hopeless(trainer)  # the run was killed before it asked the pruner
 
     def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
         now = self.evaluations(trainer)

@@ -12,16 +12,17 @@ from stoker.runs import report
 from stoker.runs.directory import METRICS
 from stoker.runs.page import render
 from stoker.runs.plots import thin
+from stoker.runs.report import words
 from stoker.runs.rows import metrics_in, read_rows
 from stoker.sweeps import table
 from stoker.sweeps.jobs import Job, natural, typed_for
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 
-MOST_SETTINGS = 24  # plotted
-MOST_POINTS = 20_000  # of all curves together
-BINS = 5  # groups of the numbers of a setting with more values
-DEFAULT = "(default)"  # the value of a setting that was not typed
+MOST_SETTINGS = 24  # curves plotted
+MOST_POINTS = 20_000  # points in all curves together
+BINS = 5  # groups of values, for a numeric setting with more
+DEFAULT = "(default)"  # shown for a setting that was not typed
 
 
 def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> str:
@@ -36,6 +37,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         sweep=sweep,
         table=table,
         typed_for=typed_for,
+        note_of=note_of,
         tests=table.tests_of(sweep),
         counts=counts,
         best=best,
@@ -44,6 +46,12 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         plots=shown,
         importances=importances(shown),
     )
+
+
+def note_of(job: Job) -> str:
+    """Return the note of a job in one line, without commands."""
+    text, _ = words.without_commands(job.note)
+    return " ".join(text.split())
 
 
 def link_of(sweep: Sweep, job: Job) -> str | None:
@@ -59,13 +67,13 @@ def plots(sweep: Sweep) -> dict[str, Any]:
 
     Nothing but numbers, and texts without control characters.
     """
-    rows = [*sweep.groups, *([job] for job in sweep.unfinished)]
-    ended = [
-        (i, job)
-        for i, row in enumerate(rows)
-        for job in row
-        if sweep.compares and job.status in ("done", "pruned", "failed")
-    ]
+    rows = list(sweep.groups)
+    rows += [[job] for job in sweep.unfinished]
+    ended = []
+    for i, group in enumerate(rows):
+        for job in group:
+            if sweep.compares and job.status in ("done", "pruned", "failed"):
+                ended.append((i, job))
     keys = sweep.keys[:MOST_SETTINGS] if ended else []
     records = []
     choices = [values_of(sweep, [job for _, job in ended], key) for key in keys]
@@ -117,16 +125,16 @@ def axis(key: str, values: list[str]) -> dict[str, Any]:
 def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
     """Return (epoch, value) of the monitored metric, with at most about `most` points."""
     try:
-        rows = map(metrics_in, read_rows(sweep.folder / job.name / METRICS))
-        points = [
-            (row["epoch"], row[sweep.name]) for row in rows if row.get(sweep.name) is not None
-        ]
-    except (OSError, KeyError):
+        rows = read_rows(sweep.folder / job.name / METRICS)
+    except OSError:
         return []
-    points = [
-        (x, y) for x, y in points if isinstance(x, int | float) and isinstance(y, int | float)
-    ]
-    return [(round(x, 4), float(f"{y:.5g}")) for x, y in thin(points, max(4, most))]
+    points = []
+    for row in map(metrics_in, rows):
+        x = row.get("epoch")
+        y = row.get(sweep.name)
+        if isinstance(x, int | float) and isinstance(y, int | float):
+            points.append((round(x, 4), float(f"{y:.5g}")))
+    return list(thin(points, max(4, most)))
 
 
 def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
@@ -136,13 +144,22 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
     shares = []
     for i, key in enumerate(plots["keys"]):
         places = [job["settings"][i] for job in done]
-        if key["numbers"]:
-            places = [key["numbers"][place] for place in places]
-            if len(set(places)) > BINS:
-                edges = numpy.quantile(places, numpy.linspace(0, 1, BINS + 1)[1:-1])
-                places = numpy.searchsorted(edges, places).tolist()
-        shares.append((key["name"], importance(places, values)))
-    return sorted(shares, key=lambda pair: -pair[1])
+        numbers = key["numbers"]
+        if numbers:
+            places = binned([numbers[place] for place in places])
+        share = importance(places, values)
+        shares.append((key["name"], share))
+    return sorted(shares, key=lambda pair: pair[1], reverse=True)
+
+
+def binned(numbers: list[float]) -> list[Any]:
+    """Return the quantile of each number if there are many, or else the numbers."""
+    if len(set(numbers)) <= BINS:
+        return numbers
+    ends = numpy.linspace(0, 1, BINS + 1)
+    edges = numpy.quantile(numbers, ends[1:-1])
+    places: list[Any] = numpy.searchsorted(edges, numbers).tolist()
+    return places
 
 
 def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
@@ -158,6 +175,10 @@ def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
     _, order, repeats = numpy.unique(values, return_inverse=True, return_counts=True)
     ranks = (repeats.cumsum() - (repeats - 1) / 2)[order]
     means = numpy.bincount(group, ranks) / numpy.bincount(group)
-    within = numpy.square(ranks - means[group]).sum() / (count - len(names))
+    residuals = numpy.square(ranks - means[group])
+    within = residuals.sum() / (count - len(names))
     variance = ranks.var(ddof=1)
-    return max(0.0, float(1 - within / variance)) if variance else 0.0
+    if not variance:
+        return 0.0
+    share = float(1 - within / variance)
+    return max(0.0, share)

@@ -13,7 +13,7 @@ from stoker.sweeps.table import digits, typed_briefly
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 
-OUTPUT = "jobs"  # the folder of a sweep for the output of its jobs, and for locks
+OUTPUT = "jobs"  # the sweep's folder for its jobs' output and for locks
 ENDED = ("done", "pruned")
 
 
@@ -28,7 +28,7 @@ class Ends:
         self.total = total
         self.keys = keys
         self.best: Job | None = None
-        self.widths = [0] * 4  # of the parts of a line, so far
+        self.widths = [0] * 4  # widths of a line's columns so far
         self.start = time.monotonic()
         earlier = [job for job in read_jobs(folder) if job.status in ENDED]
         self.names = {job.name for job in earlier}
@@ -38,50 +38,74 @@ class Ends:
 
     def compare(self, job: Job) -> None:
         """Keep the job if it is the best so far."""
-        if job.status != "done" or job.best is None:
+        new = job.best
+        if job.status != "done" or new is None:
             return
-        if self.best is None or self.best.best is None:
+        best = self.best.best if self.best else None
+        if best is None:
             self.best = job
-        elif job.best.name == self.best.best.name:
-            sign = 1 if job.best.mode == "max" else -1
-            if sign * job.best.value > sign * self.best.best.value:
+        elif new.name == best.name:
+            is_better = new.value > best.value
+            if new.mode == "min":
+                is_better = new.value < best.value
+            if is_better:
                 self.best = job
 
     def line(self, job: Job, with_reason: bool = False) -> str:
         """Return the line for a job that has ended, `with_reason` if it has failed."""
         self.names.add(job.name)
         self.compare(job)
-        count = str(len(self.names))
-        if self.total is not None:
-            count = f"{count:>{len(str(self.total))}}/{self.total}"
-        parts = [count, outcome(job, with_reason), "", ""]
+        best = ""
         if self.best is not None and self.best.best is not None:
-            parts[2] = f"best {digits(self.best.best.value)} (job {self.best.name})"
-        to_go = (self.total or 0) - len(self.names)
-        if to_go > 0:
-            ended = max(1, len(self.names) - self.earlier)  # a job may end again
-            each = (time.monotonic() - self.start) / ended
-            parts[3] = f"{seconds(each * to_go)} left"
-        self.widths = [
-            max(width, len(part)) for width, part in zip(self.widths, parts, strict=True)
+            value = digits(self.best.best.value)
+            best = f"best {value} (job {self.best.name})"
+        parts = [
+            self.count(),
+            outcome(job, with_reason),
+            best,
+            self.time_left(),
         ]
-        parts = list(map(str.ljust, parts, self.widths))
-        typed = " ".join(typed_briefly(job, self.keys)) or f"job {job.name}"
-        return printable("  ".join([*filter(None, parts), typed]))
+        line = ""
+        for i, part in enumerate(parts):
+            self.widths[i] = max(self.widths[i], len(part))
+            if self.widths[i]:
+                line += part.ljust(self.widths[i]) + "  "
+        typed = " ".join(typed_briefly(job, self.keys))
+        line += typed or f"job {job.name}"
+        return printable(line)
+
+    def count(self) -> str:
+        """' 7/12', of the jobs that have ended."""
+        count = str(len(self.names))
+        if self.total is None:
+            return count
+        total = str(self.total)
+        return f"{count.rjust(len(total))}/{total}"
+
+    def time_left(self) -> str:
+        """'4 min 10 s left', '' at the end or if the number of jobs is not known."""
+        to_go = (self.total or 0) - len(self.names)
+        if to_go <= 0:
+            return ""
+        ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
+        each = (time.monotonic() - self.start) / ended
+        return f"{seconds(each * to_go)} left"
 
 
 def outcome(job: Job, with_reason: bool) -> str:
     """'val/acc 0.9861', 'pruned at evaluation 3', 'failed'."""
     if job.status == "pruned":
         return job.note
-    if job.status != "done":
-        reason = job.note.partition("\n")[0]
-        return f"{job.status}, {reason}" if with_reason else job.status
-    return f"{job.best.name} {digits(job.best.value)}" if job.best else "done"
+    if job.status == "done" and job.best:
+        return f"{job.best.name} {digits(job.best.value)}"
+    if job.status != "done" and with_reason:
+        reason, _, _ = job.note.partition("\n")
+        return f"{job.status}, {reason}"
+    return job.status
 
 
-ends: Ends | None = None  # once this process has checked its sweep against the directory
-output = contextlib.ExitStack()  # to close at the end of this process's job
+ends: Ends | None = None  # set once this process has checked its sweep against the directory
+output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(

@@ -14,7 +14,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import default_metrics
 
-# Hydra's keys that ours replace, and what to type instead.
+# Hydra's keys that our keys replace, and what to type instead.
 TAKEN = {
     "direction": "monitor_mode=max or monitor_mode=min",
     "n_trials": "sweep.trials=N",
@@ -22,7 +22,7 @@ TAKEN = {
     "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
-# The data sets whose first metric is the perplexity; that of others is val/acc, val/miou or val/r2.
+# The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
 PREDICTS_TOKENS = ("stoker.data.text.text",)
 
 
@@ -52,7 +52,7 @@ def maximizes(cfg: DictConfig) -> bool:
     """Whether the search maximises, decided before any trial has built a metric."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
-    if cfg.monitor == "auto":  # if the data has another metric, check_mode ends the search
+    if cfg.monitor == "auto":  # if the data has a different metric, check_mode ends the search
         return cfg.dataset._target_ not in PREDICTS_TOKENS
     metrics: dict[str, Any] = default_metrics("regression")
     for dims in range(3):
@@ -61,7 +61,7 @@ def maximizes(cfg: DictConfig) -> bool:
         metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
     part, _, name = cfg.monitor.partition("/")
     higher = getattr(metrics.get(name), "higher_is_better", None) if part != "train" else None
-    if name == "loss":  # of val or of a validation set with another name
+    if name == "loss":  # of val, or of a validation set with another name
         higher = False
     if not isinstance(higher, bool):
         raise UserError(
@@ -76,8 +76,8 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
     if mode != ("max" if maximize else "min"):
         trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
-            f"monitor: the trials look for the {trial} {name}, "
-            f"but the search for the {search} value.\n"
+            f"monitor: the trials look for the {trial} {name}, but the search looks for the "
+            f"{search} value.\n"
             f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 
@@ -101,7 +101,7 @@ def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   without {', '.join(left)}: not every trial has this key")
+        print(f"search   leaves out {', '.join(left)}, which not every trial has")
     return [*kept, *typed]
 
 
@@ -119,7 +119,7 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
             lambda key: key not in searched and jobs.changes_results(key),
         )
         if different:
-            reason = f"its trials have other settings: {different}"
+            reason = f"its trials have different settings: {different}"
             raise jobs.of_another_sweep(folder, reason)
 
 

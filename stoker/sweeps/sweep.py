@@ -9,7 +9,6 @@ import importlib
 import itertools
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -31,7 +30,7 @@ from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
-REPORTS = 0.05  # share of the time of the jobs that goes into drawing their reports
+REPORTS = 0.05  # share of the jobs' time to spend on drawing their reports
 
 
 class SweepCallback(Callback):
@@ -51,7 +50,8 @@ class SweepCallback(Callback):
         if launch.world_size() > 1:
             program = " ".join(invocation.program())
             raise UserError(
-                f"-m: a sweep needs one process. Type {program} -m ... devices=N, without torchrun."
+                f"-m: a sweep needs a single process. Type {program} -m ... devices=N, without "
+                "torchrun."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = Path(config.hydra.sweep.dir)
@@ -142,16 +142,19 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
     if not is_grid or sweep["subdir"] != "${hydra.job.num}":
         return None
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    more = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    params = config.hydra.sweeper.params or {}
+    more = [f"{key}={value}" for key, value in params.items()]
+    loader = GlobalHydra.instance().config_loader()
+    parser = OverridesParser.create(config_loader=loader)
     choices = {}
     for override in parser.parse_overrides([*more, *task]):
         key = override.get_key_element()
         if override.is_discrete_sweep():
-            choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            values = list(override.sweep_string_iterator())
         else:
-            choices[key] = [f"{key}={override.get_value_element_as_str()}"]
-    return [list(job) for job in itertools.product(*choices.values())]
+            values = [override.get_value_element_as_str()]
+        choices[key] = [f"{key}={value}" for value in values]
+    return list(map(list, itertools.product(*choices.values())))
 
 
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
@@ -173,7 +176,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
             lambda key: key in varied or jobs.changes_results(key),
         )
         if different:
-            reason = f"job {name} in it has other settings: {different}"
+            reason = f"its job {name} has different settings: {different}"
             raise jobs.of_another_sweep(folder, reason)
 
 
@@ -209,12 +212,15 @@ def report(sweep: Sweep, draws: bool = True) -> None:
 
 def summary_of(sweep: Sweep) -> str:
     """'4 done, 1 failed, 1 not begun'."""
-    counts = Counter(job.status for job in sweep.jobs)
-    parts = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
+    parts = []
+    for status in STATUSES:
+        count = len(sweep.of(status))
+        if count:
+            parts.append(f"{count} {status}")
     if sweep.missing:
         parts.append(f"{sweep.missing} not begun")
     if not sweep.compares:
-        parts.append("on different data, so none is the best")
+        parts.append("on different data, so not comparable")
     return ", ".join(parts)
 
 
@@ -225,10 +231,17 @@ def best_command(sweep: Sweep) -> str | None:
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
-    left_out = ("run_dir=", *(f"{key}=" for key in table.REPEATS if key in sweep.keys))
-    if "dataset.fold" in sweep.keys:  # all that is not tested
-        left_out += ("dataset.folds=",)
-    typed = [override for override in best.overrides if not override.startswith(left_out)]
+    left_out = ["run_dir"]
+    for key in table.REPEATS:
+        if key in sweep.keys:
+            left_out.append(key)
+    if "dataset.fold" in left_out:  # without folds, nothing is held back from the training
+        left_out.append("dataset.folds")
+    typed = []
+    for override in best.overrides:
+        key, _, _ = override.partition("=")
+        if key not in left_out:
+            typed.append(override)
     return command(typed)
 
 
@@ -237,7 +250,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     if not sweep.swept or not sweep.to_run or sweep.of("running"):
         return None
     again = jobs.command_to_continue(sweep.folder)
-    if sweep.of("failed") and not sweep.is_search:  # or it stops at the same job again
+    if sweep.of("failed") and not sweep.is_search:  # otherwise it would stop at the same job again
         again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     return again
 
@@ -246,7 +259,7 @@ def draw_reports(sweep: Sweep) -> None:
     """Draw the missing reports of the finished jobs, best first, for REPORTS of the jobs' time."""
     from stoker.runs import report
 
-    done = [job for group in sweep.groups for job in group]
+    done = list(itertools.chain(*sweep.groups))
     limit = REPORTS * sum(job.seconds or 0.0 for job in done)
     start = time.perf_counter()
     for job in done:
@@ -272,8 +285,8 @@ def show(folder: Path) -> None:
         inside = sorted(filter(jobs.is_sweep, folder.glob("*")))
         example = f", as in {inside[-1]}" if inside else ""
         raise UserError(
-            f"{folder}: it has no jobs of a sweep and no runs. "
-            f"Type the directory of a sweep{example}."
+            f"{folder}: this folder has neither a sweep's jobs nor runs. Type the directory of a "
+            f"sweep{example}."
         )
     report(sweep)
 
@@ -281,7 +294,7 @@ def show(folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Run `python -m stoker.sweeps.sweep DIR` and return the exit code."""
     usage = "python -m stoker.sweeps.sweep DIR, the directory of a sweep, or a folder of runs."
-    return subcommand.run(arguments, usage, lambda folder: bool(jobs.read_jobs(folder)), show)
+    return subcommand.run(arguments, usage, show)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from stoker.sweeps.jobs import (
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 
-REPEATS = ("seed", "dataset.fold")  # settings of runs that are shown as one, by their mean
-MOST_DONE = 30  # rows of the table on the screen
+REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
+MOST_DONE = 30  # rows of the printed table
 MOST_UNFINISHED = 10
-DATA = {  # the keys that choose the data
+DATA = {  # keys that choose the data
     "dataset",
     "dataset._target_",
     "dataset.root",
@@ -59,24 +59,30 @@ class Sweep:
         for (name, mode), _ in Counter(bests).most_common(1):
             self.name = name
             self.high = mode == "max"
+        done = self.of("done")
+        keys = [key for key in self.keys if key not in REPEATS]
         groups: dict[tuple[Any, ...], list[Job]] = {}
-        for job in self.of("done"):
+        for job in done:
+            settings = [job.settings.get(key) for key in keys]
             is_other = self.value(job) is None
-            settings = [job.settings.get(key) for key in self.keys if key not in REPEATS]
             group = groups.setdefault((is_other, *settings), [])
             group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
-        is_grouped = any(len(group) > 1 for group in self.groups)
+        is_grouped = len(groups) < len(done)
         self.left_out = REPEATS if is_grouped else ()
-        self.group_keys = [key for key in self.keys if key not in self.left_out]
-        self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
+        self.group_keys = keys if is_grouped else self.keys
+        self.unfinished: list[Job] = []
+        for status in STATUSES[1:]:
+            self.unfinished += self.of(status)
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
 
     def value(self, job: Job) -> float | None:
         """Return the job's value of the monitored metric; None if it lacks it."""
-        return job.best.value if job.best and job.best.name == self.name else None
+        if job.best is None or job.best.name != self.name:
+            return None
+        return job.best.value
 
     def rank(self, group: list[Job]) -> float:
         """Return the sort key of a group: the best mean first, no value last."""
@@ -95,7 +101,7 @@ class Sweep:
     @property
     def wanted(self) -> list[Job]:
         """The jobs of the last command. A larger sweep may have used the directory before."""
-        if self.planned is None or self.is_search:  # a search may give its trials any number
+        if self.planned is None or self.is_search:  # a search may number its trials in any way
             return self.jobs
         return [
             job for job in self.jobs if not job.name.isdecimal() or int(job.name) < self.planned
@@ -109,8 +115,11 @@ class Sweep:
     @property
     def to_run(self) -> int:
         """How many jobs the same command would run. A search does not repeat failed trials."""
-        again = ("unfinished",) if self.is_search else ("failed", "unfinished")
-        return self.missing + sum(job.status in again for job in self.wanted)
+        again = ["unfinished"]
+        if not self.is_search:
+            again.append("failed")
+        begun = [job for job in self.wanted if job.status in again]
+        return self.missing + len(begun)
 
 
 def present(values: Iterable[float | None]) -> list[float]:
@@ -120,7 +129,9 @@ def present(values: Iterable[float | None]) -> list[float]:
 def decimals(value: float) -> int:
     """Return how many decimals a number needs to show four digits."""
     size = abs(value)
-    return 4 if size <= 1 or not math.isfinite(size) else max(0, 3 - int(math.log10(size)))
+    if size <= 1 or not math.isfinite(size):
+        return 4
+    return max(0, 3 - int(math.log10(size)))
 
 
 def digits(value: float) -> str:
@@ -131,10 +142,12 @@ def digits(value: float) -> str:
 
 
 def short(setting: str) -> str:
-    """Return a typed value, a long fraction in four digits."""
+    """Return a typed value, a long fraction in four digits, and 10000.0 as 10000."""
     value = as_number(setting)
-    if value is None or len(setting) <= 6 or value.is_integer():
+    if value is None or len(setting) <= 6:
         return setting
+    if value.is_integer():
+        return setting.removesuffix(".0")
     return f"{value:.4g}"
 
 
@@ -165,18 +178,22 @@ def value_of(sweep: Sweep, jobs: list[Job], sign: str = "+-") -> str:
     best = jobs[0].best
     if value or best is None:
         return value
-    return f"{best.name} {mean_and_deviation([job.best.value for job in jobs if job.best], sign)}"
+    bests = [job.best.value for job in jobs if job.best]
+    return f"{best.name} {mean_and_deviation(bests, sign)}"
 
 
 def test_of(jobs: list[Job], test: str, sign: str = "+-") -> str:
     """Return the mean of a test metric."""
-    return mean_and_deviation((job.test.get(test) for job in jobs), sign)
+    values = [job.test.get(test) for job in jobs]
+    return mean_and_deviation(values, sign)
 
 
 def seconds_of(jobs: list[Job]) -> str:
     """Return the mean seconds of the jobs; '' if none has any."""
     times = present(job.seconds for job in jobs)
-    return f"{statistics.fmean(times):.1f}" if times else ""
+    if not times:
+        return ""
+    return f"{statistics.fmean(times):.1f}"
 
 
 def typed_briefly(job: Job, keys: Iterable[str]) -> list[str]:
@@ -194,8 +211,11 @@ def tests_of(sweep: Sweep) -> list[str]:
 
 def test_name(sweep: Sweep) -> str:
     """Return the test metric with the name of the monitored one, or the first; '' for none."""
-    same = f"test/{sweep.name.partition('/')[2]}"
-    return min(tests_of(sweep), key=lambda name: name != same, default="")
+    tests = tests_of(sweep)
+    _, _, metric = sweep.name.partition("/")
+    if f"test/{metric}" in tests:
+        return f"test/{metric}"
+    return tests[0] if tests else ""
 
 
 def lines(sweep: Sweep) -> list[str]:
@@ -209,33 +229,54 @@ def lines(sweep: Sweep) -> list[str]:
         keys = [key for key in sweep.jobs[0].settings if key not in sweep.left_out]
     rows = [["job", sweep.name or "best", test or "test", "seconds", "settings"]]
     for group in sweep.groups[:MOST_DONE]:
-        value = value_of(sweep, group)
-        settings = " ".join(typed_briefly(group[0], keys))
-        rows.append([ranges(group), value, test_of(group, test), seconds_of(group), settings])
+        row = [
+            ranges(group),
+            value_of(sweep, group),
+            test_of(group, test),
+            seconds_of(group),
+            " ".join(typed_briefly(group[0], keys)),
+        ]
+        rows.append(row)
     for job in sweep.unfinished[:MOST_UNFINISHED]:
-        rows.append([job.name, job.status, "", "", with_note(job, sweep.keys)])
-    hidden = len(sweep.groups) + len(sweep.unfinished) - (len(rows) - 1)
+        note = with_note(job, sweep.keys)
+        rows.append([job.name, job.status, "", "", note])
+    shown = len(rows) - 1
+    hidden = len(sweep.groups) + len(sweep.unfinished) - shown
     if hidden:
         rows.append(["...", "", "", "", f"{hidden} more: see sweep.csv"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def with_note(job: Job, keys: list[str]) -> str:
     """Return the settings of an unfinished job, and the first line of its note."""
-    why = job.note.partition("\n")[0]
-    typed = typed_briefly(job, keys or job.settings)
-    typed = [setting for setting in typed if not why.startswith(f"{setting}: ")]
-    return ": ".join(filter(None, [" ".join(typed), why]))
+    why, _, _ = job.note.partition("\n")
+    typed = []
+    for setting in typed_briefly(job, keys or job.settings):
+        if not why.startswith(f"{setting}: "):
+            typed.append(setting)
+    settings = " ".join(typed)
+    if settings and why:
+        return f"{settings}: {why}"
+    return settings or why
 
 
 def ranges(jobs: list[Job]) -> str:
     """'0-2,5' for the jobs 0, 1, 2 and 5; 'first +2' for three jobs with other names."""
     names = [job.name for job in jobs]
-    if all(re.fullmatch("[0-9]{1,9}", name) for name in names):
-        runs = consecutive(sorted(map(int, names)))
-        return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
-    return f"{names[0]} +{len(names) - 1}" if names[1:] else names[0]
+    if not all(re.fullmatch("[0-9]{1,9}", name) for name in names):
+        more = len(names) - 1
+        return f"{names[0]} +{more}" if more else names[0]
+    parts = []
+    for run in consecutive(sorted(map(int, names))):
+        first = run[0]
+        last = run[-1]
+        parts.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(parts)
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:
@@ -251,17 +292,21 @@ def write_csv(sweep: Sweep, path: Path) -> None:
 
 def csv_rows(sweep: Sweep) -> Iterator[list[Any]]:
     """Yield the header of sweep.csv, then a row for each job, in their order."""
-    names = dict.fromkeys(name for job in sweep.jobs for name in monitored(job))
-    tests = dict.fromkeys(name for job in sweep.jobs for name in job.test)
+    names: dict[str, None] = {}
+    tests: dict[str, float] = {}
+    for job in sweep.jobs:
+        if job.best:
+            names[job.best.name] = None
+        tests |= job.test
     columns = [*sweep.keys, *names, *tests]
     yield ["job", "status", *columns, "seconds", "error"]
     for job in sweep.jobs:
-        values = {**job.settings, **monitored(job), **job.test}
-        yield [job.name, job.status, *map(values.get, columns), job.seconds, job.note]
-
-
-def monitored(job: Job) -> dict[str, float]:
-    return {job.best.name: job.best.value} if job.best else {}
+        values: dict[str, Any] = dict(job.settings)
+        if job.best:
+            values[job.best.name] = job.best.value
+        values |= job.test
+        cells = [values.get(column) for column in columns]
+        yield [job.name, job.status, *cells, job.seconds, job.note]
 
 
 def safe_cell(value: Any) -> Any:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
 
-# {key: the key that decides in its place}.
+# {key: the key that overrides it}.
 DECIDED_BY = {
     "limit_train": "steps_per_epoch",
     "dataset.val_fraction": "dataset.folds",
@@ -23,7 +23,6 @@ DECIDED_BY = {
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
     from stoker.trainer.metrics import TopK
-    from stoker.trainer.overrides import is_usual, mentions
 
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)
@@ -34,24 +33,14 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
         )
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
-    kind = type(parts.trainer)
-    is_typed = any(key.partition(".")[0] == "loss" for key in typed)
-    if (
-        is_typed
-        and not is_usual(kind, "compute_loss")
-        and not mentions(kind, r"\.loss\b|super\(\)\.compute_loss|def __init__\([^)]*\bloss\b")
-    ):
-        raise UserError(
-            f"loss: {kind.__name__} has its own compute_loss, which does not use it. "
-            "Leave it out, or call self.loss there."
-        )
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
         classes = parts.data.num_classes
         if is_typed and isinstance(metric, TopK) and classes and metric.k >= classes:
             raise UserError(
-                f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
-                f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."
+                f"metrics.{name}.k={metric.k}: any of {parts.data.num_classes} classes is always "
+                f"among the top {metric.k}. Type metrics.{name}.k={parts.data.num_classes - 1} "
+                "or less."
             )
 
 
@@ -61,8 +50,8 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
         deciding = OmegaConf.select(cfg, other)
         if key in typed and deciding:
             raise UserError(
-                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} decides this. "
-                "Leave one of them out."
+                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} overrides this. Leave "
+                "one of them out."
             )
 
 
@@ -96,7 +85,6 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         every = cfg.eval_every
     lengths = {
         "step": steps,
-        "epoch": math.ceil(steps / per_epoch),
         "evaluation": math.ceil(steps / every),
     }
     for key, setting in SETTINGS.items():
@@ -105,11 +93,11 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         value = OmegaConf.select(cfg, key)
         unit = setting.every
         length = lengths[unit]
-        # Patience runs out one evaluation after the best one at the earliest.
+        # Patience runs out at the earliest one evaluation after the best one.
         most = length - 1 if key == "patience" else length
         if key in typed and value is not None and value > most:
             units = unit if length == 1 else f"{unit}s"
             raise UserError(
-                f"{key}={value}: this training has {length:,} {units}, so it would change "
-                "nothing. Lower it, train longer, or leave it out."
+                f"{key}={value}: this training has {length:,} {units}, so it would have no "
+                "effect. Lower it, train longer, or leave it out."
             )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building
-from stoker.trainer.errors import UserError, first_few, log, printable
+from stoker.trainer.errors import UserError, log, printable
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -19,10 +19,6 @@ def evaluate(cfg: DictConfig) -> None:
         from stoker.trainer.metrics import MeanIoU
 
         split = "all" if cfg.split == "all" else part
-        lacking = parts.data.classes_without_samples(part)
-        if lacking:
-            classes = first_few(lacking, 10)
-            log.warning("%s has no samples of %s.", parts.data.name, classes)
         results = parts.trainer.evaluate(loader, split)
         overlap = parts.trainer.metrics.get("miou")
         overlaps = overlap.per_class().tolist() if isinstance(overlap, MeanIoU) else []
@@ -74,7 +70,7 @@ def warn_of_other_data(data: Any, state: dict[str, Any], split: str) -> None:
     if resume.about(state).get("data") not in (None, fingerprint(data)):
         log.warning(
             "%s: the run was trained on other data, or the data has changed since. "
-            "It was split again, and this is its %s part. Type split=all for all of it.",
+            "The data was split again, and this is its %s part. Type split=all to use all of it.",
             data.name,
             split,
         )

@@ -1,12 +1,10 @@
 """task=export: write the best weights of a run in a format for other programs."""
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
 from stoker.command import arguments, settings
 from stoker.command.dotted import plain
-from stoker.runs import directory, saved_config
+from stoker.runs import saved_config
 from stoker.trainer.errors import UserError
 
 
@@ -14,18 +12,16 @@ def export(cfg: DictConfig) -> None:
     """Write the model of the run `run` in `format`, and compare its outputs with PyTorch's."""
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
-        raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
+        raise UserError(f"device={cfg.device}: models are exported on the CPU. Leave device out.")
     from stoker.runs import card, exporting, inference
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
     if model.about["kind"] == "other":
-        weights = Path(cfg.run) / directory.WEIGHTS
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"task=export: the inputs of this model are unknown, since {model.about['dataset']} "
-            f"may return any samples.\nIts weights are in {weights}; torch.onnx.export takes "
-            f"stoker.load({loading}) and an example input."
+            f"run={cfg.run}: an export needs example inputs, and {model.about['dataset']} does not "
+            f"tell their shape.\nCall torch.onnx.export with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

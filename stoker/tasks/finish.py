@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.runs import directory
-from stoker.runs.provenance import Code
+from stoker.runs.provenance import Code, versions
 from stoker.runs.result import RunResult, of_fit
 from stoker.tasks.job import sweep_name
 from stoker.tasks.parts import Parts
@@ -39,7 +39,7 @@ def finish(
     result = of_fit(trainer, saver)
     result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
     result.git = code.revision()
-    result.versions = code.versions()
+    result.versions = versions()
     result.script = script
     loaders = parts.by_split()
     counts = {name: samples_in(loader) for name, loader in loaders.items()}

@@ -22,13 +22,13 @@ def generate(cfg: DictConfig) -> None:
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):
         raise TrainingError(
-            f"run={cfg.run}: its weights are not finite, so there is nothing to draw from. "
-            "Type run=DIR for a run with a finite loss."
+            f"run={cfg.run}: its weights are not finite, so it cannot generate text. Type run=DIR "
+            "with a run whose loss is finite."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}
     text = samples.write_on(
         model.module, model.about, cfg.prompt, top_k=cfg.top_k, seed=cfg.seed, **given
     )
-    # The characters may be anybody's, and a terminal obeys some of them.
+    # The text is untrusted, and some characters control the terminal.
     print("\n".join(printable(line) for line in text.split("\n")))

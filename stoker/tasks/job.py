@@ -12,7 +12,7 @@ from stoker.command import arguments, processes
 from stoker.runs import directory
 from stoker.runs.result import finished
 
-process_start = 0.0  # by time.perf_counter(), set when the command starts
+process_start = 0.0  # time.perf_counter() when the command started
 
 
 def started_at() -> float:

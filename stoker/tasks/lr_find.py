@@ -1,4 +1,4 @@
-"""task=lr_find: raise the learning rate step by step, suggest one, and draw the curve."""
+"""task=lr_find: raise the learning rate step by step, suggest one, and write the curve."""
 
 from pathlib import Path
 
@@ -15,12 +15,13 @@ def lr_find(cfg: DictConfig) -> None:
 
     with building(cfg) as parts:
         curve = search.lr_find(parts.trainer, parts.loaders[0])
-    picture = search.draw(curve, Path(run_directory(cfg)) / "lr_find.png")
+    path = Path(run_directory(cfg)) / "lr_find.csv"
+    search.write(curve, path)
     lowest = f"{curve.rates[0]:.1g}"
     highest = f"{curve.rates[-1]:.1g}"
     print(
-        f"lr       {curve.suggestion:.2g}, a tenth of where the loss was lowest "
-        f"in {len(curve.rates)} steps from {lowest} to {highest}"
+        f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss in "
+        f"{len(curve.rates)} steps from {lowest} to {highest}"
     )
-    print(f"curve    {picture}")
+    print(f"curve    {path}")
     print(f"use it   {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}")

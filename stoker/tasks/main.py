@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
@@ -21,36 +22,22 @@ from stoker.runs import index, resume, saved_config
 from stoker.runs.result import write_failure
 from stoker.sweeps import jobs, launchers
 from stoker.tasks import job, running
-from stoker.tasks.evaluate import evaluate
-from stoker.tasks.export import export
-from stoker.tasks.generate import generate
-from stoker.tasks.lr_find import lr_find
-from stoker.tasks.new import new
-from stoker.tasks.overfit import overfit
-from stoker.tasks.plan import plan
-from stoker.tasks.predict import predict
 from stoker.tasks.report import draw_report, draws_report
-from stoker.tasks.reproduce import again, compare
-from stoker.tasks.train import train
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
-
-TASKS: dict[str, Callable[[DictConfig], None]] = {
-    "train": train,
-    "plan": plan,
-    "evaluate": evaluate,
-    "predict": predict,
-    "generate": generate,
-    "export": export,
-    "lr_find": lr_find,
-}
 
 
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     job.process_start = start
-    is_new = sys.argv[1:2] == ["new"]
-    exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
+    exit_codes.run(start_project if sys.argv[1:2] == ["new"] else compose)
+
+
+def start_project() -> None:
+    """Write a new project: `stoker new NAME`."""
+    from stoker.tasks.new import new
+
+    new(sys.argv[2:])
 
 
 def compose() -> None:
@@ -69,11 +56,11 @@ def main(cfg: DictConfig) -> float | None:
     A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. One that
     fails returns nan, which marks a failed trial, and ends the sweep only with sweep.on_error=stop.
     """
-    folder = HydraConfig.get().runtime.output_dir  # for a job of a sweep
+    folder = HydraConfig.get().runtime.output_dir  # returned for a job of a sweep
     number = HydraConfig.get().job.num if job.in_sweep() else 0
     try:
-        if job.in_sweep():
-            announce(cfg, number)
+        if job.in_sweep() and not job.is_finished(cfg):
+            print(f"\njob {number}    {' '.join(arguments.typed())}", flush=True)
         prepare(cfg)
         if job.in_sweep() and not job.task_typed(cfg):
             if job.is_finished(cfg):
@@ -87,14 +74,6 @@ def main(cfg: DictConfig) -> float | None:
         return failed(cfg, error)
 
 
-def announce(cfg: DictConfig, number: int) -> None:
-    """Print which job of a sweep begins; UserError for a setting that jobs cannot share."""
-    if not job.is_finished(cfg):
-        print(f"\njob {number}    {' '.join(arguments.typed())}", flush=True)
-    if cfg.run_dir is not None:
-        raise UserError("run_dir names a single run. For a sweep, type hydra.sweep.dir=DIR.")
-
-
 def prepare(cfg: DictConfig) -> None:
     """Check the config, and apply debug=true and the typed targets to it."""
     keep_texts(cfg)
@@ -106,24 +85,22 @@ def prepare(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, value)
     retarget(cfg)
     task = job.task_typed(cfg)
-    if task and launch.world_size() > 1 and not is_rank_of_reproduce(cfg):
+    reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
+    if task and launch.world_size() > 1 and not reproduces:
         program = " ".join(invocation.program())
         raise UserError(f"{task} is for one process. Type {program}, without torchrun.")
-
-
-def is_rank_of_reproduce(cfg: DictConfig) -> bool:
-    """Return whether `task=reproduce` has started this process for a run of several."""
-    return cfg.task == "reproduce" and invocation.is_started()
 
 
 def do(cfg: DictConfig) -> None:
     """Do the task, in several processes if the config asks for them."""
     if cfg.task == "reproduce":
         if job.in_sweep():
-            raise UserError("task=reproduce takes one run. Leave out -m.")
+            raise UserError("task=reproduce takes a single run. Leave out -m.")
+        from stoker.tasks.reproduce import again, compare
+
         config = again(cfg)
         if cfg.run_dir is None:
-            sys.argv.append(shell.setting("run_dir", config.run_dir))  # for further processes
+            sys.argv.append(shell.setting("run_dir", config.run_dir))  # for the other processes
         do(config)
         if launch.world_size() == 1:
             compare(Path(cfg.run), Path(config.run_dir))
@@ -132,7 +109,8 @@ def do(cfg: DictConfig) -> None:
     if several > 1:
         start_processes(several, cfg)
         return
-    task = TASKS[cfg.task] if cfg.overfit is None else overfit
+    name = cfg.task if cfg.overfit is None else "overfit"
+    task = getattr(importlib.import_module(f"stoker.tasks.{name}"), name)
     with debugging() if cfg.debug else contextlib.nullcontext():
         task(cfg)
 
@@ -144,7 +122,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
     stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
     if not job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
-        # Not the error itself: Hydra would print another line above it.
+        # Not the error itself, above which Hydra would print another line.
         raise SystemExit(code) from error
     return float("nan")
 
@@ -191,9 +169,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
         stopping.received = code - 128
         raise KeyboardInterrupt
     if code:
-        raise processes.JobFailed(
-            f"its {several} processes have ended with exit code {code}.", code
-        )
+        raise processes.JobFailed(f"its {several} processes ended with exit code {code}.", code)
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
@@ -208,9 +184,9 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         if code == exit_codes.IN_USE:
             return
     elif folder is None or code != exit_codes.FAILED or not (folder / "config.yaml").is_file():
-        return  # nothing has begun, or rank 0 is on another machine
+        return  # nothing was started, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
-        return  # a run that lost a process can be resumed, like one that was killed
+        return  # a run that lost a process can be resumed like a killed one
     written = write_failure(folder, error, code, running.doctor_warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)

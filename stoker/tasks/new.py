@@ -9,8 +9,8 @@ from stoker.command import invocation
 from stoker.trainer.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
-PLACEHOLDER = "my_project"  # in the template's files and in their names
-FOLDERS = ("configs", "tests", "runs")  # that it has beside the package
+PLACEHOLDER = "my_project"  # replaced in the template's files and file names
+FOLDERS = ("configs", "tests", "runs")  # folders beside the package
 
 
 def new(arguments: Sequence[str]) -> None:
@@ -42,6 +42,8 @@ def check_name(name: str) -> None:
             f"new {name}: name a package with letters, digits and _. Type new {PLACEHOLDER}."
         )
     if Path(name).exists():
-        raise UserError(f"new {name}: a file or folder of this name exists. Type another name.")
+        raise UserError(
+            f"new {name}: a file or folder with this name already exists. Type another name."
+        )
     if name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None:
-        raise UserError(f"new {name}: a package of this name exists. Type another name.")
+        raise UserError(f"new {name}: a package with this name already exists. Type another name.")

@@ -18,8 +18,8 @@ def overfit(cfg: DictConfig) -> None:
         kind = type(parts.trainer)
         if not is_usual(kind, "train_step"):
             raise UserError(
-                f"overfit={cfg.overfit}: {kind.__name__} has its own train_step, whose loss need "
-                "not fall. Leave overfit out, and type max_steps=100 for a short training."
+                f"overfit={cfg.overfit}: {kind.__name__} overrides train_step, so its loss need "
+                "not fall. Leave overfit out, and type max_steps=100 for a short run."
             )
         with parts.threads(cfg):
             verdict = learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)

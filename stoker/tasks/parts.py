@@ -12,7 +12,7 @@ from stoker.command import ranks, settings
 from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
-from stoker.runs import directory
+from stoker.runs import directory, resume
 from stoker.sweeps import launchers
 from stoker.tasks.report import draws_report
 from stoker.trainer import terminal
@@ -32,7 +32,7 @@ class Parts:
 
     trainer: "Trainer"
     data: "Data"
-    loaders: tuple[Any, Any, Any]  # for train, val (of several parts by name) and test
+    loaders: tuple[Any, Any, Any]  # for train, val (or several by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
         """Return the context for a fit: one thread if the steps are too small for more."""
@@ -91,7 +91,10 @@ def building(
     data, loading = build_data(cfg, about)
     only = None
     if state is not None:
-        prepare(data, state, about)
+        if about is None:
+            resume.check_classes(state, data)
+        else:
+            data.prepare_as(about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
     terminal.show(data_line(data, by_split(loaders), why, whole=split == "all"))
@@ -129,7 +132,7 @@ def building(
     )
     with contextlib.ExitStack() as stack:
         for loader in by_split(loaders).values():
-            if hasattr(loader, "close"):  # your own may have none
+            if hasattr(loader, "close"):  # the user's own loader may lack it
                 stack.callback(loader.close)
         stack.enter_context(trainer)
         yield Parts(trainer, data, loaders)
@@ -141,28 +144,18 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
     augmentations = []
     for item in loading.get("augment") or ():
-        if isinstance(item, dict) and "_target_" in item:  # a function of your own
+        if isinstance(item, dict) and "_target_" in item:  # the user's own function
             item = build("dataset.augment", item)
         augmentations.append(item)
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
     with ranks.one_first("data"):  # fills the caches that the other processes use
         built = build("dataset", dataset, **trained)
-        if isinstance(built, Mapping):  # of parts
+        if isinstance(built, Mapping):  # a mapping of parts
             from stoker.data.samples import data_of
 
             built = data_of(cfg.dataset._target_.rpartition(".")[2], built)
     return built, loading
-
-
-def prepare(data: "Data", state: dict[str, Any], about: dict[str, Any] | None) -> None:
-    """Prepare data as the checkpoint's run did; UserError if it has other classes."""
-    from stoker.runs import resume
-
-    if about is None:
-        resume.check_classes(state, data)
-    else:
-        data.prepare_as(about)
 
 
 def build_loaders(
@@ -190,7 +183,7 @@ def build_loaders(
     )
     if only == "train" and length_of(train) is None:
         raise UserError(
-            f"split=train: the training part of {data.name} has no length, and may never end. "
+            f"split=train: the training part of {data.name} has no length and may never end. "
             "Type split=val or split=test."
         )
     if only is None and cfg.steps_per_epoch is not None:
@@ -254,9 +247,9 @@ def build_metrics(
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 
-    # A Trainer may override the meaning of the loss and the metrics.
+    # A Trainer may give the loss and the metrics another meaning.
     kind = locate("trainer", cfg.trainer._target_)
-    is_known = data.kind != "other"  # otherwise the first batch shows what fits
+    is_known = data.kind != "other"  # otherwise the first batch shows which ones fit
     if is_known and is_usual(kind, "compute_loss"):
         augment = plain(cfg.dataset, resolve=True).get("augment") or []
         mixes = any(name in item for item in augment for name in MIXING)
@@ -300,7 +293,7 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         if is_on(node):
             callbacks.append(build(key, node))
         elif node is not None:
-            check_node(key, plain(node))  # a misspelt key may be why it is off
+            check_node(key, plain(node))  # it may be off because a key is misspelt
     callbacks += more
     if cfg.debug:
         callbacks.append(DeviceAudit())

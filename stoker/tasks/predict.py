@@ -20,8 +20,8 @@ def predict(cfg: DictConfig) -> None:
     """
     if (cfg.input is None) == (cfg.split is None):
         raise UserError(
-            "task=predict needs input= or split=. Type input=FILE or input=FOLDER, "
-            "or split=test for a part of the run's data."
+            "task=predict needs either input= or split=. Type input=FILE or input=FOLDER for new "
+            "data, or split=test for a part of the run's data."
         )
     from stoker.runs import inference
 
@@ -58,7 +58,7 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
     from stoker.runs import examine, inference
 
     with contextlib.ExitStack() as stack:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the rows
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for the rows
             _, parts, name, loader = stack.enter_context(tested(cfg))
         part = parts.data.parts()[name]
         about = parts.data.description()
@@ -78,13 +78,11 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     for key in ("missing", "delimiter", "decimal", "marks"):
         if f"dataset.{key}" in typed:
             options[key] = config.dataset[key]
-    if options and not takes_table:
-        raise UserError(
-            f"dataset.{next(iter(options))} is for a table, but this run takes no table. "
-            "Leave it out."
-        )
-    if takes_table and "dataset.on_bad_sample" in typed:
-        raise UserError(
-            "dataset.on_bad_sample is for images, but this run takes a table. Leave it out."
-        )
+    images_only = takes_table and "dataset.on_bad_sample" in typed
+    if images_only or (options and not takes_table):
+        key = "on_bad_sample" if images_only else next(iter(options))
+        use = "images, but this run was trained on a table"
+        if not takes_table:
+            use = "tables, but this run was not trained on one"
+        raise UserError(f"dataset.{key} is only for {use}. Leave this key out.")
     return options

@@ -16,9 +16,9 @@ from stoker.trainer import files
 from stoker.trainer.errors import UserError, first_few
 
 MOST_CAUSES = 12
-MOST_BYTES = 2**24  # of a file of provenance/
-UNRECORDED = "what no run records: the processor, its threads, a file that git does not track"
-OF_TIME = "/seconds"  # ends the names of what differs in every run
+MOST_BYTES = 2**24  # size of a file in provenance/
+UNRECORDED = "something that runs do not record: the processor, its threads, an untracked file"
+OF_TIME = "/seconds"  # suffixes of entries that differ in every run
 
 
 def again(cfg: DictConfig) -> DictConfig:
@@ -31,7 +31,7 @@ def again(cfg: DictConfig) -> DictConfig:
         raise UserError(f"run={cfg.run}: this run has not finished, so it cannot be compared.")
     if result.stopped_by("time_limit") or result.stopped_by("pruned"):
         assert result.stopped is not None
-        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which cannot be repeated.")
+        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which cannot be reproduced.")
     if cfg.run_dir is not None and Path(cfg.run_dir).resolve() == Path(cfg.run).resolve():
         raise UserError(f"run_dir={cfg.run_dir}: this is the run itself. Type another run_dir.")
     run_dir = cfg.run_dir or directory.claim("reproduced", Path(cfg.run).resolve().name)
@@ -48,7 +48,10 @@ def compare(before: Path, now: Path) -> None:
         return
     exit_codes.codes.append(exit_codes.DIFFERENT)
     print_lines("differs", differences)
-    print_lines("because", conditions(before, now)[:MOST_CAUSES] or [UNRECORDED])
+    old = facts(before)
+    new = facts(now)
+    causes = list(differing(old, {name: new.get(name) for name in old}))
+    print_lines("because", causes[:MOST_CAUSES] or [UNRECORDED])
 
 
 def print_lines(name: str, lines: list[str]) -> None:
@@ -60,7 +63,7 @@ def print_lines(name: str, lines: list[str]) -> None:
 def parting(before: Path, now: Path) -> Iterator[str]:
     """Yield what differs in the weights, the rows and the test of two runs."""
     if checksum(before) != checksum(now):
-        yield f"{directory.WEIGHTS} has other weights"
+        yield f"{directory.WEIGHTS} has different weights"
     pairs = zip(rows(before), rows(now), strict=False)
     for old, new in pairs:
         if old != new:
@@ -74,20 +77,13 @@ def parting(before: Path, now: Path) -> Iterator[str]:
         yield f"{directory.RESULT}: {changes(*tests)}"
 
 
-def conditions(before: Path, now: Path) -> list[str]:
-    """Return the possible causes: settings, data, the device, versions, packages and code."""
-    old = facts(before)
-    new = facts(now)
-    return list(differing(old, {name: new.get(name) for name in old}))
-
-
 def facts(folder: Path) -> dict[str, Any]:
     """Return {name: value} of what the result of a run depends on, as the run has recorded it."""
     about = state_of(folder)
     result = result_of(folder)
     lines = text_of(folder / directory.PACKAGES).splitlines()
     packages = dict(line.split("==", 1) for line in lines if "==" in line)
-    changes = text_of(folder / directory.CHANGES)
+    diff = text_of(folder / directory.CHANGES)
     return {
         **settings_in(about),
         "fingerprint of the data": about.get("data"),
@@ -97,7 +93,7 @@ def facts(folder: Path) -> dict[str, Any]:
         **(result.versions or {}),
         **packages,
         "git": result.git and result.git.revision,
-        "SHA-256 of changes.diff": hashlib.sha256(changes.encode()).hexdigest()[:12],
+        "SHA-256 of changes.diff": hashlib.sha256(diff.encode()).hexdigest()[:12],
     }
 
 
@@ -121,12 +117,10 @@ def checksum(folder: Path) -> str:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return the logged rows without their times."""
-    return [untimed(row) for row in read_rows(folder / directory.METRICS)]
-
-
-def untimed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries without those that differ in every run."""
-    return {name: value for name, value in entries.items() if not name.endswith(OF_TIME)}
+    return [
+        {name: value for name, value in row.items() if not name.endswith(OF_TIME)}
+        for row in read_rows(folder / directory.METRICS)
+    ]
 
 
 def result_of(folder: Path) -> RunResult:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stoker.runs.loggers import Logger
     from stoker.trainer.callbacks import Checkpoint
 
-begun: Path | None = None  # the run directory of this process, once its training has begun
+begun: Path | None = None  # this process's run directory, once its training has begun
 doctor_warnings: list[str] | None = None  # once the training has failed
 
 
@@ -65,7 +65,7 @@ class Run:
         begun = self.folder
         doctor_warnings = None
         try:
-            with ended_after_failure(loggers), noting_the_end(self.folder, self.parts):
+            with noting_the_end(self.folder, self.parts, loggers):
                 with within or contextlib.nullcontext():
                     self.fit()
                 result = finish(
@@ -98,7 +98,7 @@ class Run:
         with signals.gently(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
         if parallel.add_up(int(stopping.received is not None)):
-            if stopping.received is None:  # it came to another process
+            if stopping.received is None:  # another process got the signal
                 stopping.received = signal.SIGTERM
             raise stopping.Interrupted
 
@@ -129,29 +129,21 @@ class Run:
 
 
 @contextlib.contextmanager
-def ended_after_failure(loggers: Sequence["Logger"]) -> Iterator[None]:
-    """Tell the loggers about a failure or an interruption, also after the end of the fit."""
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        for logger in loggers:
-            logger.end_as("stopped" if stopped else "failed")
-        raise
-
-
-@contextlib.contextmanager
-def noting_the_end(folder: Path, parts: Parts) -> Iterator[None]:
-    """Write when the training ends, and the doctor's warnings, however it ends."""
+def noting_the_end(folder: Path, parts: Parts, loggers: Sequence["Logger"]) -> Iterator[None]:
+    """Write when the training ends, and the doctor's warnings; tell the loggers if it failed."""
     from stoker.diagnostics import doctor
 
     global doctor_warnings
     try:
         yield
-    except Exception:
-        doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
+    except BaseException as error:
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+        if not stopped:
+            doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
+        for logger in loggers:
+            logger.end_as("stopped" if stopped else "failed")
         raise
     finally:
         if launch.is_first():
-            with contextlib.suppress(OSError):  # a full disk may be why it ends
+            with contextlib.suppress(OSError):  # the disk may be full
                 status.end(folder, doctor.result_of(parts.trainer).get("doctor"))

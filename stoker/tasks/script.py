@@ -28,7 +28,7 @@ from stoker.tasks.parts import Parts
 from stoker.tasks.report import draw_report
 from stoker.trainer import checkpoint, launch, misuse, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.errors import TrainingError, UserError, kind_of
+from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import length_of
 from stoker.trainer.state import WAYS
@@ -60,7 +60,7 @@ def fit(
         SystemExit: A signal came.
     """
     started = time.perf_counter()
-    check_arguments(trainer, (train_loader, val_loader, test_loader), run_dir)
+    check_arguments(trainer, (train_loader, val_loader, test_loader))
     folder = Path(run_dir)
     with (
         index.held(folder) if launch.is_first() else contextlib.nullcontext(),
@@ -83,15 +83,8 @@ def fit(
     return history
 
 
-def check_arguments(trainer: Any, loaders: tuple[Any, Any, Any], run_dir: Any) -> None:
+def check_arguments(trainer: Trainer, loaders: tuple[Any, Any, Any]) -> None:
     """Raise UserError for a mistake that would otherwise show late, or as a bug."""
-    if not isinstance(trainer, Trainer):
-        raise UserError(
-            f"stoker.fit: its first argument is {kind_of(trainer)}. "
-            "Give a Trainer, the loaders and run_dir=DIR."
-        )
-    if not isinstance(run_dir, (str, Path)) or not str(run_dir):
-        raise UserError(f"run_dir={run_dir!r}: give the name of a folder.")
     train_loader, val_loader, test_loader = loaders
     misuse.check_fit(trainer, train_loader, val_loader)
     if test_loader is not None:
@@ -137,7 +130,7 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
 def command() -> str:
     """Return the command that started this script."""
     if not hasattr(__main__, "__file__"):
-        return "python"  # a notebook, or typed line by line
+        return "python"  # a notebook or an interactive session
     words = sys.argv
     if __main__.__spec__ is not None:
         words = ["-m", __main__.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]
@@ -220,7 +213,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
     groups = []
     for group in optimizer.param_groups:
         values = {key: plain(group.get(key)) for key in defaults}
-        if "initial_lr" in group:  # a schedule has changed its rate
+        if "initial_lr" in group:  # a schedule changed its rate
             values["lr"] = plain(group["initial_lr"])
         groups.append({key: value for key, value in values.items() if value != defaults[key]})
     return {**settings, **defaults, "groups": groups}
@@ -245,7 +238,7 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    if isinstance(value, np.generic):  # such as a rate of np.logspace
+    if isinstance(value, np.generic):  # such as a rate from np.logspace
         return value.item()
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

@@ -1,6 +1,7 @@
 """task=train: train, test the best weights, and write the run directory that docs/ describe."""
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
-from stoker.runs import directory, index, json_files, provenance, resume, saved_config
+from stoker.runs import directory, index, provenance, resume, saved_config
 from stoker.runs.result import RunResult
 from stoker.tasks import job
 from stoker.tasks.effects import check_effects
@@ -28,12 +29,19 @@ if TYPE_CHECKING:
 
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
+    gc.disable()  # as in __main__: torch takes longest to import
+    from stoker.command import tuning
+
+    tuning.freeze_imports()
+    gc.enable()
+    versions = provenance.versions()
+    del versions["platform"]  # the machines of a run may differ in it
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
         ranks.check_alike(
             {
                 "code": processes.source_files(),
-                "versions": shared_versions(),
+                "versions": versions,
                 "config": shared_settings(cfg),
             }
         )
@@ -44,12 +52,6 @@ def train(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir)
     with index.held(folder) if launch.is_first() else contextlib.nullcontext():
         train_in(folder, cfg)
-
-
-def shared_versions() -> dict[str, Any]:
-    """Return the versions that all processes of a run must share, on any machine."""
-    versions = provenance.versions()
-    return {name: number for name, number in versions.items() if name != "platform"}
 
 
 def shared_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -69,12 +71,19 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     )
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
-    callbacks = [*pruning(cfg), *live_report(cfg, folder), saver, config_file(cfg, folder, code)]
+    callbacks = [*pruning(cfg), saver, config_file(cfg, folder, code)]
+    if draws_report(cfg):
+        from stoker.runs.live import LiveReport
+
+        callbacks.insert(-2, LiveReport(folder))
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
-        git = code.revision()  # git has ended long ago
+        git = code.revision()  # git finished long ago
         saver.about = describe(cfg, parts, origin)
-        add_profile(cfg, parts, folder)
+        if cfg.profile and launch.is_first():
+            from stoker.diagnostics.profiling import Profile
+
+            parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
         ranks.check_alike(
             {
@@ -89,7 +98,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
             result = run.train(loggers, parts.threads(cfg))
     run.draw_report()
     if result is not None:
-        finish_loggers(folder, loggers, result)
+        finish_loggers(loggers, result)
     parallel.leave()
 
 
@@ -118,15 +127,6 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
     return ConfigFile(folder / "config.yaml", text, directory.WRITTEN, code.files)
 
 
-def live_report(cfg: DictConfig, folder: Path) -> list["Callback"]:
-    """Return the callback that draws the report during the training, if it has one."""
-    if not draws_report(cfg):
-        return []
-    from stoker.runs.live import LiveReport
-
-    return [LiveReport(folder)]
-
-
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
     """Return the config for files, interpolations unresolved to keep out the environment."""
     values = dotted.plain(cfg)
@@ -148,14 +148,6 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
         "classes": data.classes and list(data.classes),
         "inputs": data.description(),
     }
-
-
-def add_profile(cfg: DictConfig, parts: Parts, folder: Path) -> None:
-    """With profile=true, trace a few steps of the first rank."""
-    if cfg.profile and launch.is_first():
-        from stoker.diagnostics.profiling import Profile
-
-        parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
 
 
 def describe_to_loggers(
@@ -197,11 +189,8 @@ def offering_replay() -> Iterator[None]:
         raise NotFinite(f"{error.explanation}\nTo replay that step: {command}") from error
 
 
-def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:
+def finish_loggers(loggers: list["Logger"], result: RunResult) -> None:
     """Send the result to the loggers, last because it takes longest."""
-    if not loggers:
-        return
-    evaluation = json_files.read_json(folder / directory.EVALUATION) or {}
     outcome = "stopped" if result.stopped_by("time_limit") else "done"
     for logger in loggers:
-        logger.finish(result.steps or 0, result.final_numbers(), evaluation, outcome)
+        logger.finish(result.steps or 0, result.final_numbers(), outcome)

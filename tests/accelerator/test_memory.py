@@ -84,3 +84,11 @@ def test_the_plan_measures_the_memory_and_writes_nothing(accelerator, processed,
     assert "device   simulated:0 (simulated accelerator, 16 GiB free)" in lines
     assert "at the peak: parameters 0.0, gradients 0.0, optimizer 0.0, data 0.1" in lines
     assert not folder.exists()
+
+
+def test_rows_have_the_memory_that_the_device_holds(accelerator):
+    with make_trainer(device=accelerator.NAME, log_every=4) as trainer:
+        trainer.fit(DeviceLoader(make_data(), "train", 8, device=accelerator.NAME))
+        values = [row["device/memory_mib"] for row in trainer.history if "train/loss" in row]
+        weights = sum(weight.nbytes for weight in trainer.module.parameters()) / 2**20
+    assert len(values) > 1 and min(values) >= weights

@@ -15,7 +15,7 @@ LIVE = """
 import sys, time
 from stoker.runs import live, report
 from stoker.trainer.trainer import Trainer
-live.EVERY, live.SHARE, report.RELOAD = 0, 1, 1
+live.FIRST, live.EVERY, live.SHARE, report.RELOAD = 0, 0, 1, 1
 
 class Slow(Trainer):
     def train_step(self, batch):
@@ -111,7 +111,7 @@ def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
     larger = page.locator("dialog svg.plot").bounding_box()
     assert larger["width"] > 2 * box["width"]
     page.keyboard.press("Escape")
-    assert page.locator("dialog").count() == 0
+    page.locator("dialog").wait_for(state="detached")
 
 
 def test_a_page_runs_no_script_but_ours(live, open_page, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
+from stoker.runs.confusion import confusion
 from stoker.runs.readable import duration, seconds
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
@@ -20,7 +21,7 @@ from stoker.trainer.readable import number
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
-RELOAD = 30  # seconds after which the page of a running training looks for a newer one
+RELOAD = 30  # seconds after which the page of a running training checks for a newer version
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
 
@@ -74,7 +75,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "split": inputs.SPLITS[seen.split] if seen else None,
         "tests": summary.tests_in_units(run),
         "curves": curves.frames(run),
-        "confusion": evaluation.confusion(seen) if seen else None,
+        "confusion": confusion(seen) if seen else None,
         "probabilities": evaluation.probabilities(seen) if seen else [],
         "regression": evaluation.regression(seen) if seen else [],
         "hardest": evaluation.hardest(seen) if seen else [],
@@ -89,8 +90,12 @@ def facts(run: inputs.Run) -> dict[str, Any]:
 
 def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
     """Return the values of these names that are above 0: the parts of a bar."""
-    known = {name: (values or {}).get(name) or 0 for name in names}
-    return {name: value for name, value in known.items() if value > 0}
+    known = {}
+    for name in names:
+        value = (values or {}).get(name) or 0
+        if value > 0:
+            known[name] = value
+    return known
 
 
 def main(arguments: list[str]) -> int:
@@ -99,7 +104,7 @@ def main(arguments: list[str]) -> int:
     def draw(folder: Path) -> None:
         try:
             path = write(folder)
-        except UserError as error:  # it names a setting that nobody typed here
+        except UserError as error:  # the error names a setting that the user did not type
             raise UserError(str(error).replace("run_dir=", "")) from None
         print(f"report   {path}")
         if "--open" in arguments:
@@ -111,4 +116,4 @@ def main(arguments: list[str]) -> int:
         "python -m stoker.runs.report DIR, a run directory; --open opens the report in a browser."
     )
     names = [argument for argument in arguments if argument != "--open"]
-    return subcommand.run(names, usage, lambda path: (path / "config.yaml").exists(), draw)
+    return subcommand.run(names, usage, draw)

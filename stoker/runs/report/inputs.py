@@ -22,33 +22,33 @@ from stoker.runs.result import RunResult, typed
 from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names, files
 
-MOST_BYTES = 2**25  # of a metrics.jsonl
-MOST_ROWS = 100_000  # beyond that: the rows of evaluations, and some of the others
-MOST_TEXTS = 5  # samples of a language model, from the first to the last
-MOST_SAMPLE = 2000  # letters of each
-MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
-MOST_TYPED = 10_000  # letters of the overrides
-MOST_NAME = 100  # letters of a class, which appears in several places
-MOST_SAMPLES = 24  # worst ones, and as many uncertain ones
-MOST_NUMBERS = 100  # targets of a regression
-MOST_BINS = 1000  # of a probability
-MOST_PNG = 2**15  # bytes of a picture
-MOST_SIDE = 256  # pixels of a picture
+MOST_BYTES = 2**25  # size of a metrics.jsonl that is read in full
+MOST_ROWS = 100_000  # of a larger file, keep the evaluation rows and some of the others
+MOST_TEXTS = 5  # a language model's texts, from the first to the last
+MOST_SAMPLE = 2000  # characters in each text
+MOST_JSON = 2**24  # bytes in an evaluation.json: 1,000 classes take 2 MB
+MOST_TYPED = 10_000  # characters in the overrides
+MOST_NAME = 100  # characters in a class name, which appears in several places
+MOST_SAMPLES = 24  # worst samples, and as many uncertain ones
+MOST_NUMBERS = 100  # targets in a regression
+MOST_BINS = 1000  # bins for a probability
+MOST_PNG = 2**15  # bytes in a picture
+MOST_SIDE = 256  # pixels in a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
-MOST_TOKENS = 200  # of a sequence
-MOST_TOKEN = 20  # letters of a token
-UNITS = ("samples", "tokens", "pixels")  # of which there are classes
-LISTS = ("worst", "uncertain", "random")  # of samples
-SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
+MOST_TOKENS = 200  # tokens in a sequence
+MOST_TOKEN = 20  # characters in a token
+UNITS = ("samples", "tokens", "pixels")  # things that a class can be predicted for
+LISTS = ("worst", "uncertain", "random")  # lists of samples
+SPLITS = {"train": "training", "val": "validation", "test": "test"}  # names of the splits
 BETTER = {
     "val/perplexity": "min",
     "val/miou": "max",
     "val/acc": "max",
     "val/r2": "max",
     "val/loss": "min",
-}  # the metrics that monitor=auto chooses from
+}  # metrics that monitor=auto chooses from
 
-Row = dict[str, float]  # a row of metrics.jsonl, its numbers alone; it has an "epoch"
+Row = dict[str, float]  # a row of metrics.jsonl, numbers only; it has an "epoch"
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Best:
 
     name: str
     value: float
-    is_high: bool | None  # whether higher is better, if that is known
+    is_high: bool | None  # whether higher is better, if known
     epoch: float | None
     step: float | None = None
 
@@ -69,11 +69,11 @@ class Run:
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
-    has_ended: bool = False  # whether there is a result
+    has_ended: bool = False  # whether result.json exists
     state: str = "stopped"  # or "running", "failed", "done"
     status: Status = field(default_factory=Status)
     rows: list[Row] = field(default_factory=list)
-    texts: list[tuple[float, str]] = field(default_factory=list)  # (epoch, what the model wrote)
+    texts: list[tuple[float, str]] = field(default_factory=list)  # (epoch, text)
     evaluation: Evaluation | None = None
     overrides: list[str] | None = None
 
@@ -93,8 +93,9 @@ class Run:
         """The step of the last row, or of the later checkpoint of an interrupted run."""
         if self.result.steps is not None:
             return self.result.steps
-        steps = [row.get("step", 0) for row in self.rows]
-        return max([*steps, *checkpoints(self.folder)], default=0)
+        steps = [row["step"] for row in self.rows]
+        steps += checkpoints(self.folder)
+        return max(steps, default=0)
 
 
 def read_run(folder: str | Path, state: str | None = None) -> Run:
@@ -132,7 +133,8 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for entries in read_lines(path):
         row = {name: value for name, value in entries.items() if is_number(value)}
-        if min(row.get("epoch", -1), row.get("step", -1)) >= 0:
+        has_epoch = row.get("epoch", -1) >= 0
+        if has_epoch and row.get("step", -1) >= 0:
             rows.append(row)
     return rows
 
@@ -143,8 +145,10 @@ def read_texts(path: Path) -> list[tuple[float, str]]:
     for row in read_lines(path):
         if is_number(row.get("epoch")) and isinstance(row.get("text"), str):
             texts.append((row["epoch"], shortened(row["text"], MOST_SAMPLE)))
-    shown = min(len(texts), MOST_TEXTS)
-    return [texts[round(i * (len(texts) - 1) / max(1, shown - 1))] for i in range(shown)]
+    if len(texts) <= MOST_TEXTS:
+        return texts
+    every = (len(texts) - 1) / (MOST_TEXTS - 1)
+    return [texts[round(i * every)] for i in range(MOST_TEXTS)]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,21 +173,28 @@ def best_of(result: RunResult, rows: list[Row]) -> Best | None:
     best = result.best
     if best is None or best.step is None:
         return None
-    epochs = [row["epoch"] for row in rows if row.get("step") == best.step and best.name in row]
-    epoch = epochs[0] if epochs else None
-    return Best(best.name, best.value, best.mode == "max", epoch, best.step)
+    shown = Best(best.name, best.value, best.mode == "max", None, best.step)
+    for row in rows:
+        if row["step"] == best.step and best.name in row:
+            shown.epoch = row["epoch"]
+            break
+    return shown
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
     """Return the best evaluation by the run's monitor, if it is known whether higher is better."""
-    name = str(config.get("monitor"))
-    if name == "auto":
-        name = next((metric for metric in BETTER if any(metric in row for row in rows)), "")
+    name = config.get("monitor")
     mode = config.get("monitor_mode")
+    names = BETTER if name == "auto" else [str(name)]
+    for name in names:
+        evaluated = [row for row in rows if name in row]
+        if evaluated:
+            break
+    else:
+        return None
     if mode == "auto":
         mode = BETTER.get(name)
-    evaluated = [row for row in rows if name in row]
-    if not evaluated or mode not in ("max", "min"):
+    if mode not in ("max", "min"):
         return None
     choose = max if mode == "max" else min
     row = choose(evaluated, key=lambda row: row[name])
@@ -208,21 +219,19 @@ def evaluation_of(entries: Any) -> Evaluation:
     classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
-    is_known = evaluation.split in SPLITS and evaluation.samples > 0
-    is_known = is_known and evaluation.unit in UNITS
     if evaluation.kind == "regression":
         evaluation.points = list(filter(is_pair, evaluation.points or []))
-    elif evaluation.kind != "classification" or not classes:
-        is_known = False
-    if evaluation.confusion is not None:
-        is_known = is_known and is_confusion(evaluation.confusion, len(classes))
-    for counts in (evaluation.confidence, evaluation.second):
-        is_known = is_known and (counts is None or are_bins(counts))
-    if evaluation.second is not None:
-        is_known = is_known and len(classes) == 2
-    if evaluation.chance is not None:
-        is_known = is_known and 0 < evaluation.chance <= 1
-    if not is_known:
+    is_known = [
+        evaluation.split in SPLITS,
+        evaluation.samples > 0,
+        evaluation.unit in UNITS,
+        evaluation.kind == "regression" or (evaluation.kind == "classification" and classes),
+        evaluation.confusion is None or is_confusion(evaluation.confusion, len(classes)),
+        evaluation.confidence is None or are_bins(evaluation.confidence),
+        evaluation.second is None or (are_bins(evaluation.second) and len(classes) == 2),
+        evaluation.chance is None or 0 < evaluation.chance <= 1,
+    ]
+    if not all(is_known):
         raise ValueError
     for name in LISTS:
         setattr(evaluation, name, samples_of(entries.get(name), evaluation))
@@ -240,16 +249,22 @@ def is_pair(value: Any) -> bool:
 
 def is_confusion(counts: list[list[int]], size: int) -> bool:
     """Whether these are counts of each pair of classes, not all of them 0."""
-    if [len(row) for row in counts] != [size] * size:
+    if len(counts) != size:
         return False
-    return min(map(min, counts)) >= 0 and sum(map(sum, counts)) > 0
+    for row in counts:
+        if len(row) != size or min(row) < 0:
+            return False
+    return sum(map(sum, counts)) > 0
 
 
 def are_bins(counts: list[list[int]]) -> bool:
     """Whether these are the samples of each bin, and a part of them."""
-    if len(counts) != 2 or not 10 <= len(counts[0]) == len(counts[1]) <= MOST_BINS:
+    if len(counts) != 2:
         return False
-    return all(0 <= part <= whole for whole, part in zip(*counts, strict=True))
+    wholes, parts = counts
+    if len(wholes) != len(parts) or not 10 <= len(wholes) <= MOST_BINS:
+        return False
+    return all(0 <= part <= whole for whole, part in zip(wholes, parts, strict=True))
 
 
 def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
@@ -260,26 +275,35 @@ def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
             sample: Sample = typed(entry, Sample)
         except TypeError:
             continue
-        labels = [sample.true, sample.predicted]
-        is_known = True
-        if evaluation.kind == "regression":
-            is_known = is_pair(labels)
-        elif evaluation.unit == "samples":
-            places = range(len(evaluation.classes or []))
-            is_known = all(isinstance(label, int) and label in places for label in labels)
-        if is_known and has_sound_positions(sample):
+        if has_sound_labels(sample, evaluation) and has_sound_positions(sample):
             samples.append(sample)
     return samples
+
+
+def has_sound_labels(sample: Sample, evaluation: Evaluation) -> bool:
+    """Whether the true and the predicted label are numbers of a target, or classes."""
+    if evaluation.kind == "regression":
+        return is_pair([sample.true, sample.predicted])
+    if evaluation.unit != "samples":
+        return True
+    places = range(len(evaluation.classes or []))
+    for label in (sample.true, sample.predicted):
+        if not isinstance(label, int) or label not in places:
+            return False
+    return True
 
 
 def has_sound_positions(sample: Sample) -> bool:
     """Whether its tokens, if any, have one loss each, and its masks are two pictures or none."""
     tokens = [shortened(token, MOST_TOKEN) for token in sample.tokens or []]
     sample.tokens = tokens[:MOST_TOKENS]
-    masks = sample.masks or []
-    if len(masks) not in (0, 2) or not all(map(is_small_png, masks)):
+    losses = sample.losses or []
+    if len(sample.tokens) != len(losses):
         return False
-    return len(sample.tokens) == len(sample.losses or [])
+    masks = sample.masks or []
+    if len(masks) not in (0, 2):
+        return False
+    return all(map(is_small_png, masks))
 
 
 def is_small_png(text: str) -> bool:
@@ -288,11 +312,12 @@ def is_small_png(text: str) -> bool:
 
     try:
         data = base64.b64decode(text, validate=True)
+        if len(data) > MOST_PNG or not data.endswith(END_OF_PNG):
+            return False
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            if len(data) > MOST_PNG or max(image.size) > MOST_SIDE:
+            if max(image.size) > MOST_SIDE:
                 return False
             image.load()
-            has_more = image.info or getattr(image, "private_chunks", None)
-            return not has_more and data.endswith(END_OF_PNG)
+            return not image.info and not getattr(image, "private_chunks", None)
     except Exception:  # the errors for damaged files are undocumented
         return False

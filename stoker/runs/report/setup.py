@@ -10,9 +10,11 @@ from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
 from stoker.runs import saved_config
 from stoker.runs.json_files import is_number
+from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
 
-MOST_ENTRIES = 300  # settings
+MOST_ENTRIES = 300  # settings shown
+MISSING = "???"  # in OmegaConf
 OF_FILES = r"stoker\.data\.(images\.|tables\.|datasets\.(?!synthetic))"  # task=predict input=PATH
 OF_TEXT = "stoker.data.text."
 
@@ -24,17 +26,19 @@ def settings(run: Run) -> dict[str, Any]:
         defaults = defaults_of(run.overrides or [])
     rows = []
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
-        default = defaults.get(key, "???")
-        if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
-            continue  # it repeats another key, which has its own line
-        is_changed = bool(defaults) and key != "run_dir" and value != default
-        if default == "???":
+        default = defaults.get(key, MISSING)
+        is_changed = value != default
+        if not is_changed and re.fullmatch(r"\$\{\w+\}", str(value)):
+            continue  # repeats another key, which has its own line
+        if not defaults or key == "run_dir":
+            is_changed = False
+        if default == MISSING:
             default = "(none)"
         rows.append((key, value, default, is_changed))
     return {
         "rows": rows,
         "has_defaults": bool(defaults),
-        "chosen": [one for one in run.overrides or [] if is_choice(one)],
+        "chosen": list(filter(is_choice, run.overrides or [])),
     }
 
 
@@ -50,7 +54,7 @@ def is_choice(override: str) -> bool:
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
     """Return the defaults for the options of the run; {} if they cannot be composed."""
     try:
-        return dotted.flat(of_choices([one for one in overrides if is_choice(one)]))
+        return dotted.flat(of_choices(list(filter(is_choice, overrides))))
     except Exception:  # Hydra raises anything; the report can do without marks
         return {}
 
@@ -62,18 +66,28 @@ def origin(run: Run) -> list[tuple[str, str]]:
         return [("Started by a script, which also resumes it", script)]
     if run.overrides is None:
         return []
-    typed = [one for one in run.overrides if not one.startswith("run_dir=")]
-    commands = [("Started by", command(typed))]
+    started = command(run.overrides)
+    again = resume(run.overrides, run)
+    commands = [("Started by", started)]
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
-        slower = [one for one in typed if not one.startswith("optimizer.lr=")]
+        left_out = ("optimizer.lr=", "run_dir=")
+        slower = [one for one in run.overrides if not one.startswith(left_out)]
+        slower.append(f"optimizer.lr={rate / 10:g}")
         purpose = "Train it with a tenth of the learning rate"
-        commands.append((purpose, command(slower, f"optimizer.lr={rate / 10:.3g}")))
+        commands.append((purpose, command(slower)))
     elif run.state == "failed" and run.result.code == exit_codes.FAILED:
-        commands.append(("Resume it, once the cause is mended", resume(run.overrides, run)))
+        if again == started:
+            commands = [("Started by this command; type it again once the cause is fixed", started)]
+        else:
+            commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":
-        commands.append(("Resume it", resume(run.overrides, run)))
-    return commands
+        if again == started:
+            commands = [("Started by this command; type it again to resume", started)]
+        else:
+            commands.append(("Resume it", again))
+    _, more = words.without_commands(run.result.error or "")
+    return [*commands, *more]
 
 
 def resume(typed: list[str], run: Run) -> str:
@@ -84,23 +98,25 @@ def commands(run: Run) -> list[tuple[str, str]]:
     """Return (purpose, command) of what the model of a run can do."""
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
-    result = run.result
+    samples = run.result.samples or {}
     packages = trusted(run)
-    tasks = {"Evaluate it": ["task=evaluate"]}
-    if (result.samples or {}) and "test" not in (result.samples or {}):
+    tasks = {"Evaluate it": ["evaluate"]}
+    if samples and "test" not in samples:
         tasks["Evaluate it"].append("split=val")
     dataset = str(run.config.get("dataset._target_"))
     if dataset.startswith(OF_TEXT):
-        tasks["Generate with it"] = ["task=generate"]
+        tasks["Generate with it"] = ["generate"]
     elif re.match(OF_FILES, dataset):
-        tasks["Predict with it"] = ["task=predict", "input=PATH"]
+        tasks["Predict with it"] = ["predict", "input=PATH"]
     else:
-        names = [name for name in ("test", "val", "train") if name in (result.samples or {})]
-        part = names[0] if names else "train"
-        tasks["Predict with it"] = ["task=predict", f"split={part}"]
+        part = "train"
+        for name in ("val", "test"):
+            if name in samples:
+                part = name
+        tasks["Predict with it"] = ["predict", f"split={part}"]
     if dataset.startswith("stoker.") or run.evaluation is not None:
-        # What a model of any samples takes is not known.
-        tasks["Export it"] = ["task=export", "format=onnx"]
+        # The inputs of a model for arbitrary samples are unknown.
+        tasks["Export it"] = ["export", "format=onnx"]
     commands = []
     for purpose, typed in tasks.items():
         typed.insert(1, setting("run", run.folder))

@@ -2,7 +2,6 @@
 
 import datetime
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ PLACES = {
     "csv": "dataset.path",
     "text": "dataset.path",
     "image_folder": "dataset.root",
-}  # the keys that locate your own data
-MOST_ERROR = 600  # letters of an error, whose last line says what to type
+}  # keys that locate the user's own data
+MOST_ERROR = 600  # characters in an error, whose last line says what to type
 
 
 def about(run: Run) -> str:
@@ -29,9 +28,13 @@ def about(run: Run) -> str:
     parts = [" on ".join(filter(None, names))]
     if run.evaluation is not None and run.evaluation.target:
         parts.append(f"target {run.evaluation.target}")
-    parts += [one_line(run.result.device), one_line(run.result.precision)]
+    parts.append(one_line(run.result.device))
+    parts.append(one_line(run.result.precision))
     samples = run.result.samples or {}
-    counts = [f"{samples[name]:,} {word}" for name, word in SPLITS.items() if name in samples]
+    counts = []
+    for name, word in SPLITS.items():
+        if name in samples:
+            counts.append(f"{samples[name]:,} {word}")
     if counts:
         parts.append(f"{' + '.join(counts)} samples")
     return ", ".join(filter(None, parts))
@@ -44,13 +47,15 @@ def progress(run: Run, now: float) -> str:
     if run.state == "running":
         text = f"running, step {run.step:,.0f}"
     if total and total != run.step:
-        text += f" of {total:,} ({run.step / total:.0%})".replace("%", " %")
-    status = run.status
-    if run.state == "running" and total and status.resumed is not None:
-        done = run.step - (status.step or 0)
+        share = 100 * run.step / total
+        text += f" of {total:,} ({share:.0f} %)"
+    begun = run.status.resumed
+    if run.state == "running" and total and begun is not None:
+        done = run.step - (run.status.step or 0)
         if done >= 1:
-            left = (total - run.step) / done * (now - status.resumed)
-            text += f", about {seconds(max(0, left))} to go"
+            each = (now - begun) / done
+            left = max(0, each * (total - run.step))
+            text += f", about {seconds(left)} to go"
     if run.result.stopped is not None:
         text += f": {one_line(run.result.stopped.text)}"
     return text
@@ -59,9 +64,14 @@ def progress(run: Run, now: float) -> str:
 def times(run: Run) -> str:
     """'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
     parts = []
-    for name, moment in (("started", run.status.started), ("ended", run.status.ended)):
+    moments = {
+        "started": run.status.started,
+        "ended": run.status.ended,
+    }
+    for name, moment in moments.items():
         if moment is not None and 0 < moment < 1e11:
-            parts.append(f"{name} {datetime.datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}")
+            date = datetime.datetime.fromtimestamp(moment)
+            parts.append(f"{name} {date:%Y-%m-%d %H:%M}")
     if run.status.machine:
         parts.append(f"on {one_line(run.status.machine)}")
     text = ", ".join(parts)
@@ -71,28 +81,35 @@ def times(run: Run) -> str:
 def target_name(run: Run, group: str) -> str:
     """Return the name of the class or function that a group of the config builds."""
     target = run.config.get(f"{group}._target_")
-    return one_line(target).rpartition(".")[2] if isinstance(target, str) else ""
+    if not isinstance(target, str):
+        return ""
+    return one_line(target).rpartition(".")[2]
 
 
 def data_name(run: Run) -> str:
+    """Return the name of your own data's file or folder, or that of the data set."""
     name = target_name(run, "dataset")
     place = run.config.get(PLACES.get(name, ""))
-    return (shortened(Path(place).name) if isinstance(place, str) else "") or name
+    if isinstance(place, str):
+        name = shortened(Path(place).name) or name
+    return name
 
 
 def quality_verdict(run: Run) -> str:
     """Say in one sentence how good the run is, against chance and its first evaluation."""
     result = run.result
     if result.error:
-        error = " ".join(result.error.split())
-        return f"The run failed: {shortened(error, MOST_ERROR)}"
+        error, _ = words.without_commands(result.error)
+        return f"The run failed: {shortened(' '.join(error.split()), MOST_ERROR)}"
     best = run.best
     if best is None and not run.has_ended:
         best = latest(run.rows)
-    evaluated = [row for row in run.rows if best is not None and best.name in row]
+    evaluated = []
     change = "went"
-    if best is not None and best.is_high is not None:
-        change = "rose" if best.is_high else "fell"
+    if best is not None:
+        evaluated = [row for row in run.rows if best.name in row]
+        if best.is_high is not None:
+            change = "rose" if best.is_high else "fell"
     text = render(
         "verdict.txt.jinja",
         words=words,
@@ -109,10 +126,9 @@ def quality_verdict(run: Run) -> str:
     parts = text.splitlines()
     if not parts:
         return "No evaluation yet." if run.rows else "No numbers yet."
-    text = "; ".join(parts)
-    if not re.match(r"[a-z]+/", text):  # the name of a metric stays as it is
-        text = text[0].upper() + text[1:]
-    return f"{text}."
+    if parts[0].startswith("the "):  # the name of a metric stays as it is
+        parts[0] = parts[0].replace("the", "The", 1)
+    return f"{'; '.join(parts)}."
 
 
 def scores(run: Run) -> dict[str, Any]:
@@ -122,32 +138,38 @@ def scores(run: Run) -> dict[str, Any]:
     if evaluation is None:
         return scores
     numbers = run.result.numbers
-    for name in ("r2", "mae"):
-        value = numbers.get(f"{evaluation.split}/{name}")
-        if evaluation.kind == "regression" and is_number(value):
-            scores[name] = value
-    if evaluation.kind == "classification":
-        share: Any = numbers.get(f"{evaluation.split}/acc")
-        count = evaluation.samples
-        if evaluation.confusion is not None:
-            right = sum(row[i] for i, row in enumerate(evaluation.confusion))
-            count = sum(map(sum, evaluation.confusion))
-            share = right / count
-        chance = evaluation.chance
-        if is_number(share) and chance is not None:
-            deviation = math.sqrt(chance * (1 - chance) / count)
-            beats_chance = share > chance + 2 * deviation
-            scores |= {"share": share, "chance": chance, "beats_chance": beats_chance}
+    if evaluation.kind == "regression":
+        for name in ("r2", "mae"):
+            value = numbers.get(f"{evaluation.split}/{name}")
+            if is_number(value):
+                scores[name] = value
+        return scores
+    share: Any = numbers.get(f"{evaluation.split}/acc")
+    count = evaluation.samples
+    if evaluation.confusion is not None:
+        count = 0
+        right = 0
+        for i, row in enumerate(evaluation.confusion):
+            count += sum(row)
+            right += row[i]
+        share = right / count
+    chance = evaluation.chance
+    if is_number(share) and chance is not None:
+        variance = chance * (1 - chance)
+        deviation = math.sqrt(variance / count)
+        scores["share"] = share
+        scores["chance"] = chance
+        scores["beats_chance"] = share > chance + 2 * deviation
     return scores
 
 
 def latest(rows: list[Row]) -> Best | None:
     """Return the last value of a metric, for a run whose best value is unknown."""
     name = next(iter(metrics_of(rows)), "val/loss")
-    evaluated = [row for row in rows if name in row]
-    if not evaluated:
-        return None
-    return Best(name, evaluated[-1][name], None, evaluated[-1]["epoch"])
+    for row in reversed(rows):
+        if name in row:
+            return Best(name, row[name], None, row["epoch"])
+    return None
 
 
 def tests_in_units(run: Run) -> dict[str, float]:

@@ -24,11 +24,11 @@ function scale(numbers, steps, least = 0) {
   let step = 10 ** Math.floor(Math.log10(size / steps));
   step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
   if (log) step = Math.max(1, Math.round(step));
-  else if (size > least) step = Math.max(least, step);
-  const ticks = [];
+  else if (size >= least) step = Math.max(least, step);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size && ticks.length < 50; i++) {
     const value = log ? 10 ** (i * step) : i * step;
-    ticks.push([at(value), String(+value.toPrecision(4))]);
+    ticks.push([at(value), log || !value || decimals > 6 ? String(+value.toPrecision(4)) : value.toFixed(decimals)]);
   }
   return {at, ticks};
 }

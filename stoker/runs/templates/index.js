@@ -120,6 +120,10 @@ function addHead() {
   }
 }
 
+function counted(count, name) {
+  return count ? `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}` : "";
+}
+
 function show() {
   const words = filter.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
   let count = 0;
@@ -204,8 +208,9 @@ function tabulate(chosen) {
 
 const counts = {};
 for (const run of runs) counts[run.status] = (counts[run.status] ?? 0) + 1;
+const sweeps = runs.filter(run => run.sweep).length, kinds = [counted(runs.length - sweeps, "run"), counted(sweeps, "sweep")].filter(Boolean);
 const statuses = Object.entries(counts).map(([status, count]) => `${count.toLocaleString("en")} ${status}`);
-document.getElementById("counts").textContent = `${runs.length.toLocaleString("en")} ${runs.length === 1 ? "run" : "runs"}: ${statuses.join(", ")}`;
+document.getElementById("counts").textContent = `${kinds.join(" and ")}: ${statuses.join(", ")}`;
 addHead();
 list.createTBody();
 runs.forEach(addRow);

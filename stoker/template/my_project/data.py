@@ -9,7 +9,7 @@ from stoker.data.datasets import Data, TensorSplit
 
 def spirals(samples: int = 1500, noise: float = 0.2) -> Data:
     """Return points (x, y) on three arms of a spiral; the class is the arm."""
-    generator = torch.Generator().manual_seed(0)  # the same points at each start
+    generator = torch.Generator().manual_seed(0)  # always the same points
     arm = torch.arange(samples) % 3
     radius = torch.rand(samples, generator=generator).sqrt()
     angle = 4 * radius + arm * (2 * math.pi / 3)
