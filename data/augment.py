@@ -18,6 +18,7 @@ from stoker.trainer.losses import IGNORED
 
 # Geometric augmentations in the order in which they are applied, whatever their order in the list.
 # `flip` takes no value; these are the defaults of the others.
+# `settings.AUGMENTATIONS` has the same names, for the command's check, which imports no torch.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
 SLIDING = ("crop", "shift")  # drawn in this order, first for rows, then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}

@@ -54,7 +54,7 @@ class GANTrainer(Trainer):
 
     def train_part(self, part, loss):
         """Take a step of one model. The optimizer skips the other, which has no gradient."""
-        (loss * self.weight).backward(inputs=list(part.parameters()))
+        (loss * self.process_weight).backward(inputs=list(part.parameters()))
         average_gradients(part)  # summed over several processes
         self.optimizer.step()
         self.optimizer.zero_grad()

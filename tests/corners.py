@@ -172,7 +172,7 @@ class OfDict(Trainer):
 class OwnStep(Trainer):
     def train_step(self, batch):
         loss, _ = self.compute_loss(batch)
-        (loss * self.weight).backward()
+        (loss * self.process_weight).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()

@@ -31,7 +31,7 @@ class Batching:
     # With several processes: the largest and smallest number of samples that any of them gets from
     # the batch, and the factor by which your own train_step multiplies its losses.
     sample_bounds: tuple[int, int] | None = None
-    weight: float | torch.Tensor = 1.0
+    process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
         """Return the dimension of a value that counts samples, or None if it has no samples.
@@ -86,7 +86,7 @@ class Batching:
             global_size = self.train_loader.global_size
             self.sample_bounds = parallel.sample_bounds(global_size)
             total = global_size if self.weighs_samples else None
-            self.weight = parallel.weight(self.step_weight, total, self.device)
+            self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
     def cut(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their shares, which add up to 1."""

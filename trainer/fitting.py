@@ -63,7 +63,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.go_on_from(checkpoint.to_resume(resume), loader)
         trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
     if trainer.special_step is not None:
-        trainer.special_step.begin(trainer)
+        trainer.special_step.begin_fit(trainer)
     misuse.warn_of_untrained(trainer)
     warn_of_stream(trainer, loader)
     trainer.rates = trainer.scheduler.get_last_lr()
@@ -77,8 +77,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 @contextlib.contextmanager
 def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     """Clear the gradients before and after a fit, and restore the random states."""
-    trainer.left_out = list(trainer.without_optimizer().values())
-    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+    trainer.unoptimized = list(trainer.without_optimizer().values())
+    optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     devices.make_current(trainer.device)
     outside = seeding.random_states(trainer.device, trainer.replicas)
     try:
@@ -88,8 +88,8 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     finally:
         seeding.set_random_states(outside)
         if trainer.optimizer is not None:  # a callback may have closed the Trainer
-            optimizers.zero_grad(trainer.optimizer, trainer.left_out)
-        trainer.left_out = ()
+            optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
+        trainer.unoptimized = ()
         trainer.train_loader = trainer.val_loader = None
         trainer.interruption = None
         memory.release(trainer.device)

@@ -250,12 +250,12 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     return lean
 
 
-def zero_grad(optimizer: Any, left_out: Iterable[torch.Tensor] = ()) -> None:
+def zero_grad(optimizer: Any, unoptimized: Iterable[torch.Tensor] = ()) -> None:
     """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim.
 
-    `left_out` are parameters that no optimizer has. Their gradients would add up over the steps.
+    `unoptimized` are parameters that no optimizer has. Their gradients would add up over the steps.
     """
-    for parameter in left_out:
+    for parameter in unoptimized:
         parameter.grad = None
     for group in optimizer.param_groups:
         for parameter in group["params"]:

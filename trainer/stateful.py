@@ -46,7 +46,8 @@ class Stateful:
     is_evaluating = False  # whether `evaluating()` is active
     rates: Sequence[float]  # learning rate of each parameter group, from the last step or set since
     carried: Mapping[str, Any] = {}  # values of Carried attributes, by name
-    left_out: Sequence[torch.Tensor] = ()  # parameters without an optimizer at the start of the fit
+    # Parameters without an optimizer at the start of the fit.
+    unoptimized: Sequence[torch.Tensor] = ()
 
     def is_time(self, every: int) -> bool:
         """Return whether this step is a multiple of `every`, or the last one."""

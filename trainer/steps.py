@@ -25,7 +25,7 @@ class Step:
 
     captures = False  # whether steps are replayed as graphs, without running the model's Python
 
-    def begin(self, trainer: "Trainer") -> None:
+    def begin_fit(self, trainer: "Trainer") -> None:
         """Prepare for the steps of a fit, whose optimizer and schedule are ready."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
@@ -87,13 +87,13 @@ class AdaptiveStep(Step):
         with trainer.spans["optimizer"]:
             if trainer.max_grad_norm is not None:
                 scaler.unscale_(trainer.optimizer)
-                if trainer.left_out and scaler.is_enabled():
+                if trainer.unoptimized and scaler.is_enabled():
                     unscale_others(trainer)
                 norm = clip(trainer)
-            scaler.step(trainer.optimizer)
+            scaler.step(trainer.optimizer)  # skips it if a gradient is not finite
             if scaler.is_enabled():
                 norm = update_scale(trainer, norm)
-            optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+            optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
         finish(trainer, norm)
         return loss
 
@@ -115,7 +115,7 @@ class ClosureStep(Step):
             return loss
 
         loss: torch.Tensor = trainer.optimizer.step(evaluate)
-        optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+        optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
         finish(trainer, norms[0] if norms else None)
         return loss
 
@@ -163,7 +163,7 @@ class GraphStep(Step):
 
     captures = True
 
-    def begin(self, trainer: "Trainer") -> None:
+    def begin_fit(self, trainer: "Trainer") -> None:
         # A loaded checkpoint has rates that are plain numbers, and new tensors.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
@@ -172,7 +172,7 @@ class GraphStep(Step):
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         if trainer.optimizer.state is not self.captured.state:  # a callback loaded another state
-            self.begin(trainer)
+            self.begin_fit(trainer)
         loss: torch.Tensor
         loss, norm = self.captured(functools.partial(update, trainer), batch)
         finish(trainer, norm)
@@ -186,7 +186,7 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
         loss = accumulate(trainer, parts)
         norm = None if trainer.max_grad_norm is None else clip(trainer)
         trainer.optimizer_step()
-    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+    optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     return loss, norm
 
 
@@ -201,7 +201,7 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
                 loss = losses.scaled(loss, share, outputs)
             terms.append(loss.detach())
             if trainer.sample_bounds is not None:
-                loss = losses.scaled(loss, trainer.weight, outputs)
+                loss = losses.scaled(loss, trainer.process_weight, outputs)
             with trainer.spans["backward"]:
                 trainer.scaler.scale(loss).backward()
     return sum(terms[1:], terms[0])
@@ -215,7 +215,7 @@ def clip(trainer: "Trainer") -> torch.Tensor:
 
 def undo(trainer: "Trainer") -> None:
     """Drop the gradients and reseed, to repeat a step."""
-    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+    optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     trainer.seed_generators("step")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 MIB = memory.MIB
-PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHORT_NAMES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def plan(trainer: "Trainer") -> Iterator[str]:
@@ -62,7 +62,7 @@ def length(trainer: "Trainer") -> str:
 
 def precision(trainer: "Trainer") -> str:
     """Return 'fp32', 'bf16' or 'fp16'."""
-    return PRECISIONS[trainer.dtype]
+    return SHORT_NAMES[trainer.dtype]
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:

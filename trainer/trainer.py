@@ -173,7 +173,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                         self.end_step(evaluate)
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
-                    else:  # the loader ended early
+                    else:  # the loader is exhausted, after a whole epoch or too early
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
             except Interrupted:  # during an evaluation, which is repeated when the run resumes
@@ -183,13 +183,13 @@ class Trainer(Predicting, Stoppable, Reporting):
                 misuse.raise_explained(self, error, batch, self.micro_batch)
                 raise
             finally:
-                batch = None
+                batch = None  # frees its memory for the callbacks
                 self.call("on_fit_end")
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
-        if self.special_step is not None:  # for fp16, micro_batch=auto or CUDA graphs
+        if self.special_step is not None:  # for fp16, graphs and the like
             return self.special_step(self, batch)
         terms = []
         micro_batches = self.cut(batch)
@@ -201,8 +201,8 @@ class Trainer(Predicting, Stoppable, Reporting):
                 if share is not None:
                     loss = losses.scaled(loss, share, outputs)
                 terms.append(loss.detach())
-                if self.sample_bounds is not None:
-                    loss = losses.scaled(loss, self.weight, outputs)
+                if self.sample_bounds is not None:  # with several processes
+                    loss = losses.scaled(loss, self.process_weight, outputs)
                 with self.spans["backward"]:
                     loss.backward()
         with self.spans["optimizer"]:
@@ -210,7 +210,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
                 self.window.add_norm(norm)
             self.optimizer_step()
-            optimizers.zero_grad(self.optimizer, self.left_out)
+            optimizers.zero_grad(self.optimizer, self.unoptimized)
         self.scheduler.step()
         return sum(terms[1:], terms[0])
 
@@ -270,6 +270,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.evaluation_due = evaluate
         if evaluate:
             with self.spans["evaluation"]:
+                # It may be long: ask before and after it whether any process is to stop.
                 self.agreement.soon()
                 results = evaluation.of_fit(self)
                 self.agreement.soon()

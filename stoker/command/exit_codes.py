@@ -20,7 +20,7 @@ from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, first_line, printable
 
-# docs/exit-codes.md explains each code. For a signal it is 128 plus the signal's number.
+# docs/exit-codes.md explains each code. For a signal, such as Ctrl-C, see `signals.exit_code`.
 DONE = 0
 BUG = 1
 MISTAKE = 2

@@ -179,6 +179,7 @@ def entry_of(path: Path, names: set[str]) -> Entry:
 
 
 def entry_of_run(path: Path, names: set[str]) -> Entry:
+    """Return what the page shows of a run; templates/index.js makes its columns of it."""
     result = RunResult.read(path)
     config = config_of(path)
     started = status.Status.read(path).started
