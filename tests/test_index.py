@@ -32,6 +32,9 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     accuracies = make_run(runs / "b", typed, at=1_700_000_000, rate=0.05)
     make_run(runs / "c", status="failed", data="csv, path: data/houses.csv")
     make_run(runs / "group" / "d", status="stopped")
+    (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.5}')
+    (runs / "group/d/status.json").write_text('{"resumed": 1000.0}')  # killed
+    os.utime(runs / "group/d/metrics.jsonl", (1004.5, 1004.5))
     index.update(runs / "b")
     listed = read(runs)
     assert list(listed) == ["group/d", "c", "b"]
@@ -55,6 +58,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     }
     assert (listed["c"]["status"], listed["c"]["data"]) == ("failed", "houses.csv")
     assert listed["c"]["note"] == "The loss is nan. Lower the rate."
+    assert (listed["c"]["seconds"], listed["group/d"]["seconds"]) == (7.5, pytest.approx(4.5))
     assert listed["group/d"]["status"] == "stopped" and listed["group/d"]["report"] is None
     with lock.held(runs / "group" / "d"):
         index.update(runs / "b")
@@ -82,7 +86,7 @@ def test_a_sweep_is_one_row_with_its_best_job(runs):
     index.update(sweep)
     (entry,) = read(runs).values()
     best = json.loads((sweep / "1" / "result.json").read_text())["best"]
-    assert entry["best"] == ["val/acc", best["value"], False]
+    assert entry["best"] == ["val/acc", best["value"], False] and entry["job"] == "1"
     assert (entry["status"], entry["note"]) == ("stopped", "3 of 4 jobs, 1 failed")
     (sweep / "sweep.json").write_text(json.dumps({"typed": ["seed=0,1,2", "-m"], "jobs": 3}))
     assert index.entry_of_sweep(sweep)["status"] == "failed"

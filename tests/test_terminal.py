@@ -16,7 +16,7 @@ from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import layers
-from stoker.trainer import live, terminal
+from stoker.trainer import live, readable, terminal
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
@@ -108,6 +108,7 @@ def test_epochs_are_rows_of_a_table_with_a_mark_at_a_new_best(monkeypatch, tmp_p
         total = sum(row["train/samples"] for row in trained)
         mean = sum(row["train/loss"] * row["train/samples"] for row in trained) / total
         assert cell["loss"] == f"{mean:.4f}"
+        assert re.fullmatch(r"\d\d:\d\d", cell["left"])
         assert cell["best"] == ("*" if 8 * epoch in watch.best else "")
     assert all(len(line) <= 80 for line in lines)
     # The last drawing of a step before the end of the epoch has the best so far, and a time left.
@@ -212,6 +213,27 @@ def test_small_numbers_have_two_digits_in_one_notation():
         "0.00010",
         "2.0e-05",
     ]
+
+
+def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
+    values = [0.003, 3.2e-5, 999.9, 5450, 54321.0, -5450, 3.17e28]
+    shown = ["0.003", "3.2e-05", "1,000", "5,450", "54,321", "-5,450", "3.17e+28"]
+    assert [readable.brief(value) for value in values] == shown
+
+
+def test_the_decimal_points_of_a_column_line_up(monkeypatch, tmp_path):
+    screen = open_screen(monkeypatch, 100)
+    values = {8: 2.5, 16: 0.00083, 24: 123.4, 32: 2e-5}
+
+    class Own(Callback):
+        def on_epoch_end(self, trainer):
+            trainer.log({"my/number": values[trainer.step]})
+
+    fit(tmp_path, Own(), epochs=4)
+    rows = [line for line in left(screen) if re.match(r" *[1-4]/4 ", line)]
+    texts = ["2.5000", "0.00083", "123.40", "2.0e-05"]
+    points = [row.index(text) + text.index(".") for row, text in zip(rows, texts, strict=True)]
+    assert len(set(points[1:])) == 1  # the second row widened the column
 
 
 def test_the_layers_leave_out_columns_on_a_narrow_terminal(monkeypatch):

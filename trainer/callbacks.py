@@ -25,7 +25,7 @@ from stoker.trainer.errors import (
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.metrics import Mean
-from stoker.trainer.readable import number
+from stoker.trainer.readable import brief, number
 from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
 from stoker.trainer.window import NUMBERS
 
@@ -186,7 +186,7 @@ class Monitor(Callback):
         """Warn, once in a fit, that the monitored number is not finite."""
         if not self.warned:
             launch.warn(
-                f"{type(self).__name__}: {self.name} is {value} at step {trainer.step}, "
+                f"{type(self).__name__}: {self.name} is {value} at step {trainer.step:,}, "
                 "which never counts as the best."
             )
         self.warned = True
@@ -353,7 +353,7 @@ class Checkpoint(Monitor):
         self.last_time = trainer.agreement.now()
         name = checkpoint.first_nonfinite(trainer.module)
         if name is not None:
-            symptom = f"The weights of {name} are not finite at step {trainer.step}"
+            symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
                 f"{symptom}, so no checkpoint is saved.\n"
                 "Type a lower optimizer.lr, or max_grad_norm=1.",
@@ -426,7 +426,7 @@ class EarlyStopping(Monitor):
             return
         reason = f"{self.name} was not finite in {self.waited} evaluations"
         if self.best:
-            best = f"{self.best['value']:.4g}"
+            best = number(self.best["value"])
             reason = f"{self.name} was not better than {best} for {self.waited} evaluations"
         trainer.stop(reason, "early_stopping")
 
@@ -734,7 +734,8 @@ class NaNGuard(Callback):
             reason = "all weights are finite, so check the inputs, the targets and the loss"
         is_explained = split == "train" or broken is not None
         raise NotFinite(
-            f"{symptom} (learning rate {trainer.lr:.3g}); {reason}.\nType {self.advice(trainer)}.",
+            f"{symptom} (learning rate {brief(trainer.lr)}); {reason}.\n"
+            f"Type {self.advice(trainer)}.",
             symptom if is_explained else "",
         )
 
@@ -837,7 +838,7 @@ class Progress(Callback):
         # A program that handles signals tells its user what to do after one.
         is_told = trainer.interrupted and stopping.received is not None
         if trainer.stop_reason and not is_told:
-            terminal.show(f"stopped at step {trainer.step}: {trainer.stop_reason}")
+            terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     @staticmethod
     def epoch(trainer: "Trainer") -> str:

@@ -120,6 +120,6 @@ def warn_of_weights(trainer: "Trainer") -> None:
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         launch.warn(
-            f"The parameter {name} is not finite after step {trainer.step}. Add NaNGuard() to "
+            f"The parameter {name} is not finite after step {trainer.step:,}. Add NaNGuard() to "
             "the callbacks: it stops at the first such step and explains the cause."
         )

@@ -22,6 +22,7 @@ Cells = dict[str, str]
 
 GAP = "  "
 OPTIONAL = ("left", "lr", "samples/s")  # columns left out if the table is too wide
+UNALIGNED = ("epoch", "step", "best", "samples/s", "left")  # columns without decimal points
 ROWS = 20  # rows between two headers
 EVERY = 0.1  # seconds between two drawings
 
@@ -42,6 +43,7 @@ class Live:
         self.names: Cells = {}  # all names so far, with empty cells
         self.columns: list[str] = []  # empty before the first row, or if the table is too wide
         self.widths: dict[str, int] = {}
+        self.decimals: dict[str, int] = {"lr": 6}  # the most of a column, so that points line up
         self.rows: int = 0  # rows since the header
         self.first_step: int = trainer.step
         self.start: float = time.monotonic()
@@ -67,7 +69,7 @@ class Live:
         There is no epoch if all steps make one.
         """
         trainer = self.trainer
-        cells = {"step": f"{trainer.step}/{trainer.total_steps}"}
+        cells = {"step": f"{trainer.step:,}/{trainer.total_steps:,}"}
         if trainer.steps_per_epoch == trainer.max_steps:
             return cells
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
@@ -91,7 +93,7 @@ class Live:
             "best": "*" if is_best else "",
             "lr": self.current.get("lr", ""),
             "samples/s": speed,
-            "left": "",
+            "left": self.left(),
         }
         self.arrange(cells)
         if self.columns:
@@ -101,10 +103,22 @@ class Live:
         self.rows += 1
         self.draw()
 
+    def left(self) -> str:
+        """Return the time left, such as "01:30"; "" before the first step."""
+        done = self.trainer.step - self.first_step
+        if not done:
+            return ""
+        rest = self.trainer.total_steps - self.trainer.step
+        text: str = self.bar.format_interval((time.monotonic() - self.start) / done * rest)
+        return text
+
     def arrange(self, cells: Cells) -> None:
         """Choose the columns for a row, and print a header where one is due."""
         widths = dict(self.widths)
         for name, text in cells.items():
+            if name not in UNALIGNED:
+                self.decimals[name] = max(self.decimals.get(name, 0), decimals(text))
+                text = self.padded(name, text)
             least = {"left": 5, "best": 6}.get(name, 7)
             if name in ("epoch", "step"):
                 least = 2 * len(text.partition("/")[2]) + 1
@@ -127,8 +141,16 @@ class Live:
 
     def aligned(self, cells: Cells) -> str:
         """Return cells as a row of the table."""
-        texts = [cells.get(name, "").rjust(self.widths[name]) for name in self.columns]
+        texts = []
+        for name in self.columns:
+            text = self.padded(name, cells.get(name, ""))
+            texts.append(text.rjust(self.widths[name]))
         return GAP.join(texts).rstrip()
+
+    def padded(self, name: str, text: str) -> str:
+        """Return a number with as many letters after its point as its column has."""
+        is_number = text[-1:].isdigit()
+        return text + " " * (self.decimals.get(name, 0) - decimals(text)) if is_number else text
 
     def step(self) -> None:
         """Draw the line, unless it was drawn a moment ago."""
@@ -141,11 +163,8 @@ class Live:
         cells = {
             **self.place(is_over=False),
             "loss": self.current.get("loss", ""),
+            "left": self.left(),
         }  # the first cells matter most
-        done = self.trainer.step - self.first_step
-        if done:
-            rest = self.trainer.total_steps - self.trainer.step
-            cells["left"] = self.bar.format_interval((self.drawn - self.start) / done * rest)
         cells.update(self.current)
         if self.monitor is not None and self.monitor.best is not None:
             cells["best"] = short(self.monitor.best["value"])
@@ -165,6 +184,11 @@ class Live:
         log.removeFilter(self.clear)
         self.bar.set_description_str(" " * (terminal.width() - 1) + "\r")
         self.bar.close()
+
+
+def decimals(text: str) -> int:
+    """Return how many letters a number has from its decimal point on."""
+    return len(text) - len(text.partition(".")[0])
 
 
 def short(value: float) -> str:

@@ -17,6 +17,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
 from stoker.trainer.errors import NotFinite, cause, log
+from stoker.trainer.readable import brief, number
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -211,8 +212,11 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
         text = f"the loss is {float(loss)} with a finite batch"
     elif overflows:
         norm = float(norms[overflows[0]])
-        text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
-    rate = f"(learning rate {trainer.lr:.3g})"
+        text = (
+            f"the gradient of {overflows[0]} has the norm {norm}, "
+            f"with a loss of {number(float(loss))}"
+        )
+    rate = f"(learning rate {brief(trainer.lr)})"
     return first(f"{place}, {text} {rate}", f"Type {NaNGuard.advice(trainer)}.")
 
 

@@ -13,3 +13,8 @@ def number(value: float) -> str:
         return f"{value:.5g}"
     decimals = max(0, 4 - int(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
+
+
+def brief(value: float) -> str:
+    """Return "0.003", "5,450", "3.2e-05": three digits, or as many as a large number has."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"

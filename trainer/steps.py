@@ -11,6 +11,7 @@ import torch
 
 from stoker.trainer import graph, losses, optimizers, overrides, parallel, schedules
 from stoker.trainer.errors import NotFinite, UserError
+from stoker.trainer.readable import brief
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -152,8 +153,8 @@ def check_scale(trainer: "Trainer") -> None:
     scale = trainer.scaler.get_scale()
     if scale < LOWEST_SCALE:
         raise NotFinite(
-            f"fp16: the gradients up to step {trainer.step} are not finite even at a scale of "
-            f"{scale:.3g} (learning rate {trainer.lr:.3g}).\n"
+            f"fp16: the gradients up to step {trainer.step:,} are not finite even at a scale of "
+            f"{brief(scale)} (learning rate {brief(trainer.lr)}).\n"
             "Type precision=bf16 or fp32, or a lower optimizer.lr."
         )
 

@@ -42,7 +42,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, {update}"
     )
     if trainer.step:
-        line += f", continued at step {trainer.step}"
+        line += f", continued at step {trainer.step:,}"
     if trainer.step >= trainer.total_steps:
         line += ", its end: there is nothing left to train"
     yield line
@@ -57,7 +57,7 @@ def length(trainer: "Trainer") -> str:
     epochs = trainer.total_steps / trainer.steps_per_epoch
     unit = "epoch" if epochs == 1 else "epochs"
     each = "step" if trainer.steps_per_epoch == 1 else "steps"
-    return f"{epochs:.4g} {unit} of {trainer.steps_per_epoch} {each} = {total}"
+    return f"{epochs:.4g} {unit} of {trainer.steps_per_epoch:,} {each} = {total}"
 
 
 def precision(trainer: "Trainer") -> str:

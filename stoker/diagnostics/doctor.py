@@ -182,7 +182,7 @@ class Doctor(Callback):
             new = {name: text for name, text in layers.items() if name not in known}
             if new:
                 known += new
-                warning = f"{kind}, at step {trainer.step}: {listed(new)}.\n{ADVICE[kind]}"
+                warning = f"{kind}, at step {trainer.step:,}: {listed(new)}.\n{ADVICE[kind]}"
                 self.warnings.append(warning)
                 log.warning("doctor: %s", warning)
 

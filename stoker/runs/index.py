@@ -182,9 +182,12 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     """Return what the page shows of a run; templates/index.js makes its columns of it."""
     result = RunResult.read(path)
     config = config_of(path)
-    started = status.Status.read(path).started
+    times = status.Status.read(path)
+    started = times.started
+    state = status.state_of(path, result)
     entry: Entry = {
-        "status": status.state_of(path, result),
+        "status": state,
+        "seconds": None if state == "running" else seconds_of(path, times),
         "time": started if started and 0 < started < 1e11 else path.stat().st_mtime,
         "data": data_of(config),
         "model": name_of(config, "model"),
@@ -193,7 +196,8 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     }
     monitored = None
     if result is not None:
-        entry["seconds"] = result.seconds
+        if result.seconds is not None:
+            entry["seconds"] = result.seconds
         entry["note"] = shown(result.error or result.stopped or "")
         tests = list(result.tests().items())
         entry["test"] = tests[0] if tests else None
@@ -209,6 +213,16 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
             entry["best"] = [shown(monitored), best.value, not best.is_high]
     entry["curves"] = curves_of(path / directory.METRICS, monitored)
     return entry
+
+
+def seconds_of(path: Path, times: status.Status) -> float | None:
+    """Return how long a run trained since it was last started, if its files tell."""
+    metrics = path / directory.METRICS
+    ended = times.ended
+    if ended is None and metrics.exists():  # a process that was killed
+        ended = metrics.stat().st_mtime
+    seconds = (ended or 0) - (times.resumed or 0)
+    return seconds if times.resumed and 0 <= seconds < 1e9 else None
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -315,6 +329,8 @@ def entry_of_sweep(path: Path) -> Entry:
     entry: Entry = {"data": "", "model": "", "curves": {}}
     if example is not None:
         entry = entry_of_run(example, set(os.listdir(example)))
+    if best is not None:
+        entry["job"] = shown(best.name)
     typed: Any = record.get("typed")
     state = "failed" if failed else "done"
     if len(ended) < total:

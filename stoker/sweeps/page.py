@@ -39,6 +39,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         typed_for=typed_for,
         note_of=note_of,
         tests=table.tests_of(sweep),
+        numeric=numeric_keys(sweep),
         counts=counts,
         best=best,
         again=again,
@@ -46,6 +47,16 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         plots=shown,
         importances=importances(shown),
     )
+
+
+def numeric_keys(sweep: Sweep) -> list[str]:
+    """Return the settings whose typed values are all numbers."""
+    numeric = []
+    for key in sweep.group_keys:
+        typed = [job.settings[key] for job in sweep.jobs if key in job.settings]
+        if all(table.as_number(value) is not None for value in typed):
+            numeric.append(key)
+    return numeric
 
 
 def note_of(job: Job) -> str:

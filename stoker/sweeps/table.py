@@ -247,7 +247,8 @@ def lines(sweep: Sweep) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = map(str.ljust, row, widths)
+        cells = list(map(str.ljust, row, widths))
+        cells[1:4] = map(str.rjust, row[1:4], widths[1:4])  # the numbers
         lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -115,7 +115,7 @@ class Run:
         """Print at which step the run stopped, and how to resume it."""
         if not launch.is_first():
             return
-        text = f"\ninterrupted at step {self.saver.saved}."
+        text = f"\ninterrupted at step {self.saver.saved:,}."
         if not job.in_sweep():
             text += f" To resume:\n{signals.resume_command}"
         signals.print_advice(text)

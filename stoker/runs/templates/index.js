@@ -53,9 +53,10 @@ function placed([steps, values], width, height, across = scale(steps, 1), up = s
   return steps.map((step, i) => [width * across.at(step), height * (1 - up.at(values[i]))]);
 }
 
-function showMetric(cell, [name, value]) {
+function showMetric(cell, [name, value], job) {
   put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
   cell.append(number(value));
+  if (job) put(cell, "span", "metric", ` (job ${job})`); // the best one, not a mean over seeds
 }
 
 const columns = [ // [name, its cell, its sort key, whether high ones come first]
@@ -73,8 +74,8 @@ const columns = [ // [name, its cell, its sort key, whether high ones come first
   ["time", (cell, run) => cell.append(duration(run.seconds)), run => run.seconds, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
-  ["best", (cell, run) => run.best && showMetric(cell, run.best), run => run.best?.[1], true],
-  ["test", (cell, run) => run.test && showMetric(cell, run.test), run => run.test?.[1], true],
+  ["best", (cell, run) => run.best && showMetric(cell, run.best, run.job), run => run.best?.[1], true],
+  ["test", (cell, run) => run.test && showMetric(cell, run.test, run.job), run => run.test?.[1], true],
   ["curve", (cell, run) => {
     const curve = curveOf(run);
     if (!curve) return;
