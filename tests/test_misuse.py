@@ -19,6 +19,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Mean
 from stoker.trainer.train_metrics import TrainMetrics
 
+STILL = Callback()
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -60,6 +61,10 @@ class Endless(IterableDataset):
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
             "4 of the 4 parameters of this SGD do not belong to the model",
         ),
+        ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: give an object of this class"),
+        ({"metrics": {"acc": Accuracy}}, "Accuracy: give an object of this class"),
+        ({"callbacks": [Callback]}, "Callback: give an object of this class"),
+        ({"callbacks": [STILL, STILL]}, "callbacks: this Callback is in the list twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -130,6 +135,9 @@ def test_an_evaluation_is_explained_too():
 def test_several_loaders_are_no_loader():
     with pytest.raises(UserError, match="fit: give one loader, .*not a dict"):
         make_trainer().fit({"a": loader(), "b": loader()})
+    for loaders in ([[loader()] * 2], [loader(), [loader()] * 2]):
+        with pytest.raises(UserError, match="fit: give one loader, not a list of them"):
+            make_trainer().fit(*loaders)
 
 
 @pytest.mark.parametrize(

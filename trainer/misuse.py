@@ -52,18 +52,29 @@ WRAPPERS = {
 
 
 def check_parts(
-    trainer: "Trainer", model: Any, loss: Any, optimizer: Any, callbacks: Any, groups: Any
+    trainer: "Trainer",
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    metrics: Any,
+    callbacks: Any,
+    groups: Any,
 ) -> None:
     """Raise UserError for parts of a Trainer that would train wrongly, or would have no effect."""
     check_methods(trainer)
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     check_unwrapped(model)
+    for part in (loss, *dict(metrics or {}).values(), *callbacks):
+        if isinstance(part, type):
+            raise UserError(f"{part.__name__}: give an object of this class, not the class.")
     check_loss_function(loss)
     settings.check("groups", groups)
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:
         check_hooks(callback)
+        if list(callbacks).count(callback) > 1:
+            raise UserError(f"callbacks: this {type(callback).__name__} is in the list twice.")
 
 
 def check_methods(trainer: "Trainer") -> None:
@@ -205,6 +216,11 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     is_batch = is_list and isinstance(loader[0], torch.Tensor)
     is_batch = is_batch and use != "predict" and is_usual(type(trainer), "compute_loss")
     is_wrong = is_batch or isinstance(loader, (torch.Tensor, Mapping, str))
+    if is_list and isinstance(loader[0], torch.utils.data.DataLoader):
+        raise UserError(
+            f"{use}: give one loader, not a list of them. Only fit takes several, to validate on: "
+            "{name: loader}."
+        )
     if is_wrong or not hasattr(loader, "__iter__"):
         raise UserError(
             f"{use}: give one loader, or a list of batches, not {kind_of(loader)}.\n"

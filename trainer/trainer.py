@@ -85,7 +85,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         log_every: int = 50, eval_every: int | None = None, groups: Sequence[Rule] = (),
         seed: int = 0,
     ) -> None:  # fmt: skip
-        misuse.check_parts(self, model, loss, optimizer, callbacks, groups)
+        misuse.check_parts(self, model, loss, optimizer, metrics, callbacks, groups)
         self.epochs = settings.check("epochs", epochs, optional=max_steps is not None)
         self.max_steps = settings.check("max_steps", max_steps)
         self.max_grad_norm = settings.check("max_grad_norm", max_grad_norm)
