@@ -12,9 +12,10 @@ def main() -> None:
     """Run the command line and end the process with its exit code."""
     signals.listen()  # before any slow import
     gc.disable()  # imports leave little to collect, and each collection walks through them all
-    from stoker.tasks.main import run
-
-    gc.enable()
+    try:
+        from stoker.tasks.main import run
+    finally:
+        gc.enable()
     run(START)
 
 

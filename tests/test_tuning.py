@@ -1,12 +1,15 @@
 """Tuning the process changes nothing where it does not apply."""
 
 import contextlib
+import functools
+import gc
 
 import pytest
 import torch
 from conftest import make_model, make_trainer
 
 from stoker.command import tuning
+from stoker.tasks.train import train
 from stoker.trainer import memory
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
@@ -50,6 +53,18 @@ def test_a_small_step_of_dense_layers_has_one_thread_and_others_all(two_threads,
     monkeypatch.setattr(tuning, "FEW", 10**7)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_in_a_fit(make_model(), 64) == {2}
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_put_back_after_an_import_that_fails(monkeypatch, collects):
+    monkeypatch.delattr(tuning, "freeze_imports")
+    monkeypatch.setattr(gc, "isenabled", lambda: collects)
+    calls = []
+    for name in ("enable", "disable"):
+        monkeypatch.setattr(gc, name, functools.partial(calls.append, name))
+    with pytest.raises(AttributeError, match="freeze_imports"):
+        train(None)
+    assert calls == ["disable", *["enable"] * collects]
 
 
 def test_the_threads_are_put_back_after_an_error(two_threads):

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
+    collects = gc.isenabled()
     gc.disable()  # as in __main__: torch takes longest to import
-    from stoker.command import tuning
+    try:
+        from stoker.command import tuning
 
-    tuning.freeze_imports()
-    gc.enable()
+        tuning.freeze_imports()
+    finally:
+        if collects:
+            gc.enable()
     versions = provenance.versions()
     del versions["platform"]  # the machines of a run may differ in it
     with open_dict(cfg):
