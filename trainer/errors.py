@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+import operator
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -71,11 +72,9 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
     typed = str(name)[:100]
     names = [str(choice) for choice in choices]
     lower = typed.lower()
-    close = [choice for choice in names if choice.lower() == lower]
-    if not close:
-        close = [choice for choice in names if is_one_slip(lower, choice.lower())]
-    if not close:
-        close = [choice for choice in names if begins(lower, choice.lower())]
+    close: list[str] = []
+    for is_close in (operator.eq, is_one_slip, begins):
+        close = close or [choice for choice in names if is_close(lower, choice.lower())]
     if not close and not loosely:
         return None
     cutoff = 0.0 if close else 0.6

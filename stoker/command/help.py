@@ -28,12 +28,9 @@ EXAMPLES = {
 
 def help_text(typed: Sequence[str] = ()) -> str:
     """Return the help text, or that of the options among the arguments that were typed."""
-    chosen = [choice.partition("=")[::2] for choice in arguments.choices(typed)]
-    files = [
-        path for group, option in chosen for path in configs.options(group) if path.stem == option
-    ]
-    if files:
-        return "\n\n".join("\n".join(lines_of(path)) for path in files)
+    chosen = [configs.file_of(choice.replace("=", "/")) for choice in arguments.choices(typed)]
+    if any(chosen):
+        return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
     command = " ".join(invocation.program())
     lines = [f"{command} [key=value ...] [group=option ...]", "", "Examples:"]
     for example, meaning in EXAMPLES.items():

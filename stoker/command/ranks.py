@@ -316,10 +316,8 @@ def has_ended(peer: int) -> bool:
         return False
     try:
         os.kill(int(process[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # it may be another user's
+        return isinstance(error, ProcessLookupError)
     return False
 
 

@@ -18,10 +18,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
     by default this program.
     """
     words = list(start or invocation.program())
-    last: dict[str, str] = {}
-    for override in [*overrides, *more]:
-        key, _, _ = override.partition("=")
-        last[key] = override
+    last = {override.partition("=")[0]: override for override in (*overrides, *more)}
     for key, override in last.items():
         if not settings.record(key).once:
             words.append(override)
