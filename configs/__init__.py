@@ -28,5 +28,5 @@ def file_of(name: str) -> Path | None:
 
 
 def is_group(name: str) -> bool:
-    """Return whether there is a group of this name, such as `model` or `sweep/pruner`."""
-    return bool(name) and any((folder / name).is_dir() for folder in folders())
+    """Return whether a run has a group of this name, such as `model` or `sweep/pruner`."""
+    return bool(name) and (FOLDER / name).is_dir()

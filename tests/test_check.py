@@ -1,7 +1,10 @@
 """Keys, types and ${...} of a config: what is refused, and which key and file the message names."""
 
+from pathlib import Path
+
 import pytest
 
+from stoker.command import exit_codes, messages
 from stoker.tasks import parts
 from stoker.trainer.errors import UserError
 
@@ -26,6 +29,54 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
 def test_a_key_or_a_type_that_nothing_has_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
         processed(*SMALL, typed)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("optimzer: {lr: 0.1}", "optimzer{}: there is no such key. Did you mean 'optimizer'?"),
+        ("epoch: 3", "epoch{}: there is no such key. Did you mean 'epochs'?"),
+        ("checkpoint: {evry: 3}", "checkpoint.evry{}: there is no such key. Did you mean 'checkpo"),
+        ("sweep: {at_onse: 3}", "sweep.at_onse{}: there is no such key. Did you mean 'sweep.at_o"),
+    ],
+)
+def test_a_misspelt_key_in_your_own_file_is_refused_and_the_file_named(
+    processed, project, text, answer
+):
+    project("experiment/mine", f"# @package _global_\n{text}\n")
+    project("model/mine", f"# @package _global_\ndefaults: [mlp@model]\n{text}\n")
+    for group in ("experiment", "model"):
+        with pytest.raises(UserError) as caught:
+            processed(*SMALL, f"{group}=mine")
+        assert str(caught.value).startswith(answer.format(f" in configs/{group}/mine.yaml"))
+
+
+def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, project):
+    project("size/small", "# @package _global_\nepochs: 2\n")
+    assert processed("+size=small").epochs == 2
+    assert processed("experiment=null").epochs == 10
+    project("size/keys", "x: 2\n")
+    project("experiment/keys", "epochs: 2\n")
+    for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
+        words = f"^{key}.*: there is no such key. The files of this group begin with '# @package _"
+        with pytest.raises(UserError, match=words):
+            processed(typed)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "answer"),
+    [
+        ("mine.yml", b"epochs: 3\n", "the name of a config ends with .yaml. Rename it."),
+        ("mine.yaml", b"run_dir: t\xe4st\n", "this is not UTF-8 text. Save it as UTF-8."),
+    ],
+)
+def test_a_config_that_hydra_cannot_read_is_named(processed, project, name, contents, answer):
+    project("experiment/other", "epochs: 2\n")
+    path = Path("configs/experiment", name).resolve()
+    path.write_bytes(contents)
+    with pytest.raises(Exception, match="yml|utf-8") as caught:
+        processed("experiment=mine")
+    assert messages.message(exit_codes.with_message(caught.value)) == f"error: {path}: {answer}"
 
 
 def test_what_switches_a_callback_off_is_allowed(processed):
@@ -70,8 +121,6 @@ def test_a_broken_reference_names_its_key_and_its_file(processed, project, value
 def test_a_reference_that_is_needed_before_the_check_names_its_key(processed, monkeypatch):
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-
-    from stoker.command import messages
 
     monkeypatch.setattr("sys.argv", ["train.py", "device=${oc.env:STOKER_NOT_SET}", "-m"])
     with pytest.raises(OmegaConfBaseException) as caught:

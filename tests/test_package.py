@@ -126,7 +126,7 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     [
         (b"width: [16\n", "broken.yaml, line 2: this is not valid YAML"),
         (b"- a\n", "model: its file contains a list, not keys."),
-        ("width: 16\n".encode("utf-16"), "these settings cannot be read ('utf-8' codec"),
+        ("width: 16\n".encode("utf-16"), "broken.yaml: this is not UTF-8 text."),
     ],
 )
 def test_a_broken_file_of_your_own_configs_is_named(tmp_path, text, answer):

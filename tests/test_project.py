@@ -56,7 +56,7 @@ def test_the_nearest_file_upwards_makes_the_project(folder, monkeypatch, name):
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]
     assert arguments.for_hydra(["task=evaluate"]) == ["task=evaluate", search]
     typed = ["experiment=null", "hydra.sweep.dir=s"]
-    assert arguments.for_hydra(typed) == [*typed, search]
+    assert arguments.for_hydra(typed) == ["~experiment", "hydra.sweep.dir=s", search]
 
 
 def test_without_a_file_the_working_directory_is_the_project(folder, monkeypatch):

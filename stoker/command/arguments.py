@@ -12,7 +12,7 @@ from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
 from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, did_you_mean
 
 # Hydra's options, and whether each takes a value.
 OPTIONS = {
@@ -101,15 +101,17 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
     The project adds its experiment, its `configs/` and where its runs go.
-    A prompt is kept character for character. `stoker plan` is short for `stoker task=plan`, and
-    so on for each task.
+    A prompt is kept character for character. Hydra has no null for a group. `stoker plan` is short
+    for `stoker task=plan`, and so on for each task.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        given.append(f"prompt={quoted(value)}" if key == "prompt" and value else argument)
+        if key == "prompt" and value:
+            argument = f"prompt={quoted(value)}"
+        given.append("~experiment" if argument == "experiment=null" else argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]
         return [*result, *search_path()]
@@ -168,12 +170,13 @@ def check_options(arguments: Sequence[str]) -> None:
 def refuse_option(argument: str, following: Sequence[str]) -> None:
     """Raise UserError for an unknown option, such as the `--epochs=3` of other programs."""
     name, _, value = argument.partition("=")
+    key = name.lstrip("-").replace("-", "_")
     if not value and following and not re.match("-|.*=", following[0]):
         value = following[0]  # as in --model cnn
-    setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
-    raise UserError(
-        f"{argument}: there is no such option. Settings have no dashes: type {setting}."
-    )
+    advice = did_you_mean(name, OPTIONS) or " Settings are key=value, as in device=cpu."
+    if value or key in settings.SETTINGS:
+        advice = f" Settings have no dashes: type {key}={value or '...'}."
+    raise UserError(f"{argument}: there is no such option.{advice}")
 
 
 def check_place(argument: str, sweep: bool) -> None:
@@ -194,8 +197,12 @@ def check_place(argument: str, sweep: bool) -> None:
 
 
 def check_group(argument: str, key: str, value: str) -> None:
-    """Raise UserError for a list of options, unless the group takes several."""
-    if value.startswith("[") and key not in settings.GROUPS_OF_MANY:
+    """Raise UserError for what is not one option, unless the group takes several."""
+    if argument.startswith("+") and "/" not in key:
+        raise UserError(f"{argument}: every run has this group. Type {key}={value}.")
+    is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
+    takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
+    if not (is_name or takes_list or argument == "experiment=null"):
         options = [path.stem for path in configs.options(key)]
         raise UserError(
             f"{argument}: this is a group, so it takes one option. "

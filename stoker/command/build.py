@@ -79,11 +79,11 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     target = node["_target_"]
     part = part_of(key)
     check_node(key, node, offered)
-    if (
-        part in PART_CLASSES
-        and not is_trusted_by_user(target)
-        and not returns_part(part, locate(key, target))
-    ):
+    located = locate(key, target)
+    # A call shows what a function of yours returns, but a class of yours shows it by its bases.
+    is_called = not isinstance(located, type) or part in (*FACTORIES, *WITHOUT_BASE_CLASS)
+    is_trial = is_called and is_trusted_by_user(target)
+    if part in PART_CLASSES and not is_trial and not returns_part(part, located):
         raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(f"{key}._partial_=true: a run needs the result of {target}. Leave it out.")
@@ -95,7 +95,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
-    is_augmentation = key == "dataset.augment" and isinstance(locate(key, target), type)
+    is_augmentation = key == "dataset.augment" and isinstance(located, type)
     if (key in FACTORIES and not is_augmentation) or (key == "loss" and is_loss_function(node)):
         return factory
     passed = arguments_to_pass(key, node, offered)
@@ -119,9 +119,12 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
     weights = {}
     for name in ("weight", "pos_weight"):
-        if isinstance(node.get(name), list):
-            numbers = [check_number(f"{key}.{name}", number, least=0) for number in node[name]]
+        value = node.get(name)
+        if isinstance(value, list):
+            numbers = [check_number(f"{key}.{name}", number, least=0) for number in value]
             weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())
+        elif value is not None:
+            raise UserError(f"{key}.{name}={as_typed(value)}: give a list, one number per class.")
     return weights
 
 

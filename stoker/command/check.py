@@ -9,12 +9,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker import project
+from stoker import configs, project
 from stoker.command import arguments, settings
-from stoker.command.defaults import chosen, defaults, layers
+from stoker.command.defaults import chosen, defaults, layers, of_choices
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
-from stoker.command.references import explain_broken
+from stoker.command.references import explain_broken, place_of
 from stoker.trainer.errors import UserError, as_typed, first_line
 from stoker.trainer.settings import Checked, Choice, Number
 
@@ -52,11 +52,15 @@ def check_config(cfg: DictConfig) -> None:
     """
     given = plain(cfg)
     usual = defaults()
-    for key in given:
-        if key not in usual:
-            raise UserError(no_such_key(key, usual))
-    for key in usual:
-        if key not in given:
+    known = usual
+    if len(configs.folders()) > 1:  # a key of yours may be misspelt
+        known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(no_such_key(key, known, place_of(key, value, chosen())))
+    typed = arguments.typed_keys()
+    for key in (*usual, *flat(usual)):
+        if f"~{key}" in typed or (key in usual and key not in given):
             raise UserError(f"{key}: every run needs this key. Leave out ~{key}.")
     for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
         if not isinstance(given[key], dict):
@@ -68,7 +72,7 @@ def check_config(cfg: DictConfig) -> None:
     resolved = resolve(cfg)
     try:
         check_types("", resolved, usual)
-        check_keys(resolved, usual)
+        check_keys(given, known)
         check_length(resolved)
         settings.check_all(resolved)
         settings.check_task(resolved)
@@ -136,12 +140,13 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
     return text
 
 
-def check_keys(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise UserError for an unknown key of a group that no constructor checks."""
     for group in ("checkpoint", "sweep"):
-        for key in given[group]:
-            if key not in usual[group]:
-                raise UserError(no_such_key(f"{group}.{key}", usual))
+        for key, value in given[group].items():
+            name = f"{group}.{key}"
+            if key not in known[group]:
+                raise UserError(no_such_key(name, known, place_of(name, value, chosen())))
 
 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

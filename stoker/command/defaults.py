@@ -36,10 +36,10 @@ def chosen() -> list[str]:
     """Return the options that this job chose, also by default, as in ["model=mlp"]."""
     options = []
     for group, option in HydraConfig.get().runtime.choices.items():
-        if option is not None and not group.startswith("hydra/"):
+        if configs.is_group(group) and option is not None and not group.startswith("hydra/"):
             options.append(f"{group}={option}")
-    lists = tuple(f"{group}=[" for group in settings.GROUPS_OF_MANY)
-    return options + [override for override in arguments.typed() if override.startswith(lists)]
+    several = f"{settings.GROUP_OF_MANY}=["
+    return options + [override for override in arguments.typed() if override.startswith(several)]
 
 
 def of_choices(choices: Sequence[str]) -> dict[str, Any]:

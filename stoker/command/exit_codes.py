@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker import __version__, project
+from stoker import __version__, configs, project
 from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
@@ -99,6 +99,10 @@ def with_message(error: Exception) -> Exception:
         return UserError(
             f"{mark.name}, line {mark.line + 1}: this is not valid YAML ({error.problem})."
         )
+    if isinstance(error, UnicodeDecodeError):  # raised without the name of the config
+        for path in configs.folders()[-1].rglob("*.yaml"):
+            if error.object in path.read_bytes():
+                return UserError(f"{path}: this is not UTF-8 text. Save it as UTF-8.")
     if exit_code(error) == BUG and not HydraConfig.initialized():
         # Hydra leaves a few mistakes to the libraries below it, such as a key inside a list.
         return UserError(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from stoker import configs
 from stoker.command import arguments, invocation, settings
@@ -19,6 +19,7 @@ from stoker.trainer.errors import (
     TrainingError,
     UserError,
     did_you_mean,
+    first_line,
     nearest,
     printable,
 )
@@ -57,6 +58,9 @@ def explanation(error: BaseException) -> str:
         place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         reason = (error.strerror or str(error)).lower()
         return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
+    if "extension '.yml'" in str(error):  # Hydra does not name the file
+        for path in configs.folders()[-1].rglob("*.yml"):
+            return f"{path}: the name of a config ends with .yaml. Rename it."
     for explain in (
         no_such_option,
         key_mistake,
@@ -70,8 +74,7 @@ def explanation(error: BaseException) -> str:
     if isinstance(error, InterpolationResolutionError):  # Hydra names another key
         typed = [one for one in sys.argv[1:] if "${" in one]
         text = f"{' '.join(typed)}: {text}" if typed else text
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[:3])
+    return text
 
 
 def no_such_option(error: BaseException) -> str | None:
@@ -92,12 +95,14 @@ def no_such_option(error: BaseException) -> str | None:
 
 
 def key_mistake(error: BaseException) -> str | None:
-    """Explain Hydra's error for an unknown key."""
+    """Explain Hydra's error for an unknown key, or for one that it cannot set."""
     cause = error.__cause__ or error
-    if "is not in struct" not in str(cause):
-        return None
-    usual = of_choices(arguments.choices(sys.argv[1:]))
-    return no_such_key(str(getattr(cause, "full_key", "")), usual)
+    if "is not in struct" in str(cause):
+        usual = of_choices(arguments.choices(sys.argv[1:]))
+        return no_such_key(str(getattr(cause, "full_key", "")), usual)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return f"{first_line(error)}\n{first_line(cause)}"
+    return None
 
 
 def several_values(error: BaseException) -> str | None:
@@ -110,7 +115,7 @@ def several_values(error: BaseException) -> str | None:
     start = f"{typed}: several values need a sweep. Type"
     if settings.record(key).path:
         return f"{start} \"{key}='{value}'\" for a single path that contains a comma."
-    if configs.is_group(key) and key not in settings.GROUPS_OF_MANY:
+    if configs.is_group(key) and key != settings.GROUP_OF_MANY:
         return f"{start} -m {typed}."
     return f"{start} -m {typed}, or '{key}=[{value}]' for a list."
 
@@ -129,10 +134,12 @@ def not_understood(error: BaseException) -> str | None:
     )
 
 
-def no_such_key(key: str, config: Mapping[str, Any]) -> str:
-    """Explain a misspelt key, with a hint at the right one."""
-    group = key.partition(".")[0]
-    return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help(group)}"
+def no_such_key(key: str, config: Mapping[str, Any], place: str = "") -> str:
+    """Explain a misspelt key, with a hint at the right one; `place` is " in FILE"."""
+    hint = hint_for(key, config)
+    if configs.options(key):  # such as experiment
+        hint = " The files of this group begin with '# @package _global_'."
+    return f"{key}{place}: there is no such key.{hint}\n{see_help(key.partition('.')[0])}"
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
@@ -144,8 +151,7 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     anywhere: dict[str, str] = {}
     for name in (*flat(config), *config):
         place, _, end = name.rpartition(".")
-        if not name.startswith("hydra"):
-            anywhere.setdefault(end, name)
+        anywhere.setdefault(end, name)
         if place == group:
             nearby[end] = name
     for place, choice in options_with(group, last):
@@ -173,11 +179,13 @@ def options_with(group: str, key: str) -> list[tuple[str, str]]:
     groups = [group]
     if not group:
         groups = sorted({path.parent.name for path in configs.FOLDER.glob("*/*.yaml")})
+    # The keys of a global file, such as an experiment, are not those of its group.
+    pattern = rf"(?!# @package _global_)(?s:.*)\n{re.escape(key)}:"
     return [
         (name, path.stem)
         for name in groups
         for path in configs.options(name)
-        if f"\n{key}:" in path.read_text(encoding="utf-8", errors="replace")
+        if re.match(pattern, path.read_text(encoding="utf-8", errors="replace"))
     ]
 
 

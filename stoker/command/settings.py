@@ -209,7 +209,7 @@ SETTINGS: Mapping[str, Setting] = {
     "callbacks.doctor": Setting(resume="any"),
     "callbacks.timing": Setting(resume="any"),
 }
-GROUPS_OF_MANY = ("callbacks",)  # groups that take several options, as a list
+GROUP_OF_MANY = "callbacks"  # the group that takes several options, as a list
 LOADER_KEYS = tuple(
     key.removeprefix("dataset.") for key, setting in SETTINGS.items() if setting.loader
 )
