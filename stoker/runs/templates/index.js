@@ -56,7 +56,7 @@ function placed([steps, values], width, height, across = scale(steps, 1), up = s
 function showMetric(cell, [name, value], job) {
   put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
   cell.append(number(value));
-  if (job) put(cell, "span", "metric", ` (job ${job})`); // the best one, not a mean over seeds
+  if (job) put(cell, "span", "metric job", ` (job ${job})`); // the best one, not a mean over seeds
 }
 
 const columns = [ // [name, its cell, its sort key, whether high ones come first]
