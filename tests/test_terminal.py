@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,13 @@ def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
     values = [0.003, 3.2e-5, 999.9, 5450, 54321.0, -5450, 3.17e28]
     shown = ["0.003", "3.2e-05", "1,000", "5,450", "54,321", "-5,450", "3.17e+28"]
     assert [readable.brief(value) for value in values] == shown
+
+
+def test_large_counts_of_epochs_have_separators():
+    place = types.SimpleNamespace(total_steps=6000, steps_per_epoch=4, max_steps=None, step=4800)
+    assert Progress.epoch(place) == "epoch 1,200/1,500"
+    place.step = 8
+    assert Progress.epoch(place) == "epoch     2/1,500"
 
 
 def test_the_decimal_points_of_a_column_line_up(monkeypatch, tmp_path):

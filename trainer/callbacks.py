@@ -845,10 +845,10 @@ class Progress(Callback):
         """Return "epoch 3/10", "epoch 2.50/10" within an epoch, or "step 20/60"."""
         if trainer.steps_per_epoch == trainer.max_steps:
             return f"step {trainer.step:,}/{trainer.total_steps:,}"
-        epochs = str(math.ceil(trainer.total_steps / trainer.steps_per_epoch))
+        epochs = f"{math.ceil(trainer.total_steps / trainer.steps_per_epoch):,}"
         done = trainer.step / trainer.steps_per_epoch
         if done.is_integer():
-            return f"epoch {done:{len(epochs)}g}/{epochs}"
+            return f"epoch {done:{len(epochs)},.0f}/{epochs}"
         return f"epoch {done:.2f}/{epochs}"
 
     def line(self, where: str) -> None:

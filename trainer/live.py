@@ -74,10 +74,10 @@ class Live:
             return cells
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
         done = trainer.step / trainer.steps_per_epoch
-        text = f"{done:.0f}" if done.is_integer() else f"{done:.2f}"
+        text = f"{done:,.0f}" if done.is_integer() else f"{done:.2f}"
         if not is_over:
-            text = str(min(int(done) + 1, epochs))
-        return {"epoch": f"{text}/{epochs}", **cells}
+            text = f"{min(int(done) + 1, epochs):,}"
+        return {"epoch": f"{text}/{epochs:,}", **cells}
 
     def row(self, numbers: Mapping[str, float], speed: str) -> None:
         """Print the row of an epoch or an evaluation."""
