@@ -99,7 +99,7 @@ class Live:
         if self.columns:
             self.bar.write(self.aligned(cells))
         else:
-            self.write(labelled(cells))
+            self.write(labelled({**cells, "left": ""}))  # the line below says it
         self.rows += 1
         self.draw()
 
