@@ -25,7 +25,7 @@ TINY_WIDTHS = [8, 16]
 
 
 class Stopwatch(Callback):
-    """Times a training without its first UNTIMED steps."""
+    """Times a run, except its first UNTIMED steps."""
 
     def __init__(self, job):
         self.device = job.device
@@ -186,7 +186,7 @@ def smoothed(outputs, targets):
 
 
 def factor(step, total):
-    """The triangle of the learning rate: up over 23 % of the steps, then down to 7 %."""
+    """The triangle of the learning rate: up over 23% of the steps, then down to 7%."""
     warmup = round(0.23 * total)
     if step < warmup:
         rise = (step + 1) / (warmup + 1)

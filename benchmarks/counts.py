@@ -47,7 +47,7 @@ def fit(job, callback=None):
 
 
 def memory(job, clock):
-    """The memory held before a training, in it, and after the Trainer is closed.
+    """The memory held before training, during it, and after the Trainer is closed.
 
     An earlier training makes what the libraries keep.
     """

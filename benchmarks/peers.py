@@ -55,7 +55,7 @@ def lightning(job, clock):
         max_epochs=job.epochs,
         accelerator=job.device,
         precision="32-true" if job.precision == "fp32" else "bf16-mixed",
-        num_sanity_val_steps=0,  # an evaluation before the training would be counted
+        num_sanity_val_steps=0,  # an evaluation before training would be counted
         default_root_dir=job.scratch,
     )
     trainer.fit(Module(), train, test)

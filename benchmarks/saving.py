@@ -1,4 +1,4 @@
-"""What checkpoints cost: the default job with and without them, and how long a large one holds a training up."""
+"""What checkpoints cost: the default job with and without them, and how long a large one delays training."""
 
 import contextlib
 import functools

@@ -31,7 +31,7 @@ class Model(typing.NamedTuple):
 class Cluster(typing.NamedTuple):
     """All of it is assumed. `flops` a second of one device; bytes a second that it sends, and seconds of a message."""
 
-    flops: float = 400e12  # 40 % of an H100's 989e12 in bf16
+    flops: float = 400e12  # 40% of an H100's 989e12 in bf16
     inside: float = 450e9  # NVLink 4, a direction: 900 GB/s in both
     outside: float = 50e9  # 400 Gb/s InfiniBand for each device
     devices: int = 8  # of one machine

@@ -239,7 +239,7 @@ class Photographs(torch.utils.data.Dataset):
 
 
 class Clock:
-    """The moments of a training, from which its numbers come."""
+    """The moments of a run from which its numbers are computed."""
 
     def __init__(self, job):
         self.job, self.first_step, self.steps = (

@@ -99,7 +99,7 @@ class Augment:
         if self.mixing and target_shape:
             raise UserError(
                 f"dataset.augment: {self.mixing[0]} mixes samples that have a single class, but "
-                "these have a class per token or pixel. Leave it out."
+                "these have a class per token or pixel. Remove it from the list."
             )
         moved = len(target_shape) == 2 and (self.geometric or self.transforms)
         if moved and tuple(target_shape) != tuple(in_shape[1:]):
@@ -119,7 +119,7 @@ class Augment:
         smallest = min(in_shape[1:], default=math.inf)
         if crop >= smallest:
             raise UserError(
-                f"dataset.augment.crop={crop}: give a number below the image's {smallest} pixels."
+                f"dataset.augment.crop={crop}: choose a number below the image's {smallest} pixels."
             )
 
     def __call__(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:

@@ -88,8 +88,8 @@ def image_folder(
     keeps what was decoded: auto (below ~/.cache), false, or a folder; see data/cache.py.
     `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be read; with
     "error" they are met later. `trained`: the description of a run's data, for an evaluation. One
-    class is enough then, and where `size` is null, images of another size are resized to the run's,
-    if that is square.
+    class is enough then, and where `size` is null, images of a different size are resized to the
+    run's, if that is square.
     """
     import PIL
 
@@ -563,7 +563,7 @@ def decode_image(
 
     `size` is (H, W): what the image has to have, or with `resize` is resized to, None for any. A
     number resizes the shorter side to that, and cuts `size` out of the middle. BrokenImage for a
-    file that cannot be read, UserError for an image of another size.
+    file that cannot be read, UserError for an image of a different size.
     """
     from PIL import Image, ImageOps
 

@@ -151,7 +151,7 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
         if value and value != default:
             raise UserError(
                 f"dataset.{key}: this needs inputs of a known shape, but the data set can return "
-                "anything.\nLeave it out, and transform the samples in the data set instead."
+                "anything.\nRemove this key, and transform the samples in the data set instead."
             )
 
 

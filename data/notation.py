@@ -48,7 +48,7 @@ class Notation:
         for mark in self.marks:
             if mark.isdigit() or mark in "+-" or mark == self.decimal:
                 raise UserError(
-                    f"dataset.marks={self.marks}: {mark!r} is part of a number. Leave it out."
+                    f"dataset.marks={self.marks}: {mark!r} is part of a number. Remove it."
                 )
 
     def numbers(self, texts: Texts) -> Any:

@@ -29,7 +29,7 @@ def limited(n: int, limit: Limit, part: str) -> int:
         return max(1, round(limit * n))
     if limit > n:
         raise UserError(
-            f"limit_{part}={limit}: there are only {n:,} samples. Leave it out, or type a lower "
+            f"limit_{part}={limit}: there are only {n:,} samples. Remove it, or type a lower "
             "number."
         )
     return limit
@@ -89,7 +89,7 @@ class Ordered(Seekable):
         last = 0 if self.drop_last else self.samples % self.batch_size
         if self.batch_size < ranks:
             raise UserError(
-                f"batch_size={self.batch_size}: this batch is too small for {ranks} processes. "
+                f"batch_size={self.batch_size}: this is too small for {ranks} processes. "
                 f"Type batch_size={ranks} or more, or start fewer."
             )
         if 0 < last < ranks:

@@ -70,7 +70,7 @@ class Data:
         if self.kind == "other":
             return
         if self.in_shape is None:
-            raise UserError(f"{self.name}: give in_shape, the shape of one sample's inputs.")
+            raise UserError(f"{self.name}: pass in_shape, the shape of one sample's inputs.")
         self.in_shape = tuple(self.in_shape)
         if not isinstance(self.num_classes, SupportsIndex):  # accepts integers of torch and numpy
             check_number("num_classes", self.num_classes, whole=True, least=1)
@@ -222,8 +222,7 @@ class Data:
             if len(parts) > 1:
                 names = ", ".join(parts)
                 raise UserError(
-                    f"split=all: {self.name} is already split into parts. Type split= one of: "
-                    f"{names}."
+                    f"split=all: {self.name} is already split into parts. Choose one of: {names}."
                 )
             return "train"
         if split:
@@ -256,8 +255,8 @@ class Data:
                 raise UserError(
                     f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
                     "which the training part lacks.\n"
-                    "Add training samples of this class, or type another dataset.split_seed or "
-                    "smaller fractions."
+                    "Add training samples of this class, or choose a different "
+                    "dataset.split_seed or smaller fractions."
                 )
 
     def balanced_weights(self) -> list[float]:

@@ -48,7 +48,7 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
         if part is not None and (is_batch or not (has_samples(part) or hasattr(part, "__iter__"))):
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key}. "
-                "Give a torch Dataset, an IterableDataset or a loader."
+                "Return a torch Dataset, an IterableDataset or a loader."
             )
     given = {key: part for key, part in parts.items() if part is not None}
     facts: dict[str, Any] = {"kind": "other"}
@@ -178,7 +178,7 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
             if length is not None and count > length:
                 raise UserError(
                     f"limit_{part}={limit}: there are only {length:,} batches of {size}. "
-                    "Leave it out, or type a lower number."
+                    "Remove it, or type a lower number."
                 )
             return count
     else:

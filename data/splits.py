@@ -73,7 +73,7 @@ class DatasetSplit:
         if not sized or len(dataset) == 0:
             raise UserError(
                 f"DatasetSplit: this {type(dataset).__name__} is empty or has no length. "
-                "Give a map-style Dataset."
+                "Pass a map-style Dataset."
             )
         with random_stream():
             self.nbytes: int = len(dataset) * self._inputs(dataset, [0]).nbytes
@@ -161,7 +161,7 @@ def split_indices(
             shares = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
                 f"{n} samples cannot be split by the fractions {shares}: a part would be empty.\n"
-                "Type another dataset.val_fraction or dataset.test_fraction (0 leaves it out)."
+                "Choose a different dataset.val_fraction or dataset.test_fraction (0: no part)."
             )
     return parts
 
@@ -230,7 +230,7 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
         if size > 0 and len(members) == 0:
             raise UserError(
                 "dataset.split_time: too many samples have the same time, so a part would be "
-                "empty.\nType another dataset.val_fraction or dataset.test_fraction."
+                "empty.\nChoose a different dataset.val_fraction or dataset.test_fraction."
             )
     return parts
 

@@ -95,7 +95,9 @@ def csv(
         if name is not None:
             divided_by += table.check(f"dataset.{key}=", str(name))
             if target in divided_by:
-                raise UserError(f"dataset.{key}={target}: this is the target. Type another column.")
+                raise UserError(
+                    f"dataset.{key}={target}: this is the target. Choose a different column."
+                )
     columns: list[Column] = []
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
@@ -637,7 +639,7 @@ def labels_of(texts: Texts, classes: list[str]) -> Tensor:
 def check_table(trained: Description) -> dict[str, Any]:
     """Return the table of a run's description; UserError if it was trained on something else."""
     if not is_description(trained):
-        raise UserError("dataset.trained: only a run sets this key. Leave it out.")
+        raise UserError("dataset.trained: only a run sets this key. Remove it.")
     if trained["table"] is None:
         raise UserError(
             f"dataset: the run was trained on {trained['dataset']}, which is not a table."

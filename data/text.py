@@ -185,7 +185,7 @@ def open_ids(path: str, form: str) -> Tokens:
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     except (ValueError, EOFError):
         raise unreadable(
-            path, f"it does not contain {form}.\nType dataset.tokens= one of: {', '.join(FORMS)}."
+            path, f"it does not contain {form}.\nChoose one of: {', '.join(FORMS)}."
         ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise unreadable(path, "token ids are a one-dimensional array of whole numbers.")

@@ -21,7 +21,7 @@ def is_transform(item: Any) -> bool:
     if any(module.startswith(MODULE) for module in modules):
         return True
     if any(module.startswith("torchvision.transforms.") for module in modules):
-        raise UserError(f"dataset.augment: instead of this {name}, use {MODULE}.{name}.")
+        raise UserError(f"dataset.augment: use {MODULE}.{name} instead of this {name}.")
     return False
 
 

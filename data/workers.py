@@ -158,7 +158,7 @@ class Workers:
             return self._died(workers[first].pid, codes[first] or 0, readings[first])
         if error is not None and not is_late(error):
             return TrainingError(
-                f"The loader's workers could not pass on {self.reader.part}: {cause(error)}.\n"
+                f"The loader's workers could not transfer {self.reader.part}: {cause(error)}.\n"
                 f"Type a dataset.workers below {len(workers)}, or 0."
             )
         busy = ""
@@ -168,7 +168,7 @@ class Workers:
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "
             f"seconds{busy}.\n"
-            "If reading may take this long, type a higher dataset.timeout (0: no limit)."
+            "If reading can take this long, type a higher dataset.timeout (0: no limit)."
         )
 
     def _died(self, pid: int | None, code: int, reading: str) -> TrainingError:

@@ -56,5 +56,5 @@ class Tones:
 
 
 def parts(n):
-    """Return the slices of the training, validation and test split: 70, 10 and 20 %."""
+    """Return the slices of the training, validation and test split: 70, 10 and 20%."""
     return slice(0, 7 * n // 10), slice(7 * n // 10, 8 * n // 10), slice(8 * n // 10, n)

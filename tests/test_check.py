@@ -22,7 +22,7 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
         ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a pattern"),
         ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: give a list of rules"),
         ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: give a number above 0"),
-        ("model.activation=", "model.activation=: give a string after the ="),
+        ("model.activation=", "model.activation=: type a string after the ="),
         ("channels_last={a:1}", r"channels_last=\{a:1\}"),
     ],
 )

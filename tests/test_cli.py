@@ -142,14 +142,14 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "model=ccn",
         "error: model=ccn: not a valid choice. Did you mean 'cnn'?",
-        "Type model= one of: cnn, gpt, linear, mlp, resnet",
+        "Choose one of: cnn, gpt, linear, mlp, resnet",
     ),
     ("optimizer=adamm", "error: optimizer=adamm: not a valid choice.", "Did you mean 'adam'?"),
     ("dataset=minst", "error: dataset=minst: not a valid choice.", "Did you mean 'mnist'?"),
     (
         "task=tarin",
         "error: task=tarin: not a valid choice. Did you mean 'train'?",
-        "Type task= one of: train, plan, evaluate, predict, generate, export, lr_find, reproduce.",
+        "Choose one of: train, plan, evaluate, predict, generate, export, lr_find, reproduce.",
     ),
     (
         "callbacks=[tensorbord]",
@@ -237,12 +237,12 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "model=[cnn]",
         "error: model=[cnn]: this is a group",
-        "Type model= one of: cnn, gpt",
+        "Choose one of: cnn, gpt",
     ),
     (
         "model=[mlp,cnn]",
         "error: model=[mlp,cnn]: this is a group",
-        "Type model= one of: cnn, gpt",
+        "Choose one of: cnn, gpt",
     ),
     ("+model=cnn", "error: +model=cnn: every run has this group.", "Type model=cnn."),
     ("model=null", "error: model=null: this is a group", "Type model= one of: cnn, gpt"),
@@ -334,7 +334,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "precision=fp8",
         "error: precision=fp8: not a valid choice.",
-        "Type precision= one of: auto, fp32, bf16, fp16.",
+        "Choose one of: auto, fp32, bf16, fp16.",
     ),
     (
         "strategy=ddq",
@@ -411,7 +411,7 @@ LATE = [
     (
         "monitor=val/accc",
         "error: monitor=val/accc: no such number is logged. Did you mean 'val/acc'?",
-        "Type monitor= one of: val/acc",
+        "Choose one of: val/acc",
     ),
     (
         "loss=mse",
@@ -451,7 +451,7 @@ LATE = [
     ),
     (
         "model._target_=os.system",
-        "error: model._target_=os.system: this is never an allowed target",
+        "error: model._target_=os.system: this target is never allowed",
         "",
     ),
     ("trainer._target_=torch.nn.Linear", "Linear: this does not return a stoker.Trainer.", ""),
@@ -879,7 +879,7 @@ def test_differences_are_shown_as_they_are_typed():
     first, second = refusal(epochs=2).splitlines()
     assert first.endswith("different settings: epochs=2 (was 1).")
     assert second.startswith(
-        "To train it longer, type another run_dir, and resume=FILE with one of its checkpoints."
+        "To train it longer, choose a different run_dir, and type resume=FILE with one of its checkpoints."
     )
     assert second.endswith(" To start over in the same folder, type resume=never overwrite=true.")
     assert second not in refusal(epochs=2, ema=None)

@@ -145,7 +145,7 @@ def test_precision_elsewhere():
         ]
     with pytest.raises(
         UserError,
-        match=r"precision=bf6: .* Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16",
+        match=r"precision=bf6: .* Did you mean 'bf16'\?\nChoose one of: auto, fp32, bf16, fp16",
     ):
         devices.choose_precision("bf6", CPU)
 

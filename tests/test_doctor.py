@@ -228,9 +228,7 @@ def test_what_cannot_be_looked_into_is_refused():
         UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"
     ):
         begin("fsdp", None)
-    with pytest.raises(
-        UserError, match="it cannot inspect the steps of a CUDA graph. Type compile=false"
-    ):
+    with pytest.raises(UserError, match="CUDA graph steps cannot be inspected. Type compile=false"):
         begin("single", GraphStep())
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
         Doctor(every=0)

@@ -29,7 +29,7 @@ def rates(total_steps, **settings):
 
 def test_a_warmup_is_shorter_than_the_training():
     for warmup in (20, 500):
-        with pytest.raises(UserError, match=f"warmup={warmup}: the training has only 20 steps"):
+        with pytest.raises(UserError, match=f"warmup={warmup}: the run has only 20 steps"):
             rates(20, warmup=warmup)
     assert rates(20, warmup=19) == [step / 20 for step in range(1, 20)] + [1.0]
     assert rates(20, warmup=0.99) == rates(20, warmup=19)  # a share leaves one step
@@ -39,9 +39,9 @@ def test_a_warmup_is_shorter_than_the_training():
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("patience=5", "patience=5: this training has 5 evaluations"),
-        ("checkpoint.every=21", "checkpoint.every=21: this training has 20 steps"),
-        ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this training has 20"),
+        ("patience=5", "patience=5: this run has only 5 evaluations"),
+        ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
+        ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation part"),
         (
             "+metrics.top._target_=stoker.trainer.metrics.TopK +metrics.top.k=10",

@@ -166,7 +166,7 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
         assert re.search(
             exported + (r", onnx \S+, onnxscript \S+\n" if form == "onnx" else "\n"), text
         )
-        assert "resized to 9x9 (height x width), bilinear and not cropped\n" in text
+        assert "resized to 9x9 (height x width), bilinear, without cropping\n" in text
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
         exec(code, {})
     said = model.classes[model(pixels).argmax()]
@@ -327,7 +327,7 @@ def test_a_link_in_somebodys_run_is_not_followed(run, tmp_path_factory):
 
 
 def test_formats_and_what_they_need(monkeypatch):
-    with pytest.raises(UserError, match="Type format= one of: onnx, torch_export, safetensors"):
+    with pytest.raises(UserError, match="Choose one of: onnx, torch_export, safetensors"):
         exporting.check(None)
     with pytest.raises(UserError, match="Did you mean 'onnx'"):
         exporting.check("onx")

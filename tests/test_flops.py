@@ -74,7 +74,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_peak_is_that_of_random_matrices_and_draws_from_no_global_generator(monkeypatch, dtype):
-    """Ones draw less power: 13 % more FLOP/s on an H200 than there are for any work."""
+    """Ones draw less power: 13% more FLOP/s on an H200 than there are for any work."""
     monkeypatch.setattr(flops, "WIDTH_CPU", 256)
     flops.peak.cache_clear()
     before = torch.get_rng_state()

@@ -288,14 +288,14 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match=r"(?s)run=.*nets_of_mine\.Net: this is not an allowed target.*trusted=\[\"nets_of_mine\"\] if",
+        match=r"(?s)run=.*nets_of_mine\.Net: this target is not allowed.*trusted=\[\"nets_of_mine\"\] if",
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
     pixels = datasets.digits().test.inputs
     found = package.load(tmp_path / "run", trusted=["nets_of_mine"])
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
-    with pytest.raises(UserError, match="this is not an allowed target"):  # it was for that call
+    with pytest.raises(UserError, match="this target is not allowed"):  # it was for that call
         package.load(tmp_path / "run")
     typed = RunResult.parse(result(runs, "digits"))
     typed.overrides = ["model._target_=nets_of_mine.Net"]
@@ -636,7 +636,7 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     err = refused(
         forks, tmp_path, *arguments[:-2], "output=p.csv", "device=cpu", "dataset.on_bad_sample=skip"
     )
-    assert "input=cats: there is no image below it that can be read" in err
+    assert "input=cats: this folder has no readable image" in err
 
 
 def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path, monkeypatch):
@@ -686,7 +686,7 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
         own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
         for name in names:
             err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
-            assert "this exists and is not overwritten" in err and "Type another output" in err
+            assert "this already exists" in err and "Choose a different output" in err
     assert all(path.read_bytes() == contents for path, contents in before.items())
     for _ in range(2):
         assert "prices/export/model.safetensors" in asked(
@@ -1018,7 +1018,7 @@ def test_classes_are_matched_by_their_names():
     }
     with pytest.raises(
         UserError,
-        match="split=all: other is already split into parts. Type split= one of: train, val",
+        match="split=all: other is already split into parts. Choose one of: train, val",
     ):
         other.part_to_evaluate("all")
 
@@ -1083,7 +1083,7 @@ def test_the_card_has_the_numbers_of_the_weights_that_it_is_of(forks, tmp_path):
     first, last = [json.loads(line) for line in lines if '"val/acc"' in line]
     assert first["val/acc"] < last["val/acc"]
     text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
-    assert f"those of step {first['step']}\n" in text
+    assert f"from step {first['step']}\n" in text
     assert f"- Results: val acc {first['val/acc']:.4f}; test loss " in text
 
 

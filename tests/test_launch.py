@@ -411,7 +411,7 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     done = run(tmp_path, *typed)
     left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
-    assert left["error"].startswith("batch_size=1: this batch is too small for 2 processes.")
+    assert left["error"].startswith("batch_size=1: this is too small for 2 processes.")
 
 
 REFUSED = [
@@ -425,7 +425,7 @@ REFUSED = [
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
     (
         "task=lr_find strategy=ddp devices=2",
-        "error: task=lr_find is for one process.",
+        "error: task=lr_find runs in one process.",
         "Leave out strategy=ddp and",
     ),
     (
@@ -435,7 +435,7 @@ REFUSED = [
     ),
     (
         "strategy=fsdp compile=true",
-        "error: strategy=fsdp: sharded parameters cannot be compiled, but there is compile=true.",
+        "error: strategy=fsdp: sharded parameters cannot be compiled, but compile=true is set.",
         "Type compile=false",
     ),
     (
@@ -450,7 +450,7 @@ REFUSED = [
     ),
     (
         "strategy=ddp devices=5 batch_size=4",
-        "error: batch_size=4: this batch is too small for 5 processes",
+        "error: batch_size=4: this is too small for 5 processes",
         "Type batch_size=5 or more",
     ),
 ]
@@ -470,9 +470,9 @@ REFUSED_AMONG_SEVERAL = [
         "error: -m: a sweep starts its own processes.",
         f"Type {PROGRAM} -m ... strategy=ddp devices=N.",
     ),
-    ("task=lr_find", "error: task=lr_find is for one process.", f"Type {PROGRAM}"),
+    ("task=lr_find", "error: task=lr_find runs in one process.", f"Type {PROGRAM}"),
     ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
-    ("task=evaluate run=x", "error: task=evaluate is for one process.", f"Type {PROGRAM}"),
+    ("task=evaluate run=x", "error: task=evaluate runs in one process.", f"Type {PROGRAM}"),
 ]
 
 

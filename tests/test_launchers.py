@@ -270,7 +270,7 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
     if number != signal.SIGKILL:
         assert (
             "stopping: each job saves its step" in done.err
-            and "2 unfinished, 2 not begun" in done.out
+            and "2 unfinished, 2 not started" in done.out
         )
     (tmp_path / "hold").unlink()
     done = sweep(tmp_path, *command)

@@ -333,7 +333,7 @@ def test_a_compute_loss_calls_a_function_with_its_options():
 @pytest.mark.parametrize("name", ["size_average", "reduce"])
 def test_the_older_names_of_a_sum_are_refused(name):
     loss = functools.partial(functional.mse_loss, **{name: False})
-    with pytest.raises(UserError, match=f"loss: {name}=False is not supported. Leave {name} out"):
+    with pytest.raises(UserError, match=f"loss: {name}=False is not supported. Remove {name}"):
         Trainer(nn.Linear(2, 1), loss, device="cpu")
 
 

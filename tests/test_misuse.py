@@ -133,7 +133,7 @@ def test_an_evaluation_is_explained_too():
 
 
 def test_several_loaders_are_no_loader():
-    with pytest.raises(UserError, match="fit: give one loader, .*not a dict"):
+    with pytest.raises(UserError, match="fit: pass one loader, .*not a dict"):
         make_trainer().fit({"a": loader(), "b": loader()})
     for loaders in ([[loader()] * 2], [loader(), [loader()] * 2]):
         with pytest.raises(UserError, match="fit: give one loader, not a list of them"):
@@ -146,7 +146,7 @@ def test_several_loaders_are_no_loader():
         ({}, "val_loader is empty"),
         ({"train": loader()}, "named 'train'"),
         ({"a/b": loader()}, "named 'a/b'"),
-        ({"a": {"b": loader()}}, "give one loader, or a list of batches, not a dict"),
+        ({"a": {"b": loader()}}, "pass one loader, or a list of batches, not a dict"),
     ],
 )
 def test_names_of_validation_loaders_are_checked(named, message):
@@ -155,7 +155,7 @@ def test_names_of_validation_loaders_are_checked(named, message):
 
 
 def test_a_name_is_no_loader():
-    with pytest.raises(UserError, match="fit: give one loader, or a list of batches, not a str"):
+    with pytest.raises(UserError, match="fit: pass one loader, or a list of batches, not a str"):
         make_trainer().fit("data/")
 
 
@@ -164,7 +164,7 @@ def test_a_name_is_no_loader():
     [
         (
             torch.ones(8, 6),
-            "give one loader, or a list of batches, not a Tensor",
+            "pass one loader, or a list of batches, not a Tensor",
         ),
         (TensorDataset(torch.ones(8, 6)), "not a TensorDataset"),
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
@@ -363,7 +363,7 @@ def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
 
 
 def test_tensors_are_no_list_of_batches():
-    with pytest.raises(UserError, match="fit: give one loader, or a list of batches, not a tuple"):
+    with pytest.raises(UserError, match="fit: pass one loader, or a list of batches, not a tuple"):
         make_trainer().fit((torch.ones(2, 6), torch.ones(2, 6)))
 
 

@@ -67,12 +67,12 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
 
 @pytest.mark.slow
 def test_its_memory_is_that_of_the_run(train, tmp_path):
-    """Within 10 % of the peak that the run then has.
+    """Within 10% of the peak that the run then has.
 
     The model is large: a small one's is Python's and PyTorch's.
 
     Both are medians of three: where the allocator puts the large copies moves the peak of one and
-    the same run by up to 12 % (1,012 to 1,136 MiB in five runs on 2 cores of an AMD EPYC).
+    the same run by up to 12% (1,012 to 1,136 MiB in five runs on 2 cores of an AMD EPYC).
     """
     job = ["model.hidden=[4000,3000]", "ema=0.99", "max_steps=12", "eval_every=4"]
     planned, measured = [], []
@@ -159,14 +159,14 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
     [
         (
             "debug=true compile=true",
-            "error: debug=true means compile=false, but compile=true is given. Leave out one",
+            "error: debug=true means compile=false, but compile=true is given. Remove one",
         ),
         ("debug=true epochs=none", "error: epochs=none: give a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 is for task=train."),
         ("overfit=1000", "error: overfit=1000: an epoch has 20 batches. Type overfit=1."),
         (
             "overfit=1 strategy=ddp devices=2",
-            "error: overfit=1 is for one process. Leave out strategy=ddp and",
+            "error: overfit=1 runs in one process. Leave out strategy=ddp and",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
         f": in step {step}, batch[0] has values that are not finite, in 1 of {len(inputs)} rows, "
         f"the first being {row}."
     )
-    assert second == "Check these samples, or leave them out."
+    assert second == "Check these samples, or remove them."
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
         third == f"Its batch is in {tmp_path / 'bad'}; fit(..., resume={str(path)!r}) replays it."
@@ -207,7 +207,7 @@ def test_a_replay_trains_what_was_trained(until, caplog):
     assert_same(dict(trainer.module.state_dict()), dict(whole.module.state_dict()))
     assert trainer.module[0].weight.requires_grad == (until == 5)
     (message,) = caplog.messages
-    assert message.startswith("Replaying the training from step 1 to")
+    assert message.startswith("Replaying training from step 1 to")
 
 
 class DoublesGradients(Callback):
@@ -270,7 +270,7 @@ def test_a_replay_begins_at_the_newest_good_checkpoint(tmp_path, caplog, kind, f
     callbacks = [guard, Holds(), Checkpoint(tmp_path, every=1, keep=3)]
     first, *_ = failure(make_trainer(kind=kind, callbacks=callbacks, log_every=5))
     assert f": in step {kind.bad_step}, the loss is " in first
-    assert caplog.messages[0].startswith(f"Replaying the training from step {first_replayed} to")
+    assert caplog.messages[0].startswith(f"Replaying training from step {first_replayed} to")
     # The row of step 5 is the first after a checkpoint: the copy of the first state is dropped.
     assert [held[step] for step in range(1, 7)] == [True, True, True, True, False, False]
 

@@ -92,7 +92,7 @@ def test_fused_and_plain_steps_agree():
     "options", [{"lr": -1}, {"lr": 0.1, "weight_decay": -1}, {"lr": 0.1, "betas": (2, 0.9)}]
 )
 def test_a_value_that_torch_refuses_is_the_users_mistake(options):
-    with pytest.raises(UserError, match=r"^optimizer: Invalid .* Type another value for it\."):
+    with pytest.raises(UserError, match=r"^optimizer: Invalid .* Choose a different value\."):
         optimizers.build(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
 
 

@@ -155,7 +155,7 @@ def test_an_option_that_is_missing_in_a_file_is_told_with_the_file(project):
     )
     assert messages.explanation(error) == (
         "model=mlpp: not a valid choice. Did you mean 'mlp'?\n"
-        "Type model= one of: cnn, gpt, linear, mlp, resnet, whitened_cnn."
+        "Choose one of: cnn, gpt, linear, mlp, resnet, whitened_cnn."
     )
 
 

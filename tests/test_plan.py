@@ -141,7 +141,7 @@ def test_the_lines_add_up():
     parts = "parameters 1.0", "gradients 1.0", "optimizer 2.0", "data 3.0"
     times = [
         "1.0 s to the first step",
-        "2.0 s more for that one",
+        "2.0 s more for the first step",
         "10.0 s of 1,000 steps (10 ms each)",
     ]
     times += ["5.0 s of 10 evaluations", "0.5 s of 5 checkpoints", "1.0 s of the test"]

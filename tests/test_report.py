@@ -405,7 +405,7 @@ def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cost", [0.05, 2.0])
 def test_drawing_keeps_to_its_budget(tmp_path, monkeypatch, cost):
-    """After 5 s, then at most every 30 s and for at most 1 % of the time."""
+    """After 5 s, then at most every 30 s and for at most 1% of the time."""
     clock = [0.0]
     draws = []
 
@@ -532,10 +532,10 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 validation samples, where always predicting their mean "
+        "The model explains 50.0% of the variance of 3,500 validation samples, where always predicting their mean "
         f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
-    assert "The loss is that of the standardised targets." in shown.all("p", "soft")
+    assert "The loss is computed on standardised targets." in shown.all("p", "soft")
     names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
     points = torch.tensor(seen["points"], dtype=torch.float64)
     off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
@@ -632,14 +632,14 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     ).touch()  # as of one that was interrupted there
     (tmp_path / "run" / "status.json").write_text('{"total_steps": 60, "started": 1}')
     shown = page_of(tmp_path / "run")
-    assert shown.all("span", "state") == ["stopped at step 45 of 60 (75 %)"]
+    assert shown.all("span", "state") == ["stopped at step 45 of 60 (75%)"]
     with lock.held(tmp_path / "run"):
         (tmp_path / "run" / "status.json").write_text(
             json.dumps({"total_steps": 60, "step": 15, "resumed": time.time() - 600.5})
         )
         text = report.html(tmp_path / "run")
     [state] = Page(text).all("span", "state")
-    assert re.fullmatch(r"running, step 45 of 60 \(75 %\), about 5 min [0-5] s to go", state)
+    assert re.fullmatch(r"running, step 45 of 60 \(75%\), about 5 min [0-5] s to go", state)
     assert '<main data-reload="30"' in text and "<main>" in report.html(run[0])
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
@@ -747,17 +747,17 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         "chance": 0.5,
         "samples": 20,
     }
-    chance = "no better than always predicting the most frequent class (50.0 %)"
-    usual = "(always predicting the most frequent class: 50.0 %)"
+    chance = "no better than always predicting the most frequent class (50.0%)"
+    usual = "(always predicting the most frequent class: 50.0%)"
     luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
-    half = "50.0 % of 20 test samples right"
+    half = "50.0% of 20 test samples right"
     went = "val/acc went from 0.5000 after epoch 1 to"
     numbers, then = (
         {"kind": "regression", "split": "test", "samples": 9},
         "after epoch 1 to 1.5000 after epoch 2.",
     )
     mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
-    price = "The model explains 50.0 % of the variance of price in 9 test samples, where always predicting their mean"
+    price = "The model explains 50.0% of the variance of price in 9 test samples, where always predicting their mean"
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
@@ -779,8 +779,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             f"The model gets {half}, {chance}; val/loss was 2.0000 after epoch 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
-        ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
-        ({}, [], good, None, f"The model gets 90.0 % of 20 test samples right {usual}."),
+        ({}, [], luck, None, f"The model gets 60.0% of 20 test samples right, {chance}."),
+        ({}, [], good, None, f"The model gets 90.0% of 20 test samples right {usual}."),
         (
             {"test/loss": 2.0, "test/acc": 0.5},
             [],
@@ -806,7 +806,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({"a": 1}, up, {}, best(up, 1), "val/acc was 0.5000 after epoch 1, and not better later."),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
-        ({"a": 1}, [], even, None, f"The model gets 50.0 % of 20 test samples right, {chance}."),
+        ({"a": 1}, [], even, None, f"The model gets 50.0% of 20 test samples right, {chance}."),
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
         ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
@@ -895,12 +895,12 @@ def test_the_best_so_far_is_what_the_monitor_says():
 
 def test_shares_in_words():
     values = {
-        0.5: "50.0 %",
-        0.972: "97.2 %",
-        0.9994: "99.94 %",
-        1.0: "100 %",
-        0.0: "0 %",
-        0.00012: "0.01 %",
+        0.5: "50.0%",
+        0.972: "97.2%",
+        0.9994: "99.94%",
+        1.0: "100%",
+        0.0: "0%",
+        0.00012: "0.01%",
     }
     assert {share: words.percent(share) for share in values} == values
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
@@ -1064,7 +1064,7 @@ def test_a_step_near_zero_leaves_the_time_unknown():
     status = Status(resumed=0.0, total_steps=40)
     rows = [{"step": 1e-320, "epoch": 1.0}]
     run = report.inputs.Run(Path(), state="running", rows=rows, status=status)
-    assert report.summary.progress(run, 1e9) == "running, step 0 of 40 (0 %)"
+    assert report.summary.progress(run, 1e9) == "running, step 0 of 40 (0%)"
 
 
 def test_the_train_loss_is_drawn_over_stretches_of_one_size():
@@ -1091,7 +1091,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     result = read(run[0], "result.json") | {
         "seconds": 12.5,
         "time": {"data": 6.3, "forward": 1.7, "optimizer": 2.0, "other": 0, "<b>": 5},
-        "speed": "the GPU waited 63 % of the time for data",
+        "speed": "the GPU waited 63% of the time for data",
         "git": {"revision": "0123abc", "dirty": True},
         "mfu": 0.25,
         "peak_flops": 1e12,
@@ -1102,9 +1102,9 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shown = page_of(tmp_path / "run")
     boxes = [text for text in shown.all("span", "box") if text != "warmup"]
     assert boxes[:3] == [
-        "data 6.3 s, 63.0 %",
-        "forward 1.7 s, 17.0 %",
-        "optimizer 2.0 s, 20.0 %",
+        "data 6.3 s, 63.0%",
+        "forward 1.7 s, 17.0%",
+        "optimizer 2.0 s, 20.0%",
     ]
     text = " ".join(shown.all("p"))
     assert (
@@ -1112,10 +1112,10 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
         in text
     )
     assert (
-        "the GPU waited 63 % of the time for data" in text
+        "the GPU waited 63% of the time for data" in text
         and "0123abc, with uncommitted changes" in text
     )
-    assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
+    assert "25.0% of 1 TFLOP/s" in text and "1.2 M" in text
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
     text = " ".join(page_of(tmp_path / "run").all("p"))
     assert "250 GFLOP/s" in text and "MFU" not in text

@@ -183,7 +183,7 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
         None,
         newest,
     )  # not that of other weights than those that are shared
-    assert f"those of step {newest}" in (tmp_path / "run" / "model.md").read_text()
+    assert f"from step {newest}" in (tmp_path / "run" / "model.md").read_text()
     last = checkpoint.load(checkpoint.path_of(path.parent, newest))["model"]
     assert same(
         weights(tmp_path / "run"), {name: tensor.contiguous() for name, tensor in last.items()}

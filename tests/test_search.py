@@ -230,7 +230,9 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     assert done.code == 2 and "its trials have different settings: epochs=4 (was 3)" in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
     assert (
-        done.code == 2 and "batch_size" in done.err and "Type another hydra.sweep.dir." in done.err
+        done.code == 2
+        and "batch_size" in done.err
+        and "Choose a different hydra.sweep.dir." in done.err
     )
     said = (whole / "s" / "sweep.json").read_bytes()
     done = forks.run(whole, *ASHA, "sweep/space=none", LR)
@@ -287,7 +289,10 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
         ),
         (["hydra/sweeper/sampler=grid"], "Type sweep=grid.\n"),
         (["hydra.sweeper.direction=maximize"], "Type monitor_mode=max or monitor_mode=min.\n"),
-        (["hydra.sweeper.storage=nowhere"], "error: hydra.sweeper.storage: it cannot be opened ("),
+        (
+            ["hydra.sweeper.storage=nowhere"],
+            "error: hydra.sweeper.storage: this cannot be opened (",
+        ),
         (
             ["monitor=val/los"],
             "error: monitor=val/los: a search needs to know whether higher or lower is better.\n",

@@ -324,7 +324,7 @@ def test_the_answer_to_a_second_package_keeps_the_first(typed):
 
 
 def test_what_is_typed_is_ones_own(typed):
-    with pytest.raises(UserError, match="this is not an allowed target"):
+    with pytest.raises(UserError, match="this target is not allowed"):
         trust.locate("loss", "json.dumps")
     typed += ["trusted=[json]"]
     assert trust.locate("loss", "json.dumps") is json.dumps

@@ -76,7 +76,7 @@ def test_debugging_has_settings_of_its_own():
     for key, value in others.items():
         with pytest.raises(
             UserError,
-            match=f"debug=true means {key}=.*, but {key}={value} is given. Leave out one of",
+            match=f"debug=true means {key}=.*, but {key}={value} is given. Remove one of",
         ):
             settings.debug_values({**default, key: value}, {key})
         settings.debug_values({**default, key: value}, set())  # not typed, so of a recipe

@@ -80,7 +80,7 @@ class Sparsity(TrainerCallback):
     """Stops the training for a reason whose words sound like a search's."""
 
     def on_epoch_end(self, trainer):
-        trainer.stop("pruned to 90 % sparsity")
+        trainer.stop("pruned to 90% sparsity")
 
 
 class Broken(torch.nn.Module):
@@ -485,7 +485,7 @@ def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, t
     first, second, third = done.err.splitlines()
     assert done.code == 2 and done.out == ""
     assert first == "error: hydra.sweep.dir=all: its job 0 has different settings: seed=2 (was 0)."
-    assert second.startswith("Type another hydra.sweep.dir") and arguments_of(third)[-2:] == [
+    assert second.startswith("Choose a different hydra.sweep.dir") and arguments_of(third)[-2:] == [
         "seed=0,1",
         "hydra.sweep.dir=all",
     ]
@@ -520,7 +520,7 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done, 1 failed;"), (
         done.err
     )
-    assert "go on" not in done.out and "not begun" not in done.out
+    assert "go on" not in done.out and "not started" not in done.out
 
 
 def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
@@ -639,7 +639,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert (
         "seed=1: at step 20, loss 0.5000  acc 0.7500" in rows[1] and "seed=2: no row yet" in rows[3]
     )
-    assert "1 running, 2 unfinished, 1 not begun" in last
+    assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
@@ -814,7 +814,7 @@ def test_a_job_is_pruned_by_its_search_and_not_by_the_words_of_a_callback(forks,
     assert done.code == 0, done.err
     assert line_of(done.out, "sweep").startswith("all: 2 done;")
     results = [read_json(tmp_path / "all" / job / "result.json") for job in "01"]
-    stopped = {"kind": "asked", "text": "pruned to 90 % sparsity"}
+    stopped = {"kind": "asked", "text": "pruned to 90% sparsity"}
     assert [result["stopped"] for result in results] == [stopped] * 2
     best = [result["best"]["value"] for result in results]
     [row] = rows_of(done.out)[1:]

@@ -139,7 +139,7 @@ def test_a_slow_loader():
     assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
     share = 100 * timing.took["data"] / total
     assert timing.said.startswith(
-        f"the CPU waited {share:.0f} % of the time for data: give the DataLoader num_workers="
+        f"the CPU waited {share:.0f}% of the time for data: give the DataLoader num_workers="
     )
 
 
@@ -201,7 +201,7 @@ def test_too_many_evaluations():
     assert abs(timing.took["evaluation"] - evaluated) <= POINTS * total
     share = timing.took["evaluation"] / total
     assert timing.said == (
-        f"evaluations took {100 * share:.0f} % of the time: "
+        f"evaluations took {100 * share:.0f}% of the time: "
         "set a larger eval_every, or use a smaller validation part"
     )
 
@@ -300,7 +300,7 @@ def test_too_many_checkpoints(tmp_path):
     share = timing.took["checkpoint"] / total
     assert (
         timing.said
-        == f"checkpoints took {100 * share:.0f} % of the time: set a larger checkpoint.every"
+        == f"checkpoints took {100 * share:.0f}% of the time: set a larger checkpoint.every"
     )
 
 
@@ -318,7 +318,7 @@ def test_a_slow_logger():
     timing, total = fitted(Slow(60, Clock()), callbacks=[logger], epochs=1, log_every=1)
     assert abs(timing.took["logging"] - clock.seconds) <= POINTS * total
     assert timing.said.startswith(
-        f"loggers took {100 * timing.took['logging'] / total:.0f} % of the time"
+        f"loggers took {100 * timing.took['logging'] / total:.0f}% of the time"
     )
 
 
@@ -340,7 +340,7 @@ def test_tiny_batches():
     assert abs(timing.took["optimizer"] - SlowSGD.clock.seconds) <= POINTS * total
     share = (timing.took["optimizer"] + timing.took["other"]) / total
     assert timing.said == (
-        f"{100 * share:.0f} % of the time went to the optimizer and the loop, which cost the same for any batch size: "
+        f"{100 * share:.0f}% of the time went to the optimizer and the loop, which cost the same for any batch size: "
         "set a larger batch_size"
     )
 
@@ -353,7 +353,7 @@ def test_nothing_to_do():
     compute = sum(timing.took[stage] for stage in ("forward", "backward", "optimizer"))
     assert (
         timing.said
-        == f"compute bound: {100 * compute / total:.0f} % of the time is forward, backward and optimizer"
+        == f"compute bound: {100 * compute / total:.0f}% of the time is forward, backward and optimizer"
     )
 
 
@@ -483,47 +483,47 @@ COPIES = {"transfer": 1.0, "step": 3.0}
         (
             WAITS,
             {"cores": 8},
-            "waited 60 % of the time for data: set dataset.workers=8 or dataset.resident=true",
+            "waited 60% of the time for data: set dataset.workers=8 or dataset.resident=true",
         ),
         (
             WAITS,
             {"loader": "augmented"},
-            "waited 60 % of the time for data: leave out some of dataset.augment",
+            "waited 60% of the time for data: remove some of dataset.augment",
         ),
         (
             COPIES,
             {},
-            "waited 25 % of the time for batches to be copied: set dataset.resident=true",
+            "waited 25% of the time for batches to be copied: set dataset.resident=true",
         ),
         (
             {"evaluation": 5.0, "step": 5.0},
             {},
-            "evaluations took 50 % of the time: set a larger eval_every",
+            "evaluations took 50% of the time: set a larger eval_every",
         ),
         (
             {"checkpoint": 2.0, "step": 8.0},
             {"saves": "checkpoint.epochs"},
-            "checkpoints took 20 % of the time: set a larger checkpoint.epochs",
+            "checkpoints took 20% of the time: set a larger checkpoint.epochs",
         ),
         (
             {"logging": 2.0, "step": 8.0},
             {},
-            "loggers took 20 % of the time: leave out one of callbacks, or set a larger",
+            "loggers took 20% of the time: remove one of the callbacks, or set a larger",
         ),
         (
             {"evaluation": 1.9, "forward": 8.1},
             {},
-            "compute bound: 81 % of the time is forward, backward and optimizer",
+            "compute bound: 81% of the time is forward, backward and optimizer",
         ),
         (
             {"evaluation": 1.9, "step": 8.1},
             {"captured": True},
-            "compute bound: 81 % of the time is forward, backward",
+            "compute bound: 81% of the time is forward, backward",
         ),
         (
             {"evaluation": 1.9, "step": 8.1},
             {},
-            "this Trainer's train_step took 81 % of the time: set profile=true",
+            "this Trainer's train_step took 81% of the time: set profile=true",
         ),
         (
             {"step": 9.0},
@@ -540,16 +540,16 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             {"steps_per_epoch": 7},
             "the same for any batch size: this data is too small for larger ones",
         ),
-        ({"data": 5.0}, {"cores": 2}, "waited 100 % of the time for data: set dataset.workers=2"),
+        ({"data": 5.0}, {"cores": 2}, "waited 100% of the time for data: set dataset.workers=2"),
         (
             {"data": 5.0},
             {"cores": 2, "workers": 2},
-            "waited 100 % of the time for data: set dataset.resident=true",
+            "waited 100% of the time for data: set dataset.resident=true",
         ),
         (
             {"checkpoint": 5.0, "step": 5.0},
             {},
-            "checkpoints took 50 % of the time: the final one is unavoidable",
+            "checkpoints took 50% of the time: the final one is unavoidable",
         ),
         (
             {"step": 9.0},
@@ -560,17 +560,17 @@ COPIES = {"transfer": 1.0, "step": 3.0}
         (
             {"data": 6.0, "forward": 2.0, "backward": 1.0, "optimizer": 0.5, "other": 0.1},
             {"loader": "resident"},
-            "waited 62 % of the time for data: no setting helps, only smaller samples",
+            "waited 62% of the time for data: no setting helps; use smaller samples",
         ),
         (
             {"data": 4.0, "forward": 3.0, "backward": 1.0, "other": 2.0},
             {"loader": "resident"},
-            "nothing stands out: the largest stage is data, 40 % of the time",
+            "nothing stands out: the largest stage is data, 40% of the time",
         ),
         (
             {"evaluation": 1.9, "data": 0.9, "transfer": 0.9, "other": 2.0, "forward": 1.0},
             {"loader": "resident"},
-            "evaluations took 28 % of the time",
+            "evaluations took 28% of the time",
         ),
     ],
 )

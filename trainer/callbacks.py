@@ -47,7 +47,7 @@ class Callback:
     plain values) and takes it back in `load_state_dict`.
 
     If several processes train together, each has its own callbacks and calls them at the same
-    steps: a callback that stops the training has to do so on all of them. With `first_rank_only`,
+    steps: a callback that stops training has to do so on all of them. With `first_rank_only`,
     only rank 0 runs the callback, for example to print or to write files.
     """
 
@@ -133,7 +133,7 @@ class Monitor(Callback):
             raise UserError(
                 f"monitor={as_typed(self.name)}: no such number is logged."
                 f"{did_you_mean(self.name, higher_is_better)}\n"
-                f"Type monitor= one of: {', '.join(higher_is_better)}.\n"
+                f"Choose one of: {', '.join(higher_is_better)}.\n"
                 "For a number that you log, such as my/number, also type monitor_mode=max or min."
             )
         higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
@@ -293,8 +293,8 @@ class Checkpoint(Monitor):
         """Raise UserError unless the folder is free for this run."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
-                f"{self.folder} already has checkpoints: give another folder, or resume from them "
-                f"with fit(..., resume={str(self.folder)!r})."
+                f"{self.folder} already has checkpoints: pass a different folder, or resume from "
+                f"them with fit(..., resume={str(self.folder)!r})."
             )
         is_file = self.folder.exists() and not self.folder.is_dir()
         if is_file or self.folder.is_symlink():  # a link may point anywhere
@@ -329,7 +329,7 @@ class Checkpoint(Monitor):
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         # Interrupted in the step's evaluation, or after this callback was called. After an error
-        # the state of the training is unknown.
+        # the state of the run is unknown.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
@@ -631,7 +631,7 @@ class EMA(ShadowWeights):
         if self.raw is not None:
             raise UserError(
                 "EMA: during an evaluation the model holds the averages, not the trained weights. "
-                "Save and load the training's state before or after it."
+                "Save and load the run's state before or after it."
             )
 
 

@@ -170,7 +170,7 @@ def autocast(
             return torch.autocast(device.type, dtype=dtype)
     except (RuntimeError, UserWarning) as error:
         raise UserError(
-            f"precision: {device.type} has no autocast to {dtype} ({first_line(error)}).\n"
+            f"precision: {device.type} cannot autocast to {dtype} ({first_line(error)}).\n"
             "Type precision=fp32."
         ) from None
 

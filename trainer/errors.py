@@ -121,7 +121,7 @@ def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
         names = [as_typed(choice) for choice in choices]
         raise UserError(
             f"{key}={as_typed(value)}: not a valid choice.{did_you_mean(value, names)}\n"
-            f"Type {key}= one of: {', '.join(names)}."
+            f"Choose one of: {', '.join(names)}."
         )
     return value
 

@@ -1,4 +1,4 @@
-"""Freeze parameters for part or all of the training."""
+"""Freeze parameters for part or all of training."""
 
 import math
 from collections.abc import Sequence

@@ -146,7 +146,7 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
         advice = "Keep it on the device (torch.where)"
     elif "captur" in text:
         problem = f"cannot be captured ({text.splitlines()[0]})"
-        advice = "Leave it out"
+        advice = "Remove that call"
     else:
         return None
     return UserError(f"compile=graph: the step {problem}.\n{advice}, or type compile=false.")
@@ -174,7 +174,7 @@ def check(
     elif dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif strategy != "single":
-        reason = "a graph is for one GPU. Type strategy=single."
+        reason = "a graph supports only one GPU. Type strategy=single."
     elif adapts:
         reason = "a graph needs a fixed size. Type micro_batch=N, or compile=true or compile=false."
     elif custom is not None:

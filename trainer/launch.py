@@ -1,4 +1,4 @@
-"""The other processes of a training: ranks, and the store through which they agree.
+"""The other processes of a run: ranks, and the store through which they agree.
 
 The processes are torchrun's and share its store. Nothing here imports torch until a rank uses the
 store.

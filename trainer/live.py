@@ -56,7 +56,7 @@ class Live:
         return True
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the numbers of the training from a logged row."""
+        """Take the training numbers from a logged row."""
         if "train/loss" in row:
             self.current["loss"] = short(self.loss(row["train/loss"]))
         if row.get("train/seconds"):

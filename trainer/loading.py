@@ -94,7 +94,7 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         raise UserError(
             f"{type(loader).__name__}: with several processes, a loader with `seek` has to split "
             "its batches among them.\n"
-            "Leave `seek` out, or give it `global_size`, the number of samples in the whole batch."
+            "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
 
@@ -190,7 +190,7 @@ class IterableLoader(Seekable):
     ) -> None:
         self.name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
-            raise UserError(f"{self.name} is not a loader. Give an iterable of batches.")
+            raise UserError(f"{self.name} is not a loader. Pass an iterable of batches.")
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed
@@ -298,7 +298,7 @@ class IterableLoader(Seekable):
             raise UserError(
                 f"The training loader, {self.name}, has no batches"
                 f"{' when it is read again' if place.passes else ''}.\n"
-                "Give an object that starts over with each iter(), such as a DataLoader, or lower "
+                "Pass an object that starts over with each iter(), such as a DataLoader, or lower "
                 "max_steps to the number of batches."
             )
         length = length_of(self.loader)

@@ -127,8 +127,8 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
             raise UserError(
                 f"metrics.{name}: {type(metric).__name__} cannot be summed over "
                 f"{parallel.ranks()} processes.\n"
-                "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, "
-                "or leave it out."
+                "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
+                "or remove it."
             )
 
 

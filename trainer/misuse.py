@@ -122,7 +122,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
         name = type(optimizer).__name__
         raise UserError(
             f"optimizer: {setting} cannot change the parameter groups of this {name}.\n"
-            f"Give a factory: optimizer=functools.partial({name}, lr=...)."
+            f"Pass a factory: optimizer=functools.partial({name}, lr=...)."
         )
 
 
@@ -133,7 +133,7 @@ def check_loss_function(loss: Any) -> None:
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
     for name in ("size_average", "reduce"):  # torch's old names for it
         if losses.option(loss, name) is False:
-            raise UserError(f"loss: {name}=False is not supported. Leave {name} out.")
+            raise UserError(f"loss: {name}=False is not supported. Remove {name}.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
@@ -143,7 +143,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     check_loader(trainer, train_loader, "fit")
     named = by_name(val_loader)
     if val_loader is not None and not named:
-        raise UserError("fit: val_loader is empty. Leave it out, or give {name: loader}.")
+        raise UserError("fit: val_loader is empty. Remove it, or pass {name: loader}.")
     for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
@@ -176,7 +176,7 @@ def check_loss(trainer: "Trainer", use: str) -> None:
         raise UserError(
             "loss: reduction='batchmean' divides by the first dimension, and "
             f"{type(trainer).__name__}.sample_dim may split along another one.\n"
-            "Give reduction='mean', or a function of (outputs, targets) that divides by samples."
+            "Use reduction='mean', or a function of (outputs, targets) that divides by samples."
         )
 
 
@@ -188,7 +188,7 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
     if trainer.special_step is not None and trainer.special_step.captures:
         setting = "compile=graph"
     if names:
-        reason = f"{kind.__name__}.{names[0]} is carried from each whole batch to the next"
+        reason = f"{kind.__name__}.{names[0]} is carried over from one whole batch to the next"
         if parallel.ranks() > 1 or trainer.replicas:
             setting = f"strategy={trainer.strategy}"
     elif getattr(loader, "accumulate", 1) > 1:
@@ -196,7 +196,7 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
     else:
         return
     if setting is not None:
-        raise UserError(f"{setting}: {reason}.\nLeave {setting.partition('=')[0]} out.")
+        raise UserError(f"{setting}: {reason}.\nRemove {setting.partition('=')[0]}.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
@@ -223,7 +223,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         )
     if is_wrong or not hasattr(loader, "__iter__"):
         raise UserError(
-            f"{use}: give one loader, or a list of batches, not {kind_of(loader)}.\n"
+            f"{use}: pass one loader, or a list of batches, not {kind_of(loader)}.\n"
             "DataLoader(dataset, batch_size=64) makes one."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)

@@ -1,4 +1,4 @@
-"""Find the first step with a number that is not finite, by replaying the training.
+"""Find the first step with a number that is not finite, by replaying it.
 
 A step depends only on the state before it and on the seed, so nothing is recorded in the meantime.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop the training or write files
+SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop training or write files
 
 
 @dataclass
@@ -55,7 +55,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
 
 
 def replayed_error(trainer: "Trainer", error: NotFinite, guard: NaNGuard) -> NotFinite:
-    """Replay the training; return the error with the step and the cause, as `explained` does."""
+    """Replay the run; return the error with the step and the cause, as `explained` does."""
     first = find(trainer, guard)
     if first is None:
         return error
@@ -81,7 +81,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
         callback.on_fit_end(trainer)
     trainer.go_on_from(state)
     launch.warn(
-        f"Replaying the training from step {trainer.step + 1} to find the first number that is "
+        f"Replaying training from step {trainer.step + 1} to find the first number that is "
         "not finite."
     )
     special_step = trainer.special_step
@@ -204,7 +204,7 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     if parallel.add_up(int(bool(texts))):
         text = "the batch of another process has values that are not finite"
         text = texts[0] if texts else text
-        return first(f"{place}, {text}", "Check these samples, or leave them out.")
+        return first(f"{place}, {text}", "Check these samples, or remove them.")
     text = f"the update of {broken} is not finite"
     if in_backward_anywhere and not in_backward:
         text = "another process has a loss or a gradient that is not finite"

@@ -65,7 +65,7 @@ def build(
     except UserError:
         raise
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
-        raise UserError(f"optimizer: {error}. Type another value for it.") from error
+        raise UserError(f"optimizer: {error}. Choose a different value.") from error
     check(optimizer, is_sharded)
     check_options(groups, {*settings, *optimizer.defaults})
     if not isinstance(optimizer, Combined):
@@ -88,7 +88,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
     if any(map(parallel.is_shard, module.parameters())):
         raise UserError(
             f"strategy=fsdp replaces the parameters that this {kind} has. "
-            f"Give a factory instead: {factory}."
+            f"Pass a factory instead: {factory}."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = set(module.parameters())
@@ -97,7 +97,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
         raise UserError(
             f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} do not "
             f"belong to the model.\nBuild it from the Trainer's model, {kind}(model.parameters(), "
-            f"...), or give a factory: {factory}."
+            f"...), or pass a factory: {factory}."
         )
     check(optimizer, is_sharded=False)
     for group in optimizer.param_groups:

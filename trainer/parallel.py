@@ -49,7 +49,7 @@ def start(strategy: str, device: torch.device) -> str:
     A process waits at most `launch.timeout` seconds for the others.
 
     Raises:
-        UserError: The strategy is for one process, and there are several.
+        UserError: The strategy supports only one process, and there are several.
     """
     global joined
     name, listed = check_strategy(strategy)
@@ -536,7 +536,7 @@ def check_sampler(loader: Any) -> None:
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
             "DistributedSampler: the Trainer splits each batch among the processes itself.\n"
-            "Give a DataLoader without it, with the whole batch_size."
+            "Pass a DataLoader without it, with the whole batch_size."
         )
 
 

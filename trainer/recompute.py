@@ -66,7 +66,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     if not names:
         raise UserError(
             f"activation_checkpointing: {type(model).__name__} has no list of blocks of one class "
-            "(in a Sequential or ModuleList). Leave it out."
+            "(in a Sequential or ModuleList). Remove this setting."
         )
     for name in names:
         block = model.get_submodule(name)

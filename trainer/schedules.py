@@ -132,7 +132,7 @@ def schedule(
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     if warmup_steps >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: the training has only {total_steps} steps and never "
+            f"scheduler.warmup={warmup}: the run has only {total_steps} steps and never "
             "reaches the full rate. Type a share of the steps, as in scheduler.warmup=0.1, or "
             "train longer."
         )

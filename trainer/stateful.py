@@ -94,7 +94,7 @@ class Stateful:
         return {name: p for name, p in parameters if p not in optimized}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the training depends on besides its settings; tensors are live."""
+        """Return everything that training depends on besides its settings; tensors are live."""
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
@@ -176,7 +176,7 @@ class Stateful:
             elif callback.state_dict():
                 raise UserError(
                     f"The checkpoint has no state for the callback {name}, which its run did not "
-                    "use. Leave it out."
+                    "use. Remove it from callbacks."
                 )
 
     def named_callbacks(self) -> dict[str, Callback]:

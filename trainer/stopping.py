@@ -1,4 +1,4 @@
-"""Why and how a training ends before its last step: a callback, a signal or another thread."""
+"""Why and how training ends before its last step: a callback, a signal or another thread."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ gentle: Callable[[str], object] | None = None  # called with a signal's name ins
 
 @dataclasses.dataclass(frozen=True)
 class StopReason:
-    """Why a training stopped before its end: `kind` is for programs, `text` for people.
+    """Why training stopped before its end: `kind` is for programs, `text` for people.
 
     The kinds are "asked" (`Trainer.stop` with a text), "interrupted", "time_limit",
     "early_stopping" and "pruned".
@@ -36,16 +36,16 @@ class Stoppable:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the training ends after this step."""
+        """Whether training ends after this step."""
         return self.stop_reason is not None
 
     @property
     def interrupted(self) -> bool:
-        """Whether the training ends because of `interrupt`, on this process or another."""
+        """Whether training ends because of `interrupt`, on this process or another."""
         return self.stop_reason is not None and self.stop_reason.kind == "interrupted"
 
     def stop(self, reason: str, kind: str = "asked") -> None:
-        """End the training after this step; the reason is shown, and `kind` is for programs.
+        """End training after this step; the reason is shown, and `kind` is for programs.
 
         With several processes, all have to call it in the same step. If only one knows, call
         `interrupt` there.
@@ -53,7 +53,7 @@ class Stoppable:
         self.stop_reason = StopReason(kind, reason)
 
     def interrupt(self, reason: str) -> None:
-        """End the training after this step, or during its evaluation.
+        """End training after this step, or during its evaluation.
 
         Call it from a signal handler or another thread. With several processes, one call is
         enough: all of them end after the same step, a little later.

@@ -38,7 +38,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     if not overrides.is_usual(type(trainer), "train_step"):
         update += f", as {type(trainer).__name__}.train_step uses them"
     line = (
-        f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
+        f"plan     {length(trainer)}, batch {batch_size or 'as the loader yields it'}"
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, {update}"
     )
     if trainer.step:

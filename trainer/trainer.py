@@ -52,8 +52,8 @@ class Trainer(Predicting, Stoppable, Reporting):
         scheduler: Factory that is called with (optimizer, total_steps=...); it advances every step.
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
-        epochs: Length of the training, in passes over the training loader.
-        max_steps: Length of the training in steps; if given, `epochs` is ignored.
+        epochs: Length of the run, in passes over the training loader.
+        max_steps: Length of the run in steps; if given, `epochs` is ignored.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the machine's accelerator, or else the CPU.
         strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
             process and "ddp" in several.
@@ -68,7 +68,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         log_every: Log a row every this many steps, and at the end of each epoch.
         eval_every: Evaluate every this many steps; None is once per epoch.
         groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
-        seed: Seed of everything random in the training.
+        seed: Seed of everything random in the run.
 
     Raises:
         UserError: An argument is of the wrong kind or out of range, or two exclude each other.

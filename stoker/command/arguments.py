@@ -206,5 +206,5 @@ def check_group(argument: str, key: str, value: str) -> None:
         options = [path.stem for path in configs.options(key)]
         raise UserError(
             f"{argument}: this is a group, so it takes one option. "
-            f"Type {key}= one of: {', '.join(options)}."
+            f"Choose one of: {', '.join(options)}."
         )

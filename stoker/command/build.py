@@ -86,12 +86,14 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if part in PART_CLASSES and not is_trial and not returns_part(part, located):
         raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
-        raise UserError(f"{key}._partial_=true: a run needs the result of {target}. Leave it out.")
+        raise UserError(
+            f"{key}._partial_=true: a run needs the result of {target}. Remove this key."
+        )
     try:
         # Built as a partial and called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        reason = "this is never an allowed target."
+        reason = "this target is never allowed."
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error

@@ -48,7 +48,7 @@ def check_config(cfg: DictConfig) -> None:
     """Raise UserError for a config that cannot be run.
 
     It may have an unknown key, lack a part, set the length twice, lack a required value, or have a
-    value outside its limits or of another type than the default.
+    value outside its limits or of a different type from the default.
     """
     given = plain(cfg)
     usual = defaults()
@@ -61,7 +61,7 @@ def check_config(cfg: DictConfig) -> None:
     typed = arguments.typed_keys()
     for key in (*usual, *flat(usual)):
         if f"~{key}" in typed or (key in usual and key not in given):
-            raise UserError(f"{key}: every run needs this key. Leave out ~{key}.")
+            raise UserError(f"{key}: every run needs this key. Remove ~{key}.")
     for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
         if not isinstance(given[key], dict):
             kind = type(given[key]).__name__
@@ -108,7 +108,7 @@ def check_callbacks(usual: Mapping[str, Any], resolved: Mapping[str, Any]) -> No
             if not typed & {switch, followed}:
                 raise UserError(
                     f"{full}={as_typed(value)}: this callback is off. "
-                    f"Type {followed or switch}=... as well, or leave it out."
+                    f"Type {followed or switch}=... as well, or remove this key."
                 )
 
 
@@ -150,7 +150,7 @@ def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Raise UserError for a value of another type than its default.
+    """Raise UserError for a value of a different type from its default.
 
     A default that follows another key is not checked: the constructor checks the value.
     """
@@ -160,7 +160,7 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError if a value has another type than its default, and no limit allows it.
+    """Raise UserError if a value has a different type from its default, and no limit allows it.
 
     A default of null or auto allows any type; its limit or its constructor checks the value.
     """
@@ -187,7 +187,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
             f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
         )
     elif value == "" and default:
-        raise UserError(f"{name}=: give a string after the =, or leave it out.")
+        raise UserError(f"{name}=: type a string after the =, or remove {name}.")
 
 
 KINDS: dict[type, str] = {

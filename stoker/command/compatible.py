@@ -56,7 +56,7 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
         except REFUSALS as error:
             raise UserError(
                 f"dataset.augment: mixup and cutmix need a loss of class probabilities, "
-                f"but {name} takes class labels. Leave them out, or type loss=cross_entropy."
+                f"but {name} takes class labels. Remove them, or type loss=cross_entropy."
             ) from error
 
 

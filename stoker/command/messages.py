@@ -89,9 +89,7 @@ def no_such_option(error: BaseException) -> str | None:
     options = getattr(error, "options", None)  # Hydra does not name those of a list
     options = options or [path.stem for path in configs.options(group)]
     hint = did_you_mean(choice, options)
-    return (
-        f"{group}={choice}: not a valid choice.{hint}\nType {group}= one of: {', '.join(options)}."
-    )
+    return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
 
 
 def key_mistake(error: BaseException) -> str | None:

@@ -64,7 +64,7 @@ def check_among_several(strategy: str, name: str, devices: int | str) -> None:
         )
     if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
         raise UserError(
-            f"devices={devices}: {started}. Leave it out; --nproc-per-node sets the number of "
+            f"devices={devices}: {started}. Remove devices; --nproc-per-node sets the number of "
             "processes."
         )
 

@@ -31,7 +31,7 @@ WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
 MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
-TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
+TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
 
@@ -58,7 +58,7 @@ class Text:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(f"{key}={as_typed(value)}: give a string.")
         if value == "":
-            raise UserError(f"{key}=: give a string after the =, or leave {key} out.")
+            raise UserError(f"{key}=: type a string after the =, or remove {key}.")
         return value
 
 
@@ -75,7 +75,7 @@ class Setting:
         local: Whether the ranks of one run may differ in it.
         debug: The value that debug=true sets; None changes nothing.
         loader: Whether it configures the loader instead of the data set.
-        every: The unit that it counts; it never acts in a training of fewer than its value.
+        every: The unit that it counts; it never acts in a run of fewer than its value.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
         aliases: Other names that people type for it.
     """
@@ -285,8 +285,8 @@ def check_together(values: Mapping[str, Any]) -> None:
         started = devices
     if name == "fsdp" and values.get("compile"):
         raise UserError(
-            "strategy=fsdp: sharded parameters cannot be compiled, but there is "
-            f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
+            "strategy=fsdp: sharded parameters cannot be compiled, but "
+            f"compile={as_typed(values['compile'])} is set.\nType compile=false or strategy=ddp."
         )
     if values.get("activation_checkpointing") and values.get("compile"):
         raise UserError(
@@ -301,7 +301,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     batch_size = values.get("batch_size")
     if batch_size and batch_size < started:
         raise UserError(
-            f"batch_size={batch_size}: this batch is too small for {started} processes. "
+            f"batch_size={batch_size}: this is too small for {started} processes. "
             f"Type batch_size={started} or more, or lower devices."
         )
 
@@ -334,11 +334,11 @@ def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str,
         if key in typed and given not in (value, "auto"):
             raise UserError(
                 f"debug=true means {key}={as_typed(value)}, but {key}={as_typed(given)} is given. "
-                "Leave out one of them."
+                "Remove one of the two."
             )
     if launch.world_size() > 1:
         program = " ".join(invocation.program())
-        raise UserError(f"debug=true is for one process. Type {program}, without torchrun.")
+        raise UserError(f"debug=true runs in one process. Type {program}, without torchrun.")
     return values
 
 

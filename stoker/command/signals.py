@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: they end the process at once, but a training after its current step."""
+"""SIGINT and SIGTERM: they end the process at once, or a training run after its current step."""
 
 import contextlib
 import os

@@ -130,13 +130,12 @@ def locate(key: str, target: str) -> Any:
         package = ".".join(target.split(".")[:2])
         near = did_you_mean(package, [package for package in TRUSTED if "." in package])
         raise UserError(
-            f"{place}: this is not an allowed target.{near}\n"
-            f"Type trusted=[{both}] if it is your own."
+            f"{place}: this target is not allowed.{near}\nType trusted=[{both}] if it is your own."
         )
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
-        raise UserError(f"{place}: this is never an allowed target.") from None
+        raise UserError(f"{place}: this target is never allowed.") from None
     except UNKNOWN_NAME as error:
         failure = error.__cause__ or error
         reason = (
@@ -149,8 +148,7 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
-            f"{place}: this is not an allowed target.\n"
-            f"Type trusted=[{both}] if you know what it does."
+            f"{place}: this target is not allowed.\nType trusted=[{both}] if you know what it does."
         )
     if not callable(located):
         raise UserError(f"{place}: this is not a class or function. Type {place}.NAME.")

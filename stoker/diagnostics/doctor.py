@@ -76,7 +76,7 @@ class Doctor(Callback):
 
         if captures(trainer):
             raise UserError(
-                "callbacks=doctor: it cannot inspect the steps of a CUDA graph. Type compile=false."
+                "callbacks=doctor: CUDA graph steps cannot be inspected. Type compile=false."
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(

@@ -26,7 +26,7 @@ def efficiency(
     """Return the FLOPs fields of result.json; an unknown number is None.
 
     `mfu` is the share of the combined peak of all devices. Both are None if the measured peak is
-    lower than what the training reached, so is not the peak.
+    lower than what training reached, so is not the peak.
     """
     flops = per_sample(trainer.module, in_shape)
     achieved = None
@@ -93,7 +93,7 @@ def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
     They are random: a GPU that multiplies equal numbers draws less power, and is faster than it is
-    at any work (by 13 % on an H200).
+    at any work (by 13% on an H200).
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)

@@ -80,7 +80,7 @@ def learn(
     if targets is not None and len(targets) > 1 and (targets == targets[0]).all():
         raise UserError(
             f"overfit={count}: the targets of the first {samples} samples are all the same, "
-            "so there is nothing to learn. Type another overfit or batch_size."
+            "so there is nothing to learn. Choose a different overfit or batch_size."
         )
     doctor = Doctor(EVERY)
     watch = Watch(given)

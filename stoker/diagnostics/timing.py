@@ -374,7 +374,7 @@ def slow_data(share: float, facts: Facts) -> str:
 
 
 def slow_transfer(share: float, facts: Facts) -> str:
-    change = "no setting helps, only smaller samples"
+    change = "no setting helps; use smaller samples"
     if facts.loader == "own":
         change = "give the DataLoader pin_memory=True, and load bytes instead of floats"
     elif facts.fits:
@@ -398,7 +398,7 @@ def slow_checkpoints(share: float, facts: Facts) -> str:
 
 def slow_loggers(share: float, facts: Facts) -> str:
     return (
-        f"loggers took {of_the_time(share)}: leave out one of callbacks, or set a larger log_every"
+        f"loggers took {of_the_time(share)}: remove one of the callbacks, or set a larger log_every"
     )
 
 
@@ -445,20 +445,20 @@ def more_data(facts: Facts) -> str:
     if facts.loader == "own":
         return f"give the DataLoader num_workers={facts.cores} and persistent_workers=True"
     if facts.loader == "augmented":
-        return "leave out some of dataset.augment"
+        return "remove some of dataset.augment"
     if facts.loader == "decoded":
         return "it decoded images, which the next run will find in the cache"
     if facts.loader == "resident":  # the device gathers the batches
-        return "no setting helps, only smaller samples"
+        return "no setting helps; use smaller samples"
     ways = []
     if facts.workers < facts.cores:
         ways.append(f"dataset.workers={facts.cores}")
     if facts.fits:
         ways.append("dataset.resident=true")
     if not ways:
-        return "no setting helps, only smaller files, a faster disk or less work per sample"
+        return "no setting helps; use smaller files, a faster disk or less work per sample"
     return f"set {' or '.join(ways)}"
 
 
 def of_the_time(share: float) -> str:
-    return f"{100 * share:.0f} % of the time"
+    return f"{100 * share:.0f}% of the time"

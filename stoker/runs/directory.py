@@ -48,7 +48,7 @@ def make(folder: Path, key: str = "run_dir") -> bool:
     """Create the folder, and return whether it is new; UserError if it is not writable.
 
     Folders that are still empty when the process ends are removed, so that a mistake found before
-    the training leaves nothing behind.
+    training leaves nothing behind.
     """
     missing: list[Path] = []
     try:
@@ -63,11 +63,12 @@ def make(folder: Path, key: str = "run_dir") -> bool:
             if os.path.isfile(part):
                 reason = f"{part} is a file"
         raise UserError(
-            f"{key}={folder}: cannot create this folder ({reason}). Type another {key}."
+            f"{key}={folder}: cannot create this folder ({reason}). Choose a different {key}."
         ) from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(
-            f"{key}={folder}: this is a file, or a folder that is not writable. Type another {key}."
+            f"{key}={folder}: this is a file, or a folder that is not writable. "
+            f"Choose a different {key}."
         )
     atexit.register(remove_empty, missing)
     if missing:

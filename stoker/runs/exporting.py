@@ -43,7 +43,7 @@ Run = Callable[[Tensor], Any]
 def check(form: str | None, output: str | None = None) -> None:
     """Raise a UserError for a format that is missing, or needs a package, or a bad `output`."""
     if form is None:
-        raise UserError(f"task=export needs a format. Type format= one of: {', '.join(FILES)}.")
+        raise UserError(f"task=export needs a format=. Choose one of: {', '.join(FILES)}.")
     check_choice("format", form, FORMATS)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:

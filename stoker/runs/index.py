@@ -34,7 +34,7 @@ SWEEP_PAGE = "sweep.html"
 JOB = "job.json"
 LEVELS = 2  # levels: runs/NAME and runs/GROUP/NAME
 PATIENCE = 5  # seconds to wait for another process that is updating the page
-# seconds for which a training reads runs missing from the page; the next training continues
+# seconds a run may spend adding missing runs to the page; the next one continues
 SECONDS = 0.5
 START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
@@ -368,7 +368,7 @@ def main(arguments: list[str]) -> int:
 
     def draw(folder: Path) -> None:
         if os.path.lexists(folder / NAME) and not is_index(folder):
-            raise UserError(f"{folder / NAME} is not an index of runs. Move it away first.")
+            raise UserError(f"{folder / NAME} is not an index of runs. Move the file away first.")
         print(f"index    {write(folder)}")
 
     usage = "python -m stoker.runs.index DIR, a folder of runs."

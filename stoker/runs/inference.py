@@ -90,7 +90,7 @@ class Trained(torch.nn.Module):
         return outputs
 
     def check(self, inputs: Tensor) -> None:
-        """Raise a UserError for inputs of another type or shape than the data set's."""
+        """Raise a UserError for inputs whose type or shape differs from the data set's."""
         shape = self.about["in_shape"]
         given = f"a {type(inputs).__name__}"
         if isinstance(inputs, Tensor):
@@ -358,7 +358,7 @@ def image_batches(
 
     if is_empty:
         raise UserError(
-            f"input={printable(path)}: there is no image below it that can be read ({endings}). "
+            f"input={printable(path)}: this folder has no readable image ({endings}). "
             "Type input=FOLDER or input=IMAGE."
         )
     if broken:
@@ -436,7 +436,7 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     shown = f"output={printable(output)}"
     if os.path.lexists(path):
         raise UserError(
-            f"{shown}: this exists and is not overwritten. Type another output, or remove it."
+            f"{shown}: this already exists. Choose a different output, or remove this one."
         )
     if not path.parent.is_dir():
         parent = printable(path.parent)

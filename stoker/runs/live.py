@@ -48,4 +48,4 @@ class LiveReport(Callback):
             index.update(self.folder, draws=False)
         except Exception as error:
             self.is_on = False
-            log.warning("the report could not be drawn (%s); the training continues.", cause(error))
+            log.warning("the report could not be drawn (%s); training continues.", cause(error))

@@ -43,7 +43,7 @@ def held(folder: Path) -> Iterator[None]:
     for name in FOLDERS:
         if (folder / name).is_symlink():
             raise UserError(
-                f"run_dir={folder}: its {name} is a symbolic link. Type another run_dir."
+                f"run_dir={folder}: its {name} is a symbolic link. Choose a different run_dir."
             )
     file = locked_file(folder)
     file.truncate(0)
@@ -69,7 +69,7 @@ def locked_file(folder: Path) -> FileIO:
             if error.errno == errno.EMLINK:
                 path.unlink()
                 continue
-            raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
+            raise UserError(f"run_dir={folder}: {error}. Choose a different run_dir.") from None
         try:
             wait_for(file, 0.2)  # another process may be testing the lock with `is_held`
         except TimeoutError:
@@ -77,7 +77,7 @@ def locked_file(folder: Path) -> FileIO:
             file.close()
             raise RunInUse(
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
-                " Wait until it ends, or type another run_dir."
+                " Wait until it ends, or choose a different run_dir."
             ) from None
         except OSError as error:  # a file system without locks
             log.warning(

@@ -430,7 +430,7 @@ def write_id(path: Path, name: str) -> str:
 
 
 class ConfigFile(Callback):
-    """Write the config to `path` when the training begins: put it last, after callbacks that check.
+    """Write the config to `path` when training begins: put it last, after callbacks that check.
 
     A run that begins at step 0 removes the `stale` files of an older run beside it; a resumed run
     removes those on how it ended before. `beside` gives the text of each further file, by its name.

@@ -101,7 +101,7 @@ class RunResult:
     def read(cls, folder: str | Path) -> "RunResult | None":
         """Read the result of an untrusted run directory; None if there is none.
 
-        An entry of another type is left out, and named in `malformed`.
+        An entry of a different type is left out, and named in `malformed`.
         """
         contents = json_files.read_json(Path(folder) / RESULT)
         return None if contents is None else cls.parse(contents)
@@ -181,7 +181,7 @@ class RunResult:
     def keep_measurements(self, before: "RunResult | None") -> None:
         """Keep what was MEASURED in an earlier result of this run, if that one was complete.
 
-        A run that resumes at its end only evaluates, so its own times say nothing of the training.
+        A run that resumes at its end only evaluates, so its own times say nothing about training.
         """
         if before is None or before.seconds is None:
             return

@@ -70,7 +70,7 @@ def check_replaceable(folder: Path, overwrite: bool) -> None:
     if names and not overwrite:
         raise UserError(
             f"run_dir={folder}: resume=never starts over, but {names[0]} exists."
-            " Type another run_dir, or overwrite=true to replace it."
+            " Choose a different run_dir, or overwrite=true to replace it."
         )
 
 
@@ -100,7 +100,7 @@ def check_beginning(folder: Path, cfg: Any) -> None:
         if result is not None and result.steps is not None:
             raise TrainingError(
                 f"run_dir={folder}: the run has ended, but its checkpoints are missing.\n"
-                f"Put them back, or {start_over} to start over."
+                f"Restore them, or {start_over} to start over."
             )
         print(f"starts at step 0: the run in {folder} has no checkpoint")
         return
@@ -111,7 +111,7 @@ def check_beginning(folder: Path, cfg: Any) -> None:
         raise UserError(
             f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which was not written by a "
             "run."
-            f" Type another run_dir, or {start_over}."
+            f" Choose a different run_dir, or {start_over}."
         )
 
 
@@ -142,8 +142,8 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, type its dataset.root. For a new run, type another run_dir and leave "
-            "out resume."
+            "To continue it, type its dataset.root. For a new run, choose a different run_dir and "
+            "remove resume."
         )
 
 
@@ -161,7 +161,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     scripts = [script_of(before), script_of(now)]
     if scripts.count(None) == 1:
         raise UserError(
-            f"{name} holds a run of {scripts[0] or 'the command'}. Type another run_dir."
+            f"{name} holds a run started by {scripts[0] or 'the command'}. "
+            "Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
     on = {name for values in followed for name in callbacks_on(values)}
@@ -184,14 +185,14 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         for key in shown[:MOST_DIFFERENCES]
     )
     advice = (
-        "To continue it, type its settings. For a new run, type another run_dir and leave out "
+        "To continue it, type its settings. For a new run, choose a different run_dir and remove "
         "resume."
     )
     if scripts != [None, None]:
-        advice = "To continue it, give its settings. Otherwise, give another run_dir."
+        advice = "To continue it, pass its settings. Otherwise, pass a different run_dir."
     elif all(settings.may_differ(key, longer=True) for key in changed):
         advice = (
-            "To train it longer, type another run_dir, and resume=FILE with one of its "
+            "To train it longer, choose a different run_dir, and type resume=FILE with one of its "
             f"checkpoints. To start over in the same folder, type {START_OVER}."
         )
     raise UserError(f"{name} holds a run with different settings: {differences}.\n{advice}")

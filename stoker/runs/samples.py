@@ -1,4 +1,4 @@
-"""What a language model writes: samples of a training, and the text that follows a prompt."""
+"""What a language model writes: samples from training, and the text that follows a prompt."""
 
 import math
 from pathlib import Path
@@ -54,7 +54,7 @@ def write_on(
 class Samples(JSONL):
     """Append a sample of text to the file `path` at each evaluation.
 
-    It is drawn from the weights that are evaluated, and changes no number of the training.
+    It is drawn from the weights that are evaluated, and changes no number of the run.
     """
 
     def __init__(self, path: Path, about: Description) -> None:

@@ -40,7 +40,7 @@ class Status:
 
 
 def begin(folder: Path, trainer: "Trainer") -> None:
-    """Write that the training starts or resumes."""
+    """Record that training starts or resumes."""
     before = Status.read(folder) if trainer.step else Status()
     if trainer.step == trainer.total_steps:  # the run is only tested again
         return
@@ -56,7 +56,7 @@ def begin(folder: Path, trainer: "Trainer") -> None:
 
 
 def end(folder: Path, doctor: list[str] | None = None) -> None:
-    """Write that the training has ended, with the doctor's warnings."""
+    """Record that training has ended, with the doctor's warnings."""
     status = Status.read(folder)
     if status.started is not None and status.ended is None:
         write(folder, dataclasses.replace(status, ended=round(time.time(), 1), doctor=doctor))

@@ -247,7 +247,8 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
     """Return the error for a sweep that differs from the one in its directory."""
     return UserError(
         f"hydra.sweep.dir={folder}: {reason}.\n"
-        f"Type another hydra.sweep.dir, or continue that sweep:\n{command_to_continue(folder)}"
+        "Choose a different hydra.sweep.dir, or continue that sweep:\n"
+        f"{command_to_continue(folder)}"
     )
 
 

@@ -165,9 +165,9 @@ class Jobs(Callback):
             settings.check(key, value)
             if value in ("auto", 1) or launcher in SIDE_BY_SIDE:
                 continue
-            hint = "hydra/launcher=joblib for jobs side by side on this machine"
+            hint = "hydra/launcher=joblib to run jobs side by side on this machine"
             if launcher == "submitit_slurm":
-                hint = "hydra.launcher.array_parallelism= for jobs at the same time"
+                hint = "hydra.launcher.array_parallelism= to run jobs at the same time"
             raise UserError(
                 f"{key}={value}: hydra/launcher={launcher} does not support it. Type {hint}."
             )

@@ -201,12 +201,12 @@ class OptunaSearch(Sweeper):
             before = study.direction
         except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
             reason = first_line(error.__cause__ or error)
-            raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
+            raise UserError(f"hydra.sweeper.storage: this cannot be opened ({reason}).") from None
         if before != direction:
             end = "lowest" if self.maximize else "highest"
             raise UserError(
                 f"hydra.sweep.dir={self.folder} holds a search for the {end} value. "
-                "Type another hydra.sweep.dir."
+                "Choose a different hydra.sweep.dir."
             )
         for trial in study.trials:
             for key, old in trial.distributions.items():
@@ -216,7 +216,7 @@ class OptunaSearch(Sweeper):
                     raise UserError(
                         f"hydra.sweep.dir={self.folder}: its trials have a different range for "
                         f"{key} "
-                        f"({str(error).rstrip('.')}). Type another hydra.sweep.dir."
+                        f"({str(error).rstrip('.')}). Choose a different hydra.sweep.dir."
                     ) from None
         return study
 
@@ -243,7 +243,7 @@ def open_storage(place: str) -> BaseStorage:
 
 
 class Pruning(Callback):
-    """Report each evaluation to the trial, and stop the training if the pruner says so.
+    """Report each evaluation to the trial, and stop training if the pruner says so.
 
     Trials are compared by evaluations instead of steps, since their batch sizes may differ.
     """

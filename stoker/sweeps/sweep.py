@@ -67,7 +67,7 @@ class SweepCallback(Callback):
             progress.announce(folder, count, varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Write the output of a training in this process to its file."""
+        """Write the output of a run in this process to its file."""
         if is_training_here(config):
             folder = Path(config.hydra.runtime.output_dir)
             progress.redirect(folder.parent, folder.name)
@@ -99,7 +99,7 @@ class SweepCallback(Callback):
 
 
 def is_training_here(config: DictConfig) -> bool:
-    """Whether a job of this process's sweep is a training, and runs in this process."""
+    """Whether a job of this process's sweep is a training run, and runs in this process."""
     is_here = progress.ends is not None and not launchers.apart
     return is_here and config.task == "train" and config.overfit is None
 
@@ -160,7 +160,7 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     """Raise UserError if the directory of one of these jobs belongs to another job.
 
-    A directory without a training is free. Settings that change no result may differ, unless the
+    A directory without a run is free. Settings that change no result may differ, unless the
     sweep varies them.
     """
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
@@ -218,7 +218,7 @@ def summary_of(sweep: Sweep) -> str:
         if count:
             parts.append(f"{count} {status}")
     if sweep.missing:
-        parts.append(f"{sweep.missing} not begun")
+        parts.append(f"{sweep.missing} not started")
     if not sweep.compares:
         parts.append("on different data, so not comparable")
     return ", ".join(parts)

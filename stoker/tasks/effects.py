@@ -1,4 +1,4 @@
-"""Refuse typed settings that cannot take effect in this training."""
+"""Refuse typed settings that cannot take effect in this run."""
 
 import math
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
         raise UserError(
-            f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Leave it out, "
+            f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Remove it, "
             "or type dataset.val_fraction=0.1."
         )
     check_own_loaders(cfg, parts, typed)
@@ -70,12 +70,12 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             if key in typed:
                 raise UserError(
                     f"{key}={OmegaConf.select(cfg, key)}: {part} is a {type(given).__name__} of "
-                    "your own, which decides that itself. Leave it out, or return the data set."
+                    "your own, which decides that itself. Remove this key, or return the data set."
                 )
 
 
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that waits for longer than the training takes."""
+    """Raise UserError for a typed setting that waits for longer than the run takes."""
     from stoker.trainer.loading import epoch_length
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
@@ -98,6 +98,6 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         if key in typed and value is not None and value > most:
             units = unit if length == 1 else f"{unit}s"
             raise UserError(
-                f"{key}={value}: this training has {length:,} {units}, so it would have no "
-                "effect. Lower it, train longer, or leave it out."
+                f"{key}={value}: this run has only {length:,} {units}, so it would have no "
+                "effect. Lower it, train longer, or remove it."
             )

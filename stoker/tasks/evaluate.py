@@ -58,7 +58,7 @@ def leave_uncut(config: DictConfig) -> None:
             continue
         if f"dataset.{name}" in arguments.typed_keys():
             raise UserError(
-                f"split=all uses all samples, but dataset.{name} is given. Leave out one of them."
+                f"split=all uses all samples, but dataset.{name} is given. Remove one of the two."
             )
         config.dataset[name] = 0
 

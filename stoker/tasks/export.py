@@ -12,7 +12,7 @@ def export(cfg: DictConfig) -> None:
     """Write the model of the run `run` in `format`, and compare its outputs with PyTorch's."""
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
-        raise UserError(f"device={cfg.device}: models are exported on the CPU. Leave device out.")
+        raise UserError(f"device={cfg.device}: models are exported on the CPU. Remove device.")
     from stoker.runs import card, exporting, inference
 
     exporting.check(cfg.format, cfg.output)

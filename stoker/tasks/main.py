@@ -88,7 +88,7 @@ def prepare(cfg: DictConfig) -> None:
     reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
     if task and launch.world_size() > 1 and not reproduces:
         program = " ".join(invocation.program())
-        raise UserError(f"{task} is for one process. Type {program}, without torchrun.")
+        raise UserError(f"{task} runs in one process. Type {program}, without torchrun.")
 
 
 def do(cfg: DictConfig) -> None:
@@ -156,7 +156,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
     if task:
         typed = [one for one in arguments.typed() if re.match("(strategy|devices)=", one)]
         advice = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
-        raise UserError(f"{task} is for one process. {advice}.")
+        raise UserError(f"{task} runs in one process. {advice}.")
     if not job.in_sweep():
         code = processes.start(several, sys.argv[1:])
         if code:
@@ -173,7 +173,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
-    """Write why a training failed into the run directory, and draw its report.
+    """Write why training failed into the run directory, and draw its report.
 
     For a job of a sweep, also write why it did not begin.
     """

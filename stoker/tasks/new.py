@@ -43,7 +43,9 @@ def check_name(name: str) -> None:
         )
     if Path(name).exists():
         raise UserError(
-            f"new {name}: a file or folder with this name already exists. Type another name."
+            f"new {name}: a file or folder with this name already exists. Choose a different name."
         )
     if name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None:
-        raise UserError(f"new {name}: a package with this name already exists. Type another name.")
+        raise UserError(
+            f"new {name}: a package with this name already exists. Choose a different name."
+        )

@@ -19,7 +19,7 @@ def overfit(cfg: DictConfig) -> None:
         if not is_usual(kind, "train_step"):
             raise UserError(
                 f"overfit={cfg.overfit}: {kind.__name__} overrides train_step, so its loss need "
-                "not fall. Leave overfit out, and type max_steps=100 for a short run."
+                "not fall. Remove overfit, and type max_steps=100 for a short run."
             )
         with parts.threads(cfg):
             verdict = learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)

@@ -200,7 +200,7 @@ def in_epochs(loader: Any, steps: int) -> Any:
     if hasattr(loader, "seek"):
         raise UserError(
             f"steps_per_epoch={steps}: an epoch of this data set has {len(loader)} steps. "
-            "Leave it out."
+            "Remove steps_per_epoch."
         )
     return IterableLoader(loader, steps_per_epoch=steps)
 

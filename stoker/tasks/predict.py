@@ -84,5 +84,5 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
         use = "images, but this run was trained on a table"
         if not takes_table:
             use = "tables, but this run was not trained on one"
-        raise UserError(f"dataset.{key} is only for {use}. Leave this key out.")
+        raise UserError(f"dataset.{key} is only for {use}. Remove this key.")
     return options

@@ -33,7 +33,9 @@ def again(cfg: DictConfig) -> DictConfig:
         assert result.stopped is not None
         raise UserError(f"run={cfg.run}: it {result.stopped.text}, which cannot be reproduced.")
     if cfg.run_dir is not None and Path(cfg.run_dir).resolve() == Path(cfg.run).resolve():
-        raise UserError(f"run_dir={cfg.run_dir}: this is the run itself. Type another run_dir.")
+        raise UserError(
+            f"run_dir={cfg.run_dir}: this is the run itself. Choose a different run_dir."
+        )
     run_dir = cfg.run_dir or directory.claim("reproduced", Path(cfg.run).resolve().name)
     return saved_config.to_train_again(cfg, str(run_dir))
 

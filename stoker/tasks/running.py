@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.trainer.callbacks import Checkpoint
 
 begun: Path | None = None  # this process's run directory, once its training has begun
-doctor_warnings: list[str] | None = None  # once the training has failed
+doctor_warnings: list[str] | None = None  # once training has failed
 
 
 @dataclasses.dataclass
@@ -130,7 +130,7 @@ class Run:
 
 @contextlib.contextmanager
 def noting_the_end(folder: Path, parts: Parts, loggers: Sequence["Logger"]) -> Iterator[None]:
-    """Write when the training ends, and the doctor's warnings; tell the loggers if it failed."""
+    """Record when training ends, and the doctor's warnings; tell the loggers if it failed."""
     from stoker.diagnostics import doctor
 
     global doctor_warnings

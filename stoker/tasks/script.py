@@ -1,4 +1,4 @@
-"""`stoker.fit`: a run directory for a training that a script builds."""
+"""`stoker.fit`: a run directory for training started by a script."""
 
 import contextlib
 import functools
@@ -92,7 +92,7 @@ def check_arguments(trainer: Trainer, loaders: tuple[Any, Any, Any]) -> None:
 
 
 def leave_reason(folder: Path, error: TrainingError) -> None:
-    """Write why a training failed into its directory, and draw its report, if it had begun."""
+    """Write why training failed into its directory, and draw its report, if it had begun."""
     if running.begun == folder and (folder / directory.CONFIG).is_file():
         code = exit_codes.exit_code(error)
         if write_failure(folder, error, code, running.doctor_warnings, command()):
@@ -150,7 +150,7 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
             if callback.folder.resolve() != place.resolve():
                 raise UserError(
                     f"run_dir={folder}: the Checkpoint among the callbacks saves to "
-                    f"{callback.folder}. Give it {str(place)!r}, or leave it out."
+                    f"{callback.folder}. Pass it {str(place)!r}, or remove it."
                 )
             return callback
     return Checkpoint(place)

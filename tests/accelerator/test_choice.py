@@ -84,7 +84,7 @@ def test_what_its_backend_does_not_tell_is_left_out(accelerator, monkeypatch, la
 
 def test_autocast_is_refused_where_it_does_not_work(accelerator, monkeypatch):
     monkeypatch.setattr(accelerator, "get_amp_supported_dtype", lambda: [torch.float16])
-    with pytest.raises(UserError, match=r"simulated has no autocast to torch\.bfloat16"):
+    with pytest.raises(UserError, match=r"simulated cannot autocast to torch\.bfloat16"):
         make_trainer(device=accelerator.NAME, precision="bf16")
     make_trainer(device=accelerator.NAME, precision="fp16")
 

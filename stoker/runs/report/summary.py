@@ -41,14 +41,14 @@ def about(run: Run) -> str:
 
 
 def progress(run: Run, now: float) -> str:
-    """'running, step 1,200 of 4,000 (30 %), about 4 min 10 s to go', 'done at step 200'."""
+    """'running, step 1,200 of 4,000 (30%), about 4 min 10 s to go', 'done at step 200'."""
     total = run.total_steps
     text = f"{run.state} at step {run.step:,.0f}"
     if run.state == "running":
         text = f"running, step {run.step:,.0f}"
     if total and total != run.step:
         share = 100 * run.step / total
-        text += f" of {total:,} ({share:.0f} %)"
+        text += f" of {total:,} ({share:.0f}%)"
     begun = run.status.resumed
     if run.state == "running" and total and begun is not None:
         done = run.step - (run.status.step or 0)

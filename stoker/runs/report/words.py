@@ -47,7 +47,7 @@ def setting(value: object) -> str:
 
 
 def percent(share: float) -> str:
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'; '100 %' is exact."""
+    """'97.2%', with more digits near the ends: '99.94%', '0.01%'; '100%' is exact."""
     value = 100 * share
     near = min(value, 100 - value)
     digits = 1
@@ -55,7 +55,7 @@ def percent(share: float) -> str:
         digits = 0
     elif near > 1e-4:
         digits = max(1, math.ceil(-math.log10(near)))
-    return f"{value:.{digits}f} %"
+    return f"{value:.{digits}f}%"
 
 
 def amount(value: float) -> str:

@@ -33,7 +33,7 @@ function scale(numbers, steps, least = 0) {
   return {at, ticks};
 }
 
-function short(text, letters) { // its end, where names differ
+function short(text, letters) { // keep the end, which is where names differ
   return text.length > letters ? `…${text.slice(1 - letters)}` : text;
 }
 

@@ -1,4 +1,4 @@
-// The index of runs, from the JSON in the page: whatever it holds is shown as text only.
+// The index of runs, from the JSON in the page: its contents are shown only as text.
 const runs = [];
 for (const line of document.getElementById("runs").textContent.split("\n")) {
   try {
@@ -8,7 +8,7 @@ for (const line of document.getElementById("runs").textContent.split("\n")) {
 }
 const list = document.getElementById("list"), filter = document.getElementById("filter");
 const bar = document.getElementById("ticked");
-const ticked = []; // at a run's place, which is that of its colour
+const ticked = []; // a run's index here is also that of its color
 
 function pairs(run) {
   return Object.entries(run.settings).map(([key, value]) => `${key}=${value}`).join(" ");
@@ -43,7 +43,7 @@ function address(run) {
   return run.report && ["./" + run.name, run.report].join("/").split("/").map(encodeURIComponent).join("/");
 }
 
-function curveOf(run) { // the one of the best number, or of a loss
+function curveOf(run) { // the curve of the best metric, or of a loss
   const names = [run.best?.[0], "val/loss", "train/loss"];
   return run.curves[names.find(name => run.curves[name])];
 }

@@ -1,5 +1,5 @@
 "use strict";
-// What all pages share: commands to copy, plots to read, and a page that follows a running training.
+// What all pages share: commands to copy, plots to read, and a page that follows a run in progress.
 
 const tip = document.createElement("div");
 tip.className = "tip";
@@ -24,7 +24,7 @@ for (const block of document.querySelectorAll("pre.copy")) {
   }));
 }
 
-function copy(text) { // this way it also works on a page from a server without https
+function copy(text) { // this also works on pages served without HTTPS
   const area = document.createElement("textarea");
   area.value = text;
   document.body.append(area);
@@ -89,7 +89,7 @@ document.addEventListener("pointermove", event => {
   tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4))}px`;
 });
 
-function csv(curves, xname) { // as csv, with a row for each x
+function csv(curves, xname) { // as CSV, one row per x
   const rows = new Map();
   curves.forEach((curve, i) => curve.points.forEach(([x, y]) => {
     if (!rows.has(x)) rows.set(x, curves.map(() => ""));
@@ -123,7 +123,7 @@ function enlarge(figure) {
 }
 }
 
-{ // A page that is drawn again while the training goes on: <main data-reload="seconds" data-drawn="time">.
+{ // A page that is redrawn while training goes on: <main data-reload="seconds" data-drawn="time">.
 const {reload, drawn} = document.querySelector("main").dataset;
 const key = `scroll ${location.pathname}`;
 try {
@@ -148,7 +148,7 @@ function follow() {
   location.reload();
 }
 if (reload) {
-  warn(); // it would be gone with each reload
+  warn(); // each reload would lose it
   setInterval(follow, 1000 * reload);
 }
 }

@@ -1,7 +1,7 @@
-// The plots of a sweep, from the JSON in the page: whatever it holds is shown as text only.
+// The plots of a sweep, from the JSON in the page: its contents are shown only as text.
 const sweep = JSON.parse(document.getElementById("sweep").textContent);
 const rows = [...document.querySelectorAll("#jobs tbody tr")];
-const brushes = new Map(); // {axis: [low, high]}, as shares of its length
+const brushes = new Map(); // {axis: [low, high]}, as fractions of its length
 const order = sweep.jobs.map((_, i) => i).reverse(); // the best on top
 const drawn = sweep.jobs.map(() => []); // the shapes of each job
 const ranks = sweep.jobs.map(job => job.value).filter(value => value !== null).sort((a, b) => a - b);
@@ -108,7 +108,7 @@ function drawParallel(place) {
   const width = Math.max(place.clientWidth, 104 * all.length), height = 330, top = 48, bottom = height - 14;
   const gap = (width - 90) / Math.max(1, all.length - 1), left = i => 14 + i * gap;
   const y = share => bottom - (bottom - top) * share;
-  const svg = canvas(place, width, height, "the settings of each job, and its result");
+  const svg = canvas(place, width, height, "the settings and the result of each job");
   const plot = shape(svg, "g", {}), lines = [];
   order.forEach(i => {
     const job = sweep.jobs[i];
