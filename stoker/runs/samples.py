@@ -1,5 +1,6 @@
 """What a language model writes: samples from training, and the text that follows a prompt."""
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,21 @@ from stoker.data.text import decode, encode
 from stoker.runs.loggers import JSONL
 from stoker.runs.rows import Row
 from stoker.trainer import parallel
+from stoker.trainer.errors import cause, log
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
 TOKENS = 200  # tokens in a sample
+
+
+def can_write(module: Any) -> bool:
+    """Return whether the module has a `generate` with the arguments of GPT's."""
+    try:
+        signature = inspect.signature(module.generate)
+        signature.bind(None, 1, temperature=1.0, top_k=None, generator=None)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def write_on(
@@ -60,12 +72,24 @@ class Samples(JSONL):
     def __init__(self, path: Path, about: Description) -> None:
         super().__init__(path)
         self.about = about
+        self.failed = False
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
         # Nothing can be sampled from nan, and no process has all of the sharded weights.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
-        with trainer.evaluating():
-            sample = write_on(trainer.module, self.about, seed=trainer.seed)
+        try:
+            with trainer.evaluating():
+                sample = write_on(trainer.module, self.about, seed=trainer.seed)
+        except Exception as error:  # the user's `generate` may raise anything
+            if not self.failed:
+                log.warning(
+                    "%s.generate failed (%s); the training continues without a sample. "
+                    "stoker.models.gpt.GPT shows how to write it.",
+                    type(trainer.module).__name__,
+                    cause(error),
+                )
+            self.failed = True
+            return
         super().on_log(trainer, {"step": row["step"], "epoch": row["epoch"], "text": sample})

@@ -14,10 +14,10 @@ def generate(cfg: DictConfig) -> None:
     model = inference.load(cfg.run, device=cfg.device)
     if model.about.get("tokens") is None:
         raise UserError(f"run={cfg.run}: it was trained on {model.about['dataset']}, not on text.")
-    if not hasattr(model.module, "generate"):
+    if not samples.can_write(model.module):
         raise UserError(
-            f"run={cfg.run}: its {type(model.module).__name__} has no method generate. "
-            "stoker.models.gpt.GPT shows how to write one."
+            f"run={cfg.run}: its {type(model.module).__name__} has no method generate(tokens, "
+            "count, temperature, top_k, generator). stoker.models.gpt.GPT shows how to write one."
         )
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):
