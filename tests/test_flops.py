@@ -44,6 +44,13 @@ def test_counting_changes_nothing_in_the_model():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_language_model_is_counted_on_tokens():
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 7))
+    assert flops.per_sample(model, (6,), tokens=True) == 3 * 2 * 6 * 8 * 7
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD, device="cpu")
+    assert flops.efficiency(trainer, (6,), 100.0, tokens=True)["flops_per_second"] == 201_600
+
+
 def test_a_model_of_other_inputs_and_one_without_weights_have_no_count():
     assert flops.per_sample(nn.Embedding(4, 4), (4,)) is None
     assert flops.per_sample(nn.ReLU(), (4,)) is None

@@ -21,14 +21,17 @@ WIDTH = 8192
 
 
 def efficiency(
-    trainer: Trainer, in_shape: tuple[int, ...] | None, samples_per_second: float | None
+    trainer: Trainer,
+    in_shape: tuple[int, ...] | None,
+    samples_per_second: float | None,
+    tokens: bool = False,
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
     `mfu` is the share of the combined peak of all devices. Both are None if the measured peak is
     lower than what training reached, so is not the peak.
     """
-    flops = per_sample(trainer.module, in_shape)
+    flops = per_sample(trainer.module, in_shape, tokens)
     achieved = None
     if flops and samples_per_second:
         achieved = flops * samples_per_second
@@ -47,12 +50,14 @@ def efficiency(
     }
 
 
-def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int | None:
+def per_sample(
+    module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool = False
+) -> int | None:
     """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
     It counts matrix products, convolutions and attention on a sample of zeros in evaluation mode,
-    and leaves the module unchanged. None if the module rejects such a sample or is sharded, or if
-    the shape is not known.
+    and leaves the module unchanged. With `tokens`, the zeros are token ids. None if the module
+    rejects such a sample or is sharded, or if the shape is not known.
     """
     if in_shape is None:
         return None
@@ -60,9 +65,11 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int
     if not parameters or any(map(parallel.is_shard, parameters)):
         return None
     counting = counter()
+    dtype = torch.int64 if tokens else torch.float32
+    sample = torch.zeros(1, *in_shape, dtype=dtype, device=parameters[0].device)
     try:
         with modes_restored(module), counting, torch.enable_grad():
-            outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
+            outputs = module.eval()(sample)
             tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
             tensors = [tensor for tensor in tensors if tensor.requires_grad]
             zeros = [torch.zeros_like(tensor) for tensor in tensors]

@@ -93,4 +93,7 @@ def efficiency(parts: Parts, result: RunResult) -> dict[str, Any]:
         return {}
     from stoker.diagnostics import flops
 
-    return flops.efficiency(parts.trainer, parts.data.in_shape, result.samples_per_second)
+    data = parts.data
+    return flops.efficiency(
+        parts.trainer, data.in_shape, result.samples_per_second, data.tokens is not None
+    )
