@@ -106,9 +106,13 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
             "the start and skips the batches already trained on.\ntorchdata's StatefulDataLoader "
             "resumes where it stopped."
         )
-    if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
+    is_timed = any(saver.every or saver.minutes for saver in savers)
+    if trainer.steps_per_epoch == trainer.total_steps and not is_timed:
+        when = "at the end"
+        if trainer.eval_every:
+            when = "when an evaluation is the best so far, and at the end"
         launch.warn(
-            "checkpoint: the run is a single epoch, so its only checkpoint is saved at the end. "
+            f"checkpoint: the run is a single epoch, so checkpoints are only saved {when}. "
             "Type checkpoint.every=N, or pass Checkpoint(every=N)."
         )
 
