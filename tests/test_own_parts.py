@@ -92,7 +92,7 @@ def test_a_name_that_is_not_there_is_answered_with_a_near_one(project):
     with pytest.raises(UserError) as caught:
         trust.locate("model", "own_mine.Nte")
     assert str(caught.value) == (
-        "model._target_=own_mine.Nte: No module named 'own_mine.Nte'. Did you mean 'own_mine.Net'?"
+        "model._target_=own_mine.Nte: own_mine has no 'Nte'. Did you mean 'own_mine.Net'?"
     )
 
 
@@ -219,12 +219,15 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
         build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
 
 
-def test_an_argument_that_no_file_gives_is_added_by_a_plus():
+def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
     hint = messages.hint_for("loss.ignore_index", config)
     assert hint.startswith(" Type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
     assert messages.hint_for("loss.unknown", config) == ""
+    monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
+    assert messages.hint_for("dataset.worker", config) == " Did you mean 'dataset.workers'?"
+    assert messages.hint_for("dataset.noise", config).startswith(" Type +dataset.noise=...")
 
 
 def test_a_package_that_python_does_not_find_says_where_to_start(project):

@@ -144,6 +144,9 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar one, or ''."""
     group, _, last = key.rpartition(".")
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
+        near = nearest(key, settings.SETTINGS, loosely=False)
+        if near is not None and near.startswith(f"{group}."):
+            return f" Did you mean {near!r}?"
         return f" Type +{key}=... for an argument of your own {group}."
     nearby: dict[str, str] = {}
     anywhere: dict[str, str] = {}

@@ -145,6 +145,9 @@ def locate(key: str, target: str) -> Any:
         if line is not None:
             kind = type(failure).__name__
             raise UserError(f"{place}: its import fails at {line}\n{kind}: {reason}") from error
+        parent, _, name = target.rpartition(".")
+        if parent in sys.modules:
+            reason = f"{parent} has no {name!r}"
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
