@@ -65,7 +65,7 @@ def check_parts(
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     check_unwrapped(model)
-    for part in (loss, *dict(metrics or {}).values(), *callbacks):
+    for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
             raise UserError(f"{part.__name__}: give an object of this class, not the class.")
     check_loss_function(loss)

@@ -36,7 +36,7 @@ def place_paths(cfg: DictConfig) -> None:
     if root == Path.cwd():
         return
     typed = arguments.typed_keys()
-    for layer in layers(chosen()):
+    for layer in layers():
         for key in ("dataset.root", "dataset.path", "init_from"):
             value = settings.value_of(layer.config, key)
             is_ours = layer.file.is_relative_to(root) and key not in typed
@@ -57,7 +57,7 @@ def check_config(cfg: DictConfig) -> None:
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key, value in given.items():
         if key not in known:
-            raise UserError(no_such_key(key, known, place_of(key, value, chosen())))
+            raise UserError(no_such_key(key, known, place_of(key, value)))
     typed = arguments.typed_keys()
     for key in (*usual, *flat(usual)):
         if f"~{key}" in typed or (key in usual and key not in given):
@@ -129,7 +129,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             raise UserError(f"{key}: this has no default. Type {key}=...")
         return plain(cfg, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(explain_broken(cfg, chosen()) or first_line(error)) from None
+        raise UserError(explain_broken(cfg) or first_line(error)) from None
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
@@ -146,7 +146,7 @@ def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         for key, value in given[group].items():
             name = f"{group}.{key}"
             if key not in known[group]:
-                raise UserError(no_such_key(name, known, place_of(name, value, chosen())))
+                raise UserError(no_such_key(name, known, place_of(name, value)))
 
 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

@@ -54,9 +54,9 @@ def composed(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", list(overrides)))
 
 
-def layers(choices: Sequence[str]) -> tuple[Layer, ...]:
-    """Return the files of these options in the order in which Hydra merges them."""
-    return files_of(*choices, *arguments.search_path())
+def layers() -> tuple[Layer, ...]:
+    """Return the files of this job's options in the order in which Hydra merges them."""
+    return files_of(*chosen(), *arguments.search_path())
 
 
 @functools.cache

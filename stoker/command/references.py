@@ -13,7 +13,7 @@ from stoker.command.dotted import flat, is_interpolation
 from stoker.trainer.errors import as_typed, first_line
 
 
-def explain_broken(cfg: DictConfig, choices: list[str]) -> str | None:
+def explain_broken(cfg: DictConfig) -> str | None:
     """Return what is wrong with the first value that cannot be replaced; None if all can be."""
     for key, value in flat(cfg).items():
         if not is_interpolation(as_typed(value)):
@@ -23,14 +23,14 @@ def explain_broken(cfg: DictConfig, choices: list[str]) -> str | None:
             if OmegaConf.is_config(node):
                 OmegaConf.to_container(node, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
-            place = place_of(key, value, choices)
+            place = place_of(key, value)
             return f"{key}={as_typed(value)}{place}: {first_line(error)}.\nType {key}=VALUE."
     return None
 
 
-def place_of(key: str, value: Any, choices: list[str]) -> str:
+def place_of(key: str, value: Any) -> str:
     """Return " in FILE" for a value that stands in one of the config files, else ""."""
-    for layer in reversed(layers(choices)):
+    for layer in reversed(layers()):
         if settings.value_of(layer.config, key) == value:
             near = layer.file.is_relative_to(Path.cwd())
             return f" in {os.path.relpath(layer.file) if near else layer.file}"

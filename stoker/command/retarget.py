@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.build import arguments_of
-from stoker.command.defaults import Layer, chosen, layers
+from stoker.command.defaults import Layer, layers
 from stoker.command.dotted import is_interpolation, plain
 from stoker.trainer.errors import UserError
 
@@ -22,7 +22,7 @@ def retarget(cfg: DictConfig) -> None:
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
         return  # our files set each target only once
-    files = layers(chosen())
+    files = layers()
     typed = arguments.typed_keys()
     for name, target in targets(plain(cfg)):
         if not isinstance(target, str):
