@@ -159,7 +159,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "-m model=mlp,ccn",
         "error: model=ccn: not a valid choice. Did you mean 'cnn'?",
-        "Type model= one of",
+        "Choose one of: cnn, gpt",
     ),
     ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("batch_size=", "error: batch_size=: give a whole number", "as in batch_size=64."),
@@ -262,7 +262,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~model.foo", "error: Could not delete", "foo"),
     ("=3", "error: =3: these settings cannot be read", ""),
     ("--hlep", "error: --hlep: there is no such option.", ""),
-    ("run_dir=", "error: run_dir=: give a string", ""),
+    ("run_dir=", "error: run_dir=: type a string", ""),
     (
         "-m seed=0,1 run_dir=x",
         "error: run_dir=x: this setting is for a single run.",
