@@ -228,8 +228,11 @@ def encode(prompt: str, about: Description) -> list[int]:
 
 
 def of_text(about: Description) -> str:
-    letters = printable("".join(about["classes"][:200]))
-    return f"only these {len(about['classes'])} characters: {letters}"
+    classes = about["classes"]
+    letters = printable("".join(classes[:200]))
+    if len(classes) > 200:
+        letters += "..."
+    return f"only these {len(classes):,} characters: {letters}"
 
 
 def decode(ids: Sequence[int], about: Description) -> str:

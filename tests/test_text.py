@@ -149,6 +149,9 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         texts.encode("the q", about)
     for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
         assert not is_description(about | {key: value})
+    many = about | {"classes": [chr(0x4E00 + place) for place in range(3000)]}
+    with pytest.raises(UserError, match=r"only these 3,000 characters: .{200}\.\.\.$"):
+        texts.encode("q", many)
 
 
 def test_a_prompt_without_tokens_is_none(file, tmp_path):
