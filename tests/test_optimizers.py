@@ -11,6 +11,7 @@ from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import optimizers, schedules
+from stoker.trainer.combined import Combined
 from stoker.trainer.errors import UserError
 from stoker.trainer.groups import parameter_groups
 from stoker.trainer.optimizers import decoupled_sgd
@@ -175,6 +176,22 @@ def test_groups_that_a_factory_makes_stay_as_they_are():
     given = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
     for factory, count in ((four, 4), (two, 2)):
         assert len(optimizers.build(factory, given, CPU).param_groups) == count
+
+
+def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
+    def two(groups):
+        body = torch.optim.RMSprop([group for group in groups if group["name"] == "0.*"])
+        return Combined(
+            [body, torch.optim.Adam([group for group in groups if group["name"] != "0.*"])]
+        )
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    rules = [{"match": "0.*", "lr": 0.1}, {"match": "1.*", "betas": (0.5, 0.9)}]
+    built = optimizers.build(two, parameter_groups(model, rules), CPU)
+    assert [group["lr"] for group in built.param_groups] == [0.1, 0.1, 1e-3, 1e-3]
+    rules = [{"match": "0.*", "betas": (0.5, 0.9)}]
+    with pytest.raises(UserError, match=r"no betas, which the rule of 0\.\* sets"):
+        optimizers.build(two, parameter_groups(model, rules), CPU)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

@@ -125,6 +125,16 @@ def test_a_config_of_ones_own_keeps_what_it_gives(processed, project):
     assert dict(cfg.optimizer) == {"_target_": "torch.optim.SGD", "_partial_": True}
 
 
+def test_a_trainer_of_a_file_follows_the_settings(processed, project):
+    project("trainer/mine", "_target_: stoker.trainer.train_metrics.TrainMetrics\nlog_every: 7\n")
+    cfg = processed("trainer=mine", "epochs=12", "trusted=[stoker]")
+    expected = {**processed("epochs=12").trainer, "log_every": 7}
+    assert dict(cfg.trainer) == {**expected, "_target_": cfg.trainer._target_}
+    project("trainer/mine", "_target_: test_retarget.stoker_trainer\n")
+    cfg = processed("trainer=mine", "epochs=12", "trusted=[test_retarget]")
+    assert set(cfg.trainer) == {"_target_", "epochs", "max_steps"}
+
+
 def test_the_opening_lines_name_a_constant_schedule():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     assert schedules.constant(optimizer, 3).description == "constant"

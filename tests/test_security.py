@@ -882,3 +882,17 @@ def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
         build.check_size("model", node | {"out_features": 4}, weights)
     with pytest.raises(UserError, match="far more values"):
         build.check_size("model", node | {"out_features": 10**12}, weights)
+
+
+def test_a_constructor_that_loads_weights_causes_no_warnings(monkeypatch, recwarn):
+    monkeypatch.setattr(build, "build", lambda *_: Loaded())
+    build.check_size("model", {}, Loaded.weights)
+    assert not recwarn.list  # torch warns of each tensor that it copies to the meta device
+
+
+class Loaded(torch.nn.Linear):
+    weights = torch.nn.Linear(3, 2).state_dict()
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.load_state_dict(self.weights)

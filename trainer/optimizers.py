@@ -60,6 +60,7 @@ def build(
     if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
         groups = [{"params": parameters}]  # LBFGS has no decay, and takes a single group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
+    as_ruled = [dict(group) for group in groups]  # torch adds an optimizer's defaults to its groups
     try:
         optimizer = factory(groups, **options)
     except UserError:
@@ -67,7 +68,10 @@ def build(
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
     check(optimizer, is_sharded)
-    check_options(groups, {*settings, *optimizer.defaults})
+    for part in parts(optimizer):
+        trained = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+        theirs = [group for group in as_ruled if trained & set(map(id, group["params"]))]
+        check_options(theirs, {*settings, *part.defaults})
     if not isinstance(optimizer, Combined):
         merge(optimizer.param_groups, groups)
     for part in parts(optimizer):

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -361,7 +362,9 @@ def check_size(
     numbers = sum(math.prod(shape) for shape in wanted.values())
     budget = Budget(4 * numbers + 2**20)  # shared parameters are counted twice
     try:
-        with budget.watch(), torch.device("meta"):
+        with budget.watch(), torch.device("meta"), warnings.catch_warnings():
+            # torch's, of a constructor that loads weights into a module without memory
+            warnings.simplefilter("ignore")
             built = build(key, node, **offered)
             # tensors that are not registered as buffers
             for state in getattr(built, "metric_state", {}).values():

@@ -71,6 +71,8 @@ def explanation(error: BaseException) -> str:
         if text is not None:
             return text
     text = str(error)
+    if isinstance(error, FileNotFoundError) and " " not in text:  # pyarrow's is the path alone
+        return f"{text}: no such file or directory."
     if isinstance(error, InterpolationResolutionError):  # Hydra names another key
         typed = [one for one in sys.argv[1:] if "${" in one]
         text = f"{' '.join(typed)}: {text}" if typed else text
@@ -148,6 +150,8 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         if near is not None and near.startswith(f"{group}."):
             return f" Did you mean {near!r}?"
         return f" Type +{key}=... for an argument of your own {group}."
+    if group == "dataset" and last in settings.LOADER_KEYS:
+        return f" Type +{key}=... for a data set whose file does not have it."
     nearby: dict[str, str] = {}
     anywhere: dict[str, str] = {}
     for name in (*flat(config), *config):

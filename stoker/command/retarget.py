@@ -35,6 +35,16 @@ def retarget(cfg: DictConfig) -> None:
                 continue
             with open_dict(cfg):
                 node.pop(key, None)
+    follow_settings(cfg.trainer)
+
+
+def follow_settings(trainer: DictConfig) -> None:
+    """Pass on a run's settings, such as epochs, to a Trainer whose own file names none of them."""
+    usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
+    for key, value in plain(usual).items():
+        if key not in trainer and takes("trainer", trainer._target_, key):
+            with open_dict(trainer):
+                trainer[key] = value
 
 
 def targets(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
