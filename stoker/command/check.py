@@ -60,7 +60,9 @@ def check_config(cfg: DictConfig) -> None:
             raise UserError(no_such_key(key, known, place_of(key, value)))
     typed = arguments.typed_keys()
     for key in (*usual, *flat(usual)):
-        if f"~{key}" in typed or (key in usual and key not in given):
+        has_other_keys = f"{key.partition('.')[0]}._target_" in typed
+        is_removed = f"~{key}" in typed and not has_other_keys
+        if is_removed or (key in usual and key not in given):
             raise UserError(f"{key}: every run needs this key. Remove ~{key}.")
     for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
         if not isinstance(given[key], dict):
