@@ -275,3 +275,9 @@ def test_a_new_project_trains_in_any_of_its_folders_and_prints_commands_that_wor
     words = shlex.split(command.removeprefix(PROGRAM))
     evaluated = forks.run(inner, *words)
     assert evaluated.code == 0 and "\ntest     loss " in evaluated.out, evaluated.err
+    without = ["experiment=null", "epochs=1"]
+    planned = forks.run(inner, "plan", *without)
+    assert planned.code == 0 and "model    MLP" in planned.out, planned.err
+    assert planned.out.rstrip().endswith(f"{PROGRAM} {' '.join(without)}")
+    swept = forks.run(inner, "-m", *without, "seed=0,1")
+    assert f"best     {PROGRAM} {' '.join(without)}" in swept.out, swept.err

@@ -43,6 +43,8 @@ SHORT = {
     "-r": "--run",
     "-sc": "--shell-completion",
 }
+NO_EXPERIMENT = "experiment=null"
+DELETE_EXPERIMENT = "~experiment"  # how Hydra, which takes no null for a group, writes it
 # Settings that count as typed although there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
@@ -54,7 +56,10 @@ def typed() -> list[str]:
     in_python = list(typed_in_python.get())
     if not HydraConfig.initialized():
         return in_python
-    return [*plain(HydraConfig.get().overrides)["task"], *in_python]
+    overrides = plain(HydraConfig.get().overrides)["task"]
+    # In a sweep, Hydra adds =null to it.
+    is_deleted = re.compile(f"{DELETE_EXPERIMENT}(=null)?").fullmatch
+    return [*(NO_EXPERIMENT if is_deleted(one) else one for one in overrides), *in_python]
 
 
 def typed_keys() -> set[str]:
@@ -90,7 +95,7 @@ def choices(arguments: Sequence[str]) -> list[str]:
     chosen = []
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("=")
-        if configs.is_group(group) and value:
+        if configs.is_group(group) and value and argument != NO_EXPERIMENT:
             option = value if value.startswith("[") else value.partition(",")[0]
             chosen.append(f"{group}={option}")
     return chosen
@@ -111,7 +116,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key == "prompt" and value:
             argument = f"prompt={quoted(value)}"
-        given.append("~experiment" if argument == "experiment=null" else argument)
+        given.append(DELETE_EXPERIMENT if argument == NO_EXPERIMENT else argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]
         return [*result, *search_path()]
@@ -202,7 +207,7 @@ def check_group(argument: str, key: str, value: str) -> None:
         raise UserError(f"{argument}: every run has this group. Type {key}={value}.")
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
     takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
-    if not (is_name or takes_list or argument == "experiment=null"):
+    if not (is_name or takes_list or argument == NO_EXPERIMENT):
         options = [path.stem for path in configs.options(key)]
         raise UserError(
             f"{argument}: this is a group, so it takes one option. "
