@@ -189,7 +189,7 @@ def test_the_card_of_the_weights_says_what_its_modules_take():
         part = TensorSplit(inputs.to(dtype), torch.arange(3))
         about = Data("noise", part, None, None, (2, 4, 4), 3, **norms).description()
         assert f"{says}\n- Outputs" in render(
-            "weights.md.jinja", about=about, usual=True, is_image=False
+            "weights.md.jinja", about=about, usual=True, is_image=False, places=()
         )
         mean, std = (
             torch.tensor(norms.get(key, default)).view(-1, 1, 1)

@@ -39,7 +39,7 @@ from stoker.data.loader import make_loaders, normalizer
 from stoker.data.record import Data
 from stoker.data.splits import TensorSplit
 from stoker.models.mlp import MLP
-from stoker.runs import confusion, examine, live, lock, plots, report
+from stoker.runs import card, confusion, examine, live, lock, plots, report
 from stoker.runs.evaluation import Sample, class_colour
 from stoker.runs.json_files import write_json
 from stoker.runs.loggers import JSONL
@@ -337,6 +337,19 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     unit = "tokens" if len(shape) == 1 else "pixels"
     assert f"of the {unit} of 30 validation samples right" in page and "At random" in page
     assert page.count('<table class="bars">') == 1
+    card.write(
+        tmp_path,
+        {},
+        model,
+        data,
+        RunResult(numbers=results, parameters=1, steps=1, versions={}),
+        evaluation=record,
+    )
+    text = (tmp_path / "model.md").read_text(encoding="utf-8")
+    task = {"tokens": "token-classification", "pixels": "image-segmentation"}[unit]
+    assert f"pipeline_tag: {task}\n" in text and f"| recall | val {unit} |" in text
+    places = ", ".join(map(str, shape))
+    assert f"Outputs: (N, 5, {places}) class scores, those of each {unit[:-1]}\n" in text
     assert page.count('<p class="tokens') == (10 if unit == "tokens" else 0)
     assert page.count("data:image/png") == (48 if unit == "pixels" else 0)
     assert "<a>" not in page

@@ -299,6 +299,8 @@ def test_an_export_of_data_of_any_form_answers_with_a_line_that_loads(forks, tmp
     refused = forks.run(tmp_path, *export)
     assert refused.code == 2
     assert 'stoker.load("run", trusted=["test_samples"])' in refused.err
+    card = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
+    assert "## Limits\n- The test samples come from the same source" in card
 
 
 @pytest.mark.slow

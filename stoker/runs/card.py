@@ -56,9 +56,11 @@ def write(
     text = render(
         "model.md.jinja",
         name=name,
-        front=front_matter(about),
+        front=front_matter(about, data.target_shape),
         date=datetime.date.today(),
-        split=None if evaluation is None else evaluation.split,
+        split=tested_part(result) if evaluation is None else evaluation.split,
+        unit="samples" if evaluation is None else evaluation.unit,
+        places=data.target_shape,
         classes=[] if matrix is None else matrix.classes[:MOST_CLASSES],
         all_classes=0 if matrix is None else len(matrix.classes),
         module=module_text,
@@ -121,23 +123,33 @@ def metrics_of(result: RunResult) -> dict[str, Any]:
     return metrics
 
 
-def front_matter(about: Description) -> list[str]:
+def tested_part(result: RunResult) -> str | None:
+    """Return the part of the data that the results are of; None without any."""
+    parts = {name.partition("/")[0] for name in metrics_of(result)}
+    return next((part for part in ("test", "val") if part in parts), None)
+
+
+def front_matter(about: Description, target_shape: tuple[int, ...]) -> list[str]:
     """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
     front: dict[str, Any] = {"library_name": "stoker", "tags": ["pytorch", "stoker"]}
-    task = task_of(about)
+    task = task_of(about, target_shape)
     if task != "other":
         front["pipeline_tag"] = task
     text: str = yaml.safe_dump(front, sort_keys=False)
     return text.splitlines()
 
 
-def task_of(about: Description) -> str:
+def task_of(about: Description, target_shape: tuple[int, ...]) -> str:
     """Return the hub's name of the task; "other" where it has none."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"
     if kind != "other" and about.get("table"):
         return f"tabular-{kind}"
+    if len(target_shape) == 1:
+        return "token-classification"
+    if len(target_shape) == 2:
+        return "image-segmentation"
     if kind == "classification" and len(about["in_shape"]) == 3:
         return "image-classification"
     return "other"

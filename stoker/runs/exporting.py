@@ -281,6 +281,7 @@ def write_card(
         about=about,
         is_image=card.is_image(about),
         usual=card.is_usual(outputs, about),
+        places=(),
         form=form,
         file=path.name,
         row=inputs[0].tolist(),
