@@ -63,6 +63,17 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
             processed(typed)
 
 
+def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
+    project("experiment/mine", "# @package _global_\nloss: {_target_: torch.nn.L1Loss}\n")
+    typed = ("experiment=mine", "loss=mse")
+    words = "^loss=mse: loss._target_=torch.nn.L1Loss in configs/experiment/mine.yaml takes prec"
+    with pytest.raises(UserError, match=words):
+        processed(*typed)
+    target = "loss._target_=torch.nn.MSELoss"
+    assert processed(*typed, target).loss._target_ == "torch.nn.MSELoss"
+    assert processed("experiment=mine", "model=cnn").loss._target_ == "torch.nn.L1Loss"
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "answer"),
     [

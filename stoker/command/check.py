@@ -71,6 +71,7 @@ def check_config(cfg: DictConfig) -> None:
                 f"{key}: its file contains a {kind}, not keys. Write _target_: mypackage.NAME "
                 "into it."
             )
+    check_choices(given)
     resolved = resolve(cfg)
     try:
         check_types("", resolved, usual)
@@ -81,6 +82,22 @@ def check_config(cfg: DictConfig) -> None:
         check_callbacks(usual, resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
+
+
+def check_choices(given: Mapping[str, Any]) -> None:
+    """Raise UserError for a typed option whose class is replaced by a file merged later."""
+    typed = arguments.typed_keys()
+    for choice in arguments.choices(arguments.typed()):
+        key = f"{choice.partition('=')[0]}._target_"
+        target = settings.value_of(given, key)
+        chosen_file = configs.file_of(choice.replace("=", "/"))
+        for layer in layers():
+            own = settings.value_of(layer.config, key)
+            if layer.file == chosen_file and own not in (None, target) and key not in typed:
+                raise UserError(
+                    f"{choice}: {key}={target}{place_of(key, target)} takes precedence. "
+                    "Remove it there."
+                )
 
 
 def check_length(given: Mapping[str, Any]) -> None:
