@@ -645,7 +645,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
     folder, prices = (package.load(runs / name) for name in ("folder", "prices"))
     for model, path, message in (
         (folder, "nowhere", "input=nowhere: there is no such file or folder"),
-        (folder, tmp_path / "empty", "there is no image below it"),
+        (folder, tmp_path / "empty", "this folder has no readable image"),
         (
             folder,
             "houses.csv",
@@ -657,9 +657,9 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
     for output, message in (
-        ("houses.csv", "this exists"),
+        ("houses.csv", "this already exists"),
         ("no/o.csv", "the folder no does not exist"),
-        ("images", "this exists"),
+        ("images", "this already exists"),
         ("o.txt", "does not end in .csv or .jsonl"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -430,7 +430,7 @@ REFUSED = [
     ),
     (
         "task=evaluate run=x devices=2 strategy=fsdp",
-        "error: task=evaluate is",
+        "error: task=evaluate runs in one process.",
         "Leave out devices=2 and strategy=fsdp.",
     ),
     (

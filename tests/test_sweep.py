@@ -394,7 +394,9 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code
     assert stopped.code == code and "Traceback" not in stopped.err, stopped.err
     assert re.search(r"^interrupted at step \d+\.$", stopped.err, re.MULTILINE)
     assert [row[1] for row in rows_of(stopped.out)[2:]] == ["unfinished"]
-    assert line_of(stopped.out, "sweep").startswith("mit ä = b: 1 done, 1 unfinished, 1 not begun;")
+    assert line_of(stopped.out, "sweep").startswith(
+        "mit ä = b: 1 done, 1 unfinished, 1 not started;"
+    )
     before = identities(tmp_path / "mit ä = b")
     on = arguments_of(line_of(stopped.out, "go on"))
     assert sorted(on) == sorted(job)
@@ -452,7 +454,7 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     grid = ("-m", *JOB, "seed=0,-1,1", "sweep.on_error=stop", "hydra.sweep.dir=all")
     done = forks.run(tmp_path, *grid)
     assert done.code == 2 and line_of(done.out, "sweep").startswith(
-        "all: 1 done, 1 failed, 1 not begun;"
+        "all: 1 done, 1 failed, 1 not started;"
     )
     assert (
         not (tmp_path / "all" / "2").exists()

@@ -211,7 +211,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
 
 
 def summary_of(sweep: Sweep) -> str:
-    """'4 done, 1 failed, 1 not begun'."""
+    """'4 done, 1 failed, 1 not started'."""
     parts = []
     for status in STATUSES:
         count = len(sweep.of(status))
