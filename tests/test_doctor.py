@@ -3,6 +3,7 @@ it changes none.
 """
 
 import functools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -82,9 +83,12 @@ def test_units_are_counted_also_where_the_activation_is_no_module(caplog):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_rate_that_is_far_too_high(optimizer):
+def test_a_rate_that_is_far_too_high(optimizer, caplog):
     high = examined(three_layers(nn.Tanh), 1e3, optimizer, scheduler=schedules.constant)
     assert set(high.said["large updates"]) >= {"0", "2"}
+    assert re.search(
+        r"updates, at step \d+: 0 \(a step changes it by \d+% of its size\)", caplog.text
+    )
 
 
 def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_norms(caplog):

@@ -245,7 +245,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
         elif min(sizes) > EXPLODED:
             wrong["exploding"][name] = f"a gradient of {min(sizes):,.0f} times the weights"
         if update > LARGE:
-            wrong["large updates"][name] = f"{update:.2g} of the weights in a step"
+            wrong["large updates"][name] = f"a step changes it by {update:.0%} of its size"
     return dict(wrong)
 
 
