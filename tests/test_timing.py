@@ -10,6 +10,7 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
 from stoker.diagnostics import timing as timing_module
 from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, speed_verdict
+from stoker.runs import live, report
 from stoker.runs.loggers import Logger
 from stoker.trainer import fitting
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
@@ -320,6 +321,21 @@ def test_a_slow_logger():
     assert timing.said.startswith(
         f"loggers took {100 * timing.took['logging'] / total:.0f}% of the time"
     )
+
+
+def test_drawing_the_live_report_is_no_logging(tmp_path, monkeypatch):
+    def write(folder, state):
+        with clock():
+            time.sleep(0.2)
+
+    clock = Clock()
+    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(live, "FIRST", 0)
+    timing, total = fitted(
+        Slow(60, Clock()), callbacks=[live.LiveReport(tmp_path)], epochs=1, log_every=1
+    )
+    assert abs(timing.took["report"] - clock.seconds) <= POINTS * total
+    assert timing.took.get("logging", 0.0) == 0.0
 
 
 class SlowSGD(torch.optim.SGD):

@@ -7,7 +7,16 @@ goes, put context managers into `Trainer.spans`, and put `SILENT` back afterward
 from contextlib import AbstractContextManager
 from typing import Any
 
-NAMES = ("transfer", "forward", "backward", "optimizer", "evaluation", "checkpoint", "logging")
+NAMES = (
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "report",
+)
 
 Spans = dict[str, AbstractContextManager[Any]]
 

@@ -23,7 +23,7 @@ from stoker.trainer.trainer import Trainer
 MOST_COST = 0.005  # share of the time spent on sampling; `on_step_end` costs about as much again
 SOON = 10.0  # seconds; advice on a shorter training would save little
 FEWEST_STEPS = 8  # per epoch, to suggest larger batches
-WHOLE = ("evaluation", "checkpoint", "logging")  # spans that are timed every time
+WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed in sampled steps only
 COMPUTE = ("forward", "backward", "optimizer", "step")
 # Smallest share at which a stage is reported; higher for stages that do useful work.
@@ -58,11 +58,11 @@ class Span(AbstractContextManager[None]):
 class Timing(Callback):
     """Split the time of a fit into STAGES; after the first epoch, say what to change.
 
-    It listens to the spans of the Trainer. Evaluations, checkpoints and loggers are always timed.
-    Steps are sampled: the first one of the fit, which stands for itself, and random first steps of
-    epochs and other steps, as many as take MOST_COST of the time. A sampled step is cut by marks in
-    the work of the device (events on a GPU), for which nothing waits. A step that is one graph, or
-    a `train_step` that enters no spans, is the stage "step".
+    It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the drawing of the
+    live report are always timed. Steps are sampled: the first one of the fit, which stands for
+    itself, and random first steps of epochs and other steps, as many as take MOST_COST of the time.
+    A sampled step is cut by marks in the work of the device (events on a GPU), for which nothing
+    waits. A step that is one graph, or a `train_step` that enters no spans, is the stage "step".
 
     Put it last in the list of callbacks: the time from it to the next batch counts as data.
     """

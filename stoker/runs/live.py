@@ -11,7 +11,7 @@ from stoker.trainer.trainer import Trainer
 
 FIRST = 5  # seconds of training before the first drawing; a shorter run is drawn at its end
 EVERY = 30  # least number of seconds between two drawings
-SHARE = 0.01  # share of the time that drawing may take
+SHARE = 0.01  # share of the time that drawing may take, but for the first one, which is slow
 
 
 class LiveReport(Callback):
@@ -25,6 +25,7 @@ class LiveReport(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_on = True
+        self.is_warm = False  # the first drawing compiles the templates
 
     def on_fit_start(self, trainer: Trainer) -> None:
         print(f"report   {self.folder / directory.REPORT} (live)", flush=True)
@@ -34,10 +35,12 @@ class LiveReport(Callback):
         begin = time.perf_counter()
         if begin < self.due or not self.is_on:
             return
-        with trainer.spans["logging"]:
+        with trainer.spans["report"]:
             self.draw()
         end = time.perf_counter()
-        self.due = end + max(EVERY, (end - begin) / SHARE)
+        cost = end - begin if self.is_warm else 0.0
+        self.due = end + max(EVERY, cost / SHARE)
+        self.is_warm = True
 
     def draw(self) -> None:
         """Draw the report; if that fails, warn, and leave it until the end of the run."""

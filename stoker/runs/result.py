@@ -32,6 +32,7 @@ STAGES = (
     "evaluation",
     "checkpoint",
     "logging",
+    "report",
     "other",
 )
 # Entries about the run itself, not its outcome.

@@ -51,7 +51,7 @@ def test_the_page_follows_the_training_until_its_end(live, open_page):
     page = opened.page
     state = page.locator(".state")
     first = state.inner_text()
-    assert re.match(r"running, step \d+ of 240 \(\d+ %\)", first)
+    assert re.match(r"running, step \d+ of 240 \(\d+%\)", first)
     page.evaluate("scrollTo(0, 200)")
     expect = pytest.importorskip("playwright.sync_api").expect
     expect(state).not_to_have_text(first)
@@ -131,4 +131,6 @@ def test_the_page_of_a_killed_training_says_that_it_is_old(open_page, tmp_path):
     long_ago = f'data-drawn="{round(time.time()) - 600}"'
     path.write_text(re.sub(r'data-drawn="\d+"', long_ago, text), encoding="utf-8")
     page = open_page(path.as_uri()).page
-    assert page.locator(".late").text_content() == "No news for 10 minutes."
+    assert page.locator(".late").text_content() == (
+        "not updated for 10 min: the run may have been killed"
+    )

@@ -69,6 +69,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "times": summary.times(run),
         "reload": RELOAD if is_running else None,
         "drawn": round(drawn) if is_running else None,
+        "as_of": time.strftime("%H:%M:%S", time.localtime(drawn)),
         "doctor": run.result.doctor or run.status.doctor,
         "verdict": summary.quality_verdict(run),
         "chosen_by": seen and seen.split == "val" and best and best.name.startswith("val/"),

@@ -137,7 +137,7 @@ try {
 
 function warn() {
   const minutes = Math.round((Date.now() / 1000 - drawn) / 60), late = document.querySelector(".late");
-  if (late && minutes >= 5) late.textContent = `No news for ${minutes} minutes.`;
+  if (late && minutes >= 3) late.textContent = `not updated for ${minutes} min: the run may have been killed`;
 }
 
 function follow() {
