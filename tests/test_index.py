@@ -92,6 +92,10 @@ def test_a_sweep_is_one_row_with_its_best_job(runs):
     assert index.entry_of_sweep(sweep)["status"] == "failed"
     assert entry["report"] == "sweep.html" and entry["settings"]["seed"] == "0,1,2,3"
     assert entry["seconds"] == pytest.approx(6 + 12)
+    for i in (9, 10):  # equal, and better than the others
+        make_run(sweep / str(i), [f"seed={i}"], rate=0.3)
+        (sweep / str(i) / "job.json").write_text("{}")
+    assert index.entry_of_sweep(sweep)["job"] == "9"
 
 
 def test_only_what_has_changed_is_read_again(runs, monkeypatch):

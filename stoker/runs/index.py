@@ -22,6 +22,7 @@ from stoker.command import dotted, subcommand
 from stoker.runs import directory, lock, saved_config, status
 from stoker.runs.json_files import read_json
 from stoker.runs.page import render, source
+from stoker.runs.readable import natural
 from stoker.runs.result import RunResult, are_overrides
 from stoker.runs.rows import Row, metrics_in
 from stoker.trainer import files
@@ -319,7 +320,8 @@ def parsed(lines: list[bytes]) -> Iterator[Row]:
 def entry_of_sweep(path: Path) -> Entry:
     """Return what the page shows of a sweep: how many jobs have ended, and the best one."""
     record = read_json(path / SWEEP) or {}
-    jobs = sorted(job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink())
+    jobs = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
+    jobs.sort(key=lambda job: natural(job.name))
     results = {job: RunResult.read(job) for job in jobs}
     ended = [result for result in results.values() if result is not None]
     failed = sum(not result.is_finished for result in ended)

@@ -19,6 +19,7 @@ from stoker.runs import result as results
 from stoker.runs.directory import CONFIG, METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
+from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint_names
@@ -92,18 +93,6 @@ def read_jobs(folder: Path) -> list[Job]:
         for path in folder.glob(f"*/{name}"):
             paths[path.parent.name] = path.parent
     return [read_job(paths[name]) for name in sorted(paths, key=natural)]
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that compares the numbers in a text as numbers: 2 comes before 10."""
-    parts = re.split(r"(\d{1,1000})", text)  # int() raises an error beyond 4,300 digits
-    key = []
-    for part in parts:
-        if part.isdecimal():
-            key.append((0, int(part), ""))
-        else:
-            key.append((1, 0, part))
-    return key
 
 
 def read_job(folder: Path) -> Job:

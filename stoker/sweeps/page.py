@@ -12,10 +12,11 @@ from stoker.runs import report
 from stoker.runs.directory import METRICS
 from stoker.runs.page import render
 from stoker.runs.plots import thin
+from stoker.runs.readable import natural
 from stoker.runs.report import words
 from stoker.runs.rows import metrics_in, read_rows
 from stoker.sweeps import table
-from stoker.sweeps.jobs import Job, natural, typed_for
+from stoker.sweeps.jobs import Job, typed_for
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 

@@ -4,10 +4,11 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from stoker.command import arguments
 from stoker.runs import index
-from stoker.runs.readable import seconds
+from stoker.runs.readable import natural, seconds
 from stoker.sweeps.jobs import Job, SweepRecord, read_jobs
 from stoker.sweeps.table import digits, typed_briefly
 from stoker.trainer import terminal
@@ -41,15 +42,11 @@ class Ends:
         new = job.best
         if job.status != "done" or new is None:
             return
-        best = self.best.best if self.best else None
-        if best is None:
+        best = self.best
+        if best is None or best.best is None:
             self.best = job
-        elif new.name == best.name:
-            is_better = new.value > best.value
-            if new.mode == "min":
-                is_better = new.value < best.value
-            if is_better:
-                self.best = job
+        elif new.name == best.best.name:
+            self.best = min(best, job, key=rank)
 
     def line(self, job: Job, with_reason: bool = False) -> str:
         """Return the line for a job that has ended, `with_reason` if it has failed."""
@@ -90,6 +87,13 @@ class Ends:
         ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
         each = (time.monotonic() - self.start) / ended
         return f"{seconds(each * to_go)} left"
+
+
+def rank(job: Job) -> tuple[float, Any]:
+    """Return the sort key of jobs with a best value: the best first, then the earliest."""
+    assert job.best is not None
+    sign = 1 if job.best.mode == "min" else -1
+    return sign * job.best.value, natural(job.name)
 
 
 def outcome(job: Job, with_reason: bool) -> str:
