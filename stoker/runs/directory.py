@@ -38,10 +38,13 @@ def claim(model: str, dataset: str) -> str:
     """
     runs = project.current().runs_folder
     name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
-    if make(Path(name)):
-        return str(Path(name))
-    paths = (Path(f"{name}-{i}") for i in itertools.count(2))
-    return str(next(path for path in paths if make(path)))
+    return str(make_new(Path(name)))
+
+
+def make_new(folder: Path, key: str = "run_dir") -> Path:
+    """Create the folder, with a number appended to its name if it exists, and return its path."""
+    numbered = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
+    return next(path for path in itertools.chain([folder], numbered) if make(path, key))
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:

@@ -17,12 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from stoker.command import exit_codes, invocation, settings, subcommand
-from stoker.command.shell import command
+from stoker.command.shell import command, setting
 from stoker.runs import index
-from stoker.runs.directory import CONFIG, RESULT, make, remove_empty
+from stoker.runs.directory import CONFIG, RESULT, make, make_new, remove_empty
 from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
@@ -30,6 +30,7 @@ from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
+PLACE = "hydra.sweep.dir"
 REPORTS = 0.05  # share of the jobs' time to spend on drawing their reports
 
 
@@ -54,10 +55,9 @@ class SweepCallback(Callback):
                 "torchrun."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
-        folder = Path(config.hydra.sweep.dir)
+        folder = folder_of(config)
         planned = jobs_of_grid(config)
         check_goes_on(folder, planned or [])
-        make(folder, "hydra.sweep.dir")
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             register(sweeper)
@@ -96,6 +96,20 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
+
+
+def folder_of(config: DictConfig) -> Path:
+    """Create the folder of the sweep; if its name has the second, no other sweep gets it."""
+    folder = Path(config.hydra.sweep.dir)
+    node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if "%S}" not in node["dir"]:
+        make(folder, PLACE)
+        return folder
+    folder = make_new(folder, PLACE)
+    with read_write(config.hydra):
+        config.hydra.sweep.dir = str(folder)
+        config.hydra.overrides.hydra.append(setting(PLACE, folder))  # for the jobs
+    return folder
 
 
 def is_training_here(config: DictConfig) -> bool:
