@@ -239,7 +239,6 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: model=[cnn]: this is a group",
         "Choose one of: cnn, gpt",
     ),
-    ("model=null", "error: model=null: this is a group", "Type model= one of: cnn, gpt"),
     (
         "model=[mlp,cnn]",
         "error: model=[mlp,cnn]: this is a group",

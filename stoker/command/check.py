@@ -90,13 +90,14 @@ def check_choices(given: Mapping[str, Any]) -> None:
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
         target = settings.value_of(given, key)
+        place = place_of(key, target)
         chosen_file = configs.file_of(choice.replace("=", "/"))
         for layer in layers():
             own = settings.value_of(layer.config, key)
-            if layer.file == chosen_file and own not in (None, target) and key not in typed:
+            is_replaced = layer.file == chosen_file and own not in (None, target)
+            if is_replaced and place and key not in typed:
                 raise UserError(
-                    f"{choice}: {key}={target}{place_of(key, target)} takes precedence. "
-                    "Remove it there."
+                    f"{choice}: {key}={target}{place} takes precedence. Remove it there."
                 )
 
 
