@@ -43,6 +43,7 @@ MOST_POINTS = 30  # points in a curve
 MOST_HEAD = 2**16  # bytes of a page up to its lines
 MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
 MOST_SETTINGS = 60
+MOST_CONFIG = 300  # settings of a reproduced run, which are compared but not listed
 MOST_TEXT = 200  # characters in a text
 PLACES = ("dataset.path", "dataset.root")  # keys that locate the user's own data
 
@@ -195,6 +196,8 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "settings": settings_of(path, config),
         "report": directory.REPORT if directory.REPORT in names else None,
     }
+    if entry["settings"].get("task") == "reproduce":  # nothing else was typed
+        entry["config"] = shown_pairs(texts_of(config), MOST_CONFIG)
     monitored = None
     if result is not None:
         if result.seconds is not None:
@@ -251,17 +254,18 @@ def data_of(config: dict[str, Any]) -> str:
 def settings_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return {key: value}: what was typed for a run, or all settings of a script."""
     typed = saved_config.overrides_in(path)
-    if typed is None:
-        values = {key: as_typed(value) for key, value in config.items()}
-    else:
-        values = pairs(typed)
-    return shown_pairs(values)
+    return shown_pairs(texts_of(config) if typed is None else pairs(typed))
 
 
-def shown_pairs(values: dict[str, str]) -> dict[str, str]:
+def texts_of(config: dict[str, Any]) -> dict[str, str]:
+    """Return all settings as they would be typed."""
+    return {key: as_typed(value) for key, value in config.items()}
+
+
+def shown_pairs(values: dict[str, str], most: int = MOST_SETTINGS) -> dict[str, str]:
     """Return settings for the page: some of them, shortened, without the folder."""
     keys = [key for key in values if key != "run_dir"]
-    return {shown(key): shown(values[key]) for key in keys[:MOST_SETTINGS]}
+    return {shown(key): shown(values[key]) for key in keys[:most]}
 
 
 def pairs(typed: list[str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The index of 1,000 runs in a browser: sorted, filtered and compared."""
 
+import json
 import re
 
 import pytest
@@ -116,3 +117,33 @@ def test_it_opens_soon(open_page, folder):
     opened.page.goto((folder / "index.html").as_uri())
     values = session.send("Performance.getMetrics")["metrics"]
     assert {value["name"]: value["value"] for value in values}["TaskDuration"] < 1
+
+
+def test_names_stay_whole_and_a_reproduced_run_has_its_settings(open_page, tmp_path):
+    """At 1280 pixels; and a run that was not evaluated has no curve among those that were."""
+    typed = ["epochs=3", "optimizer.lr=2e-3"]
+    names = ["2026-11-24_13-22-15_transformer-on-wikitext", "again", "new"]
+    make_run(tmp_path / names[0], typed, data="tinyshakespeare")
+    make_run(tmp_path / names[1], ["task=reproduce", f"run=runs/{names[0]}"])
+    with (tmp_path / "again" / "config.yaml").open("a") as file:
+        file.write("epochs: 3\n")
+    config = (tmp_path / "again" / "config.yaml").read_text()
+    (tmp_path / "again" / "config.yaml").write_text(config.replace("lr: 0.003", "lr: 0.002"))
+    make_run(tmp_path / names[2], status="stopped")
+    rows = [{"step": step, "epoch": 0.1, "train/loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "new" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    index.write(tmp_path)
+    opened = open_page(tmp_path / "index.html", width=1280)
+    page = opened.page
+    lines = "links => links.map(link => link.getClientRects()[0].height / parseFloat(getComputedStyle(link).lineHeight))"
+    assert set(map(round, page.locator("#list td.name > *").evaluate_all(lines))) == {1}
+    assert page.locator("#list").bounding_box()["width"] <= 1240
+    assert page.locator("#list tbody tr svg").count() == 2
+    head = page.locator("#list th.best")
+    assert head.locator("button").bounding_box()["width"] > head.bounding_box()["width"] - 20
+    for name in names[:2]:
+        page.get_by_label(f"Compare {name}", exact=True).check()
+    rows = page.locator("#differences td:first-child").all_inner_texts()
+    assert rows == ["best", "data", "task", "run"]  # neither epochs nor optimizer.lr
+    shown = page.evaluate("[0.975, 1, 19.3, 19.44, 0, 2e-5, 0.00123].map(number)")
+    assert shown == ["0.9750", "1.0000", "19.30", "19.44", "0", "0.00002", "0.0012"]

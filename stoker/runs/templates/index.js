@@ -24,7 +24,8 @@ function put(parent, tag, name, text) {
 function number(value) {
   if (typeof value !== "number") return "";
   const size = Math.abs(value);
-  return size >= 0.001 && size <= 1 ? value.toFixed(4) : String(+value.toPrecision(4));
+  if (size >= 0.001 && size <= 1) return value.toFixed(4);
+  return size > 1 && size < 1000 ? value.toPrecision(4) : String(+value.toPrecision(4));
 }
 
 function duration(seconds) {
@@ -43,8 +44,11 @@ function address(run) {
   return run.report && ["./" + run.name, run.report].join("/").split("/").map(encodeURIComponent).join("/");
 }
 
+// Whether the curves of the list are those of evaluations.
+const evaluated = runs.some(run => Object.keys(run.curves).some(name => name !== "train/loss"));
+
 function curveOf(run) { // the curve of the best metric, or of a loss
-  const names = [run.best?.[0], "val/loss", "train/loss"];
+  const names = [run.best?.[0], "val/loss", evaluated || "train/loss"];
   return run.curves[names.find(name => run.curves[name])];
 }
 
@@ -62,8 +66,8 @@ function showMetric(cell, [name, value], job) {
 const columns = [ // [name, its cell, its sort key, whether high ones come first]
   ["name", (cell, run) => {
     const link = address(run);
-    if (link) put(cell, "a", "", run.name).href = link;
-    else cell.append(run.name);
+    const name = put(cell, link ? "a" : "span", "", run.name);
+    if (link) name.href = link;
     if (run.sweep) put(cell, "span", "soft", ` sweep, ${run.note}`);
   }, run => run.name],
   ["status", (cell, run) => {
@@ -191,6 +195,10 @@ function drawOverlay(place, name, shown) {
   svg.onpointerleave = () => { tip.style.display = "none"; };
 }
 
+function setting(run, key) { // a reproduced run has the settings of its config
+  return run.settings[key] ?? (run.config ? run.config[key] ?? "" : "(default)");
+}
+
 function tabulate(chosen) {
   const table = document.getElementById("differences");
   table.replaceChildren();
@@ -198,10 +206,11 @@ function tabulate(chosen) {
   put(head, "th");
   for (const run of chosen) put(put(head, "th"), "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
   const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
-  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? "(default)";
+  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => setting(run, key);
   for (const key in values) {
     const texts = chosen.map(values[key]);
-    if (new Set(texts).size < 2 && key !== "best") continue;
+    const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 is 0.002
+    if (different.size < 2 && key !== "best") continue;
     const row = put(table, "tr");
     for (const text of [key, ...texts]) put(row, "td", "", text);
   }
