@@ -102,7 +102,7 @@ def text(
         count = len(classes)
     else:
         ids = open_ids(path, form)
-        count = 256 if form == "bytes" else count_ids(path, ids)
+        count = 256 if form == "bytes" else count_ids(path, ids, form)
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
         raise unreadable(path, f"these are {kind}, but the run was trained on {trained['tokens']}.")
@@ -192,17 +192,16 @@ def open_ids(path: str, form: str) -> Tokens:
     return ids
 
 
-def count_ids(path: str, ids: Tokens) -> int:
+def count_ids(path: str, ids: Tokens, form: str) -> int:
     """Return one more than the highest id; UserError if these are not token ids."""
     lowest = int(ids.min())
     highest = int(ids.max())
     if lowest < 0 or highest >= MOST_IDS:
         wrong = lowest if lowest < 0 else highest
-        raise unreadable(
-            path,
-            f"{wrong:,} is not a token id; they go from 0 to {MOST_IDS - 1:,}. "
-            "Is it dataset.tokens=uint16 or uint32?",
-        )
+        reason = f"{wrong:,} is not a token id; they go from 0 to {MOST_IDS - 1:,}."
+        if form != "npy":  # which says itself what its numbers are
+            reason += " Is it dataset.tokens=uint16 or uint32?"
+        raise unreadable(path, reason)
     return highest + 1
 
 

@@ -131,7 +131,6 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
     other.write_text("the caß")
     cases = [
         ({"path": str(binary)}, "byte 2 is not UTF-8.\nType dataset.tokens=bytes"),
-        ({"path": str(ids)}, "-1 is not a token id"),
         ({"path": str(objects)}, "does not contain npy"),
         ({"path": str(tmp_path)}, "not a regular file"),
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
@@ -145,6 +144,11 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         with pytest.raises(UserError) as caught:
             texts.text(**options)
         assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"-1 is not a token id; they go from 0 to 16,777,215\.$"):
+        texts.text(str(ids))
+    ids.with_suffix(".bin").write_bytes(b"\xff\xff\xff\xff")
+    with pytest.raises(UserError, match=r"\. Is it dataset.tokens=uint16 or uint32\?$"):
+        texts.text(str(ids.with_suffix(".bin")), tokens="uint32")
     with pytest.raises(UserError, match="prompt: the run's text has no 'q'"):
         texts.encode("the q", about)
     for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
