@@ -169,7 +169,9 @@ class OfClasses(Sums):
     targets.
     """
 
-    ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
+    # Set by the Trainer before each evaluation.
+    ignored_by_loss: int | None = None
+    key = "metrics"
 
     def __init__(self, ignore_index: int | None = None) -> None:
         self.ignore_index: int | None = check_number(
@@ -235,7 +237,7 @@ class Confusion(OfClasses):
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
             raise UserError(
-                f"num_classes={self.num_classes}: the model's outputs have "
+                f"{self.key}.num_classes={self.num_classes}: the model's outputs have "
                 f"{outputs.shape[1]} classes."
             )
         counts = self.counts(targets, true)
