@@ -192,14 +192,21 @@ def samples_in(loader: Any) -> int | None:
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
     """Return the line on the data that is used; `whole` if the one part is all of it."""
     counts = []
+    unknown = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
+        if samples is None:
+            unknown.append(name)
+            continue
         all_samples = getattr(loader, "whole", samples)
         of = f" of {all_samples:,}" if all_samples != samples else ""
-        count = "an unknown number of" if samples is None else f"{samples:,}{of}"
+        count = f"{samples:,}{of}"
         counts.append(f"all {count}" if whole else f"{count} {name}")
     if data.kind == "other":
-        return f"data     {data.name}: {', '.join(counts)} samples"
+        parts = [f"{', '.join(counts)} samples"] if counts else []
+        if unknown:
+            parts.append(f"{', '.join(unknown)} of unknown length")
+        return f"data     {data.name}: {'; '.join(parts)}"
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
@@ -207,5 +214,5 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = Fal
     cut = f", cut{data.cut}" if data.cut else ""
     return (
         f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
-        f"{data.num_classes} {classes}{cut}; {why}"
+        f"{data.num_classes:,} {classes}{cut}; {why}"
     )

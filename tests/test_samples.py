@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
+from stoker.data.description import data_line
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
 from stoker.data.samples import SampleLoader, data_of, make_loader
@@ -284,6 +285,8 @@ def test_an_iterable_data_set_is_batched():
     data = data_of("mine", {"train": Stream(), "val": [[torch.ones(2)]]})
     (train, _, _), _ = make_loaders(data, batch_size=4)
     assert [len(batch) for batch in train] == [4, 4, 2]
+    line = data_line(data, {"train": train, "val": [1], "test": sample_loader()}, "")
+    assert line == "data     mine: 23 test samples; train, val of unknown length"
     assert fingerprint(data) == fingerprint(data_of("mine", {"train": Stream(), "val": [[1]]}))
     assert fingerprint(data) != fingerprint(data_of("mine", {"train": Stream(), "val": [1, 2]}))
 
