@@ -12,10 +12,12 @@ from conftest import assert_same, make_data, make_model, make_trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stoker import Trainer
+from stoker.command.exit_codes import exit_code
+from stoker.command.messages import message
 from stoker.runs.loggers import JSONL, read_rows
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback, Checkpoint
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
 from stoker.trainer.train_metrics import TrainMetrics
 
@@ -113,6 +115,51 @@ def test_errors_of_other_code_stay_as_they_are():
     with pytest.raises(TypeError, match="mine") as error:
         make_trainer(Broken(*make_model())).fit(loader())
     assert not isinstance(error.value, UserError)
+
+
+class BadIndex(OfDicts):
+    def compute_loss(self, batch):
+        return self.loss(self.model(batch["x"]), batch["y"] + 9), None
+
+
+@pytest.mark.parametrize(
+    ("batches", "kind", "error", "place"),
+    [
+        ([{"x": torch.ones(4, 5), "y": torch.ones(4).long()}], OfDicts, RuntimeError, "Linear"),
+        (of_dicts(), BadIndex, IndexError, "CrossEntropyLoss"),
+        ([(torch.ones(4, 5), torch.ones(4).long())], Trainer, RuntimeError, "Linear"),
+    ],
+)
+@pytest.mark.parametrize("use", ["fit", "evaluate"])
+def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error, place, use):
+    with pytest.raises(error) as caught:
+        getattr(make_trainer(kind=kind), use)(batches)
+    text = explanation_of(caught.value)
+    first, second = text.split("\n")
+    assert type(caught.value) is error and caught.value.__notes__ == [text]
+    assert first.startswith(f"In {place}, called by ")
+    if kind is not Trainer:
+        assert re.search(rf"compute_loss \({re.escape(__file__)}:\d+\)\.$", first)
+        assert second.startswith("The batch: batch['x'] ")
+    assert exit_code(caught.value) == 2 and len(message(caught.value).split("\n")) == 3
+    assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{first}\n")
+
+
+@pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
+def test_bugs_stay_tracebacks(bug):
+    class Buggy(OfDicts):
+        def compute_loss(self, batch):
+            raise bug("mine")
+
+    class InCallback(Callback):
+        def on_step_end(self, trainer):
+            raise RuntimeError("mine")
+
+    with pytest.raises(Exception, match="mine") as caught:
+        if bug == "callback":
+            make_trainer(kind=OfDicts, callbacks=[InCallback()]).fit(of_dicts())
+        make_trainer(kind=Buggy).fit(of_dicts())
+    assert explanation_of(caught.value) is None and exit_code(caught.value) == 1
 
 
 def test_an_evaluation_is_explained_too():

@@ -53,6 +53,11 @@ class NotFinite(TrainingError):
         self.replay = replay
 
 
+def explanation_of(error: BaseException) -> str | None:
+    """Return what the Trainer added to an exception that keeps its class; None for nothing."""
+    return getattr(error, "where_and_what", None)
+
+
 def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
     """Return " Did you mean 'X'?" for the choice closest to `name`, or "" if none is close.
 

@@ -20,7 +20,14 @@ from stoker.trainer import (
 )
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.carried import Carried
-from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
+from stoker.trainer.errors import (
+    NotFinite,
+    UserError,
+    did_you_mean,
+    explanation_of,
+    first_few,
+    kind_of,
+)
 from stoker.trainer.loading import by_name
 from stoker.trainer.overrides import is_usual
 
@@ -31,6 +38,10 @@ if TYPE_CHECKING:
 HOW = "docs/own.md shows how"
 GIVEN_A_BATCH = ("compute_loss", "update_metrics", "predict_batch")
 FORM_ERRORS = (TypeError, ValueError, AttributeError)
+# How torch refuses a shape, an index or a class. Subclasses of these are errors of another sort.
+REFUSALS = (RuntimeError, IndexError, ValueError)
+NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
+LIBRARIES = re.compile(r"(torch|torchvision|stoker)\b")
 # Methods of the trainers of other libraries.
 METHODS = (
     "training_step",
@@ -334,6 +345,33 @@ def raise_explained(
         explained = explained or graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
+    place = place_of(error)
+    if place and explanation_of(error) is None:
+        shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
+        text = f"In {place}.\nThe batch: {first_few(shapes, 6)}."
+        # Python 3.11 and later print notes below the traceback.
+        vars(error).update(where_and_what=text, __notes__=[text])
+
+
+def place_of(error: Exception) -> str:
+    """Return "Linear, called by Net.forward (net.py:3)" for what torch refused to compute.
+
+    It is "" for other errors, and where neither a module nor the user's code was at work.
+    """
+    places: list[str] = []
+    if type(error) not in REFUSALS or NOT_OF_A_BATCH.search(str(error)):
+        return ""
+    if calls_of(error).isdisjoint((*GIVEN_A_BATCH, "train_step")):
+        return ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if not LIBRARIES.match(frame.f_globals["__name__"]):
+            code = frame.f_code
+            name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+            places = [f"{name} ({code.co_filename}:{line})"]
+        elif isinstance(owner, torch.nn.Module):
+            places = [type(owner).__name__, *places[-1:]]
+    return ", called by ".join(places)
 
 
 def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
@@ -341,7 +379,7 @@ def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
     if batch is None or is_pair or not isinstance(error, FORM_ERRORS):
         return None
-    calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    calls = calls_of(error)
     for name in GIVEN_A_BATCH:
         # `predict_batch` gives any batch to the model, whose errors may be its own.
         is_refused = name != "predict_batch" or isinstance(batch, Mapping)
@@ -351,3 +389,8 @@ def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
                 f"Override {name}; {HOW}."
             )
     return None
+
+
+def calls_of(error: Exception) -> set[str]:
+    """Return the names of the functions that an error came through."""
+    return {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}

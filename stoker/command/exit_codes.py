@@ -18,7 +18,15 @@ from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping, terminal
-from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, first_line, printable
+from stoker.trainer.errors import (
+    RunInUse,
+    TrainingError,
+    UserError,
+    cause,
+    explanation_of,
+    first_line,
+    printable,
+)
 
 # docs/exit-codes.md explains each code. For a signal, such as Ctrl-C, see `signals.exit_code`.
 DONE = 0
@@ -188,6 +196,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return MISTAKE
     if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+        return MISTAKE
+    if explanation_of(error) is not None and not ranks.is_lost(error):
         return MISTAKE
     return BUG
 

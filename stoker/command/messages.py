@@ -19,6 +19,7 @@ from stoker.trainer.errors import (
     TrainingError,
     UserError,
     did_you_mean,
+    explanation_of,
     first_line,
     nearest,
     printable,
@@ -53,11 +54,14 @@ def explanation(error: BaseException) -> str:
     """Explain an error: what was typed, what exists, what to type."""
     if isinstance(error, (UserError, TrainingError)):
         return str(error)
+    place = explanation_of(error)
+    if place is not None:
+        return f"{first_line(error)}\n{place} debug=true shows the traceback."
     # Hydra's MissingConfigException is an OSError without a number.
     if isinstance(error, OSError) and error.errno:
-        place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        file = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         reason = (error.strerror or str(error)).lower()
-        return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
+        return f"{file}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
     if "extension '.yml'" in str(error):  # Hydra does not name the file
         for path in configs.folders()[-1].rglob("*.yml"):
             return f"{path}: the name of a config ends with .yaml. Rename it."

@@ -82,7 +82,7 @@ def prepare(cfg: DictConfig) -> None:
     if cfg.debug:
         values = settings.debug_values(plain(cfg), arguments.typed_keys())
         for key, value in values.items():
-            OmegaConf.update(cfg, key, value)
+            OmegaConf.update(cfg, key, value, force_add=True)
     retarget(cfg)
     task = job.task_typed(cfg)
     reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
