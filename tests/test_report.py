@@ -388,7 +388,10 @@ def test_the_curves_of_two_classes_are_scikit_learns(tmp_path):
         rows = (best * 10).long() == low
         if rows.any():
             expected.append((best[rows].mean().item(), is_right[rows].float().mean().item()))
-    assert np.allclose(evaluation.calibration(seen.confidence), expected, atol=1e-6)
+    points, counts = evaluation.calibration(seen.confidence)
+    assert np.allclose(points, expected, atol=1e-6) and sum(counts) == len(targets)
+    values = [f"{x:.9g},{y:.6g},{n}" for (x, y), n in zip(points, counts, strict=True)]
+    assert f'data-name="correct" data-points="{" ".join(values)}"' in drawn[0]["svg"]
 
 
 def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):

@@ -96,11 +96,15 @@ class Plot:
         foot = self.y.start
         self.marks.append(Mark(kind, f"M{left} {foot}V{height}H{right}V{foot}z"))
 
-    def line(self, name: str, points: Points, colour: str) -> None:
-        """Draw a curve."""
-        values = " ".join(f"{x:.9g},{y:.6g}" for x, y in points)
+    def line(self, name: str, points: Points, colour: str, counts: Sequence[int] = ()) -> None:
+        """Draw a curve, whose points may stand for `counts` of samples; one without a name is not
+        read.
+        """
+        values = [f"{x:.9g},{y:.6g}" for x, y in points]
+        if counts:
+            values = [f"{value},{count}" for value, count in zip(values, counts, strict=True)]
         path = "L".join(self.places(points))
-        self.marks.append(Mark("curve", f"M{path}", colour, name, values))
+        self.marks.append(Mark("curve", f"M{path}", colour, name, " ".join(values)))
         if len(points) <= MOST_MARKED:
             self.dots("marked", points, colour)
 
@@ -213,11 +217,20 @@ def curves(
     return plot.svg()
 
 
-def shares(lines: Mapping[str, Points], label: str, xlabel: str, ylabel: str) -> Markup:
-    """Draw curves in the unit square, such as precision over recall; "ideal" is a faint one."""
+def shares(
+    name: str,
+    points: Points,
+    label: str,
+    xlabel: str,
+    ylabel: str,
+    ideal: Points = (),
+    counts: Sequence[int] = (),
+) -> Markup:
+    """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` one."""
     plot = Plot(linear([0, 1]), linear([0, 1]), label, xlabel, ylabel)
-    for name, points in lines.items():
-        plot.line(name, points, "line" if name == "ideal" else "val")
+    if ideal:
+        plot.line("", ideal, "line")
+    plot.line(name, points, "val", counts)
     return plot.svg()
 
 

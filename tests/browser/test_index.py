@@ -135,7 +135,7 @@ def test_names_stay_whole_and_a_reproduced_run_has_its_settings(open_page, tmp_p
     index.write(tmp_path)
     opened = open_page(tmp_path / "index.html", width=1280)
     page = opened.page
-    lines = "links => links.map(link => link.getClientRects()[0].height / parseFloat(getComputedStyle(link).lineHeight))"
+    lines = "links => links.map(link => link.getBoundingClientRect().height / parseFloat(getComputedStyle(link).lineHeight))"
     assert set(map(round, page.locator("#list td.name > *").evaluate_all(lines))) == {1}
     assert page.locator("#list").bounding_box()["width"] <= 1240
     assert page.locator("#list tbody tr svg").count() == 2

@@ -79,6 +79,9 @@ def test_the_page_fits_and_stands_out(live, open_page, width, scheme):
         }).map(text => text.textContent)"""
     )
     assert cut == []
+    names = opened.page.locator(".matrix tr:first-child th:visible").all_inner_texts()
+    digits = [str(i) for i in range(10)]
+    assert names == (["", *digits] if width < 500 else ["", "precision", "recall", "n", *digits])
 
 
 def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
@@ -94,6 +97,12 @@ def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
     lines = page.locator(".tip").inner_text().split("\n")
     assert lines[0] == "step 240, epoch 12"
     assert float(lines[2].removeprefix("val ")) == pytest.approx(row["val/loss"], rel=1e-4)
+    plot_of = page.locator("figure", has_text="calibration").locator("svg")
+    plot_of.scroll_into_view_if_needed()
+    box_of = plot_of.bounding_box()
+    page.mouse.move(box_of["x"] + 0.95 * box_of["width"], box_of["y"] + box_of["height"] / 2)
+    lines = page.locator(".tip").inner_text().split("\n")
+    assert re.fullmatch(r"correct \d\.\d\d, \d+ samples?", lines[1]) and len(lines) == 2
     page.locator("button.copy").first.click()
     assert page.evaluate("navigator.clipboard.readText()") == page.evaluate(
         "document.querySelector('pre.copy').firstChild.data"
@@ -108,6 +117,7 @@ def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
         {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}, rel=1e-5
     )
     plot.click()
+    assert page.locator(".guide").count() == 0 and page.locator(".tip").is_hidden()
     larger = page.locator("dialog svg.plot").bounding_box()
     assert larger["width"] > 2 * box["width"]
     page.keyboard.press("Escape")

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
         rate = math.exp(generator.uniform(math.log(LOWEST), math.log(HIGHEST)))
         value = 0.95 - 0.05 * (math.log10(rate) + 2.5) ** 2 + generator.gauss(0, 0.01)
         hidden = generator.choice(["[128]", "[256]", "[256,256]"])
-        typed = [f"optimizer.lr={rate}", f"model.hidden={hidden}"]
+        typed = [f"optimizer.lr={rate}", f"model.hidden={hidden}", f"batch_size={32 << i % 2}"]
         best = {"name": "val/acc", "mode": "max", "step": 10, "value": value}
         result = {"overrides": typed, "best": best, "seconds": 1.0, "test/acc": value}
         if i % 50 == 49:
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
         (job / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         if i % 2:
             (job / "report.html").write_text(f"the report of job {i}")
-    keys = ["optimizer.lr", "model.hidden"]
+    keys = ["optimizer.lr", "model.hidden", "batch_size"]
     record = {"typed": ["-m"], "jobs": COUNT, "searched": keys}
     (folder / "sweep.json").write_text(json.dumps(record))
     assert sweep.main([str(folder)]) == 0
@@ -108,6 +108,17 @@ def test_jobs_are_brushed_sorted_and_copied(folder, open_page, serve):
     page.get_by_role("button", name="clear").click()
     assert shown.count() == COUNT and page.locator(".off").count() == 0
 
+    # A part of the lines of one value: all of its jobs.
+    box = page.locator("#parallel .grip").nth(1).bounding_box()
+    x, middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, middle - 12)
+    page.mouse.down()
+    page.mouse.move(x, middle - 6, steps=3)
+    page.mouse.up()
+    chosen = sum('"model.hidden=[256]"' in p.read_text() for p in folder.glob("*/result.json"))
+    assert shown.count() == chosen > 100
+    page.get_by_role("button", name="clear").click()
+
     page.locator("#jobs th button", has_text="optimizer.lr").click()
     names = page.locator("#jobs tbody tr td:first-child").all_inner_texts()
     sorted_rates = [rate_of(done[name]) for name in names if name in done]
@@ -134,3 +145,5 @@ def test_it_stands_alone_and_is_legible(folder, open_page, width, scheme):
     opened = open_page(folder / "sweep.html", width=width, scheme=scheme)
     assert len(opened.requests) == 1 and opened.complaints == []
     assert opened.pale() == [] and opened.overflowing() == []
+    inside = "place => place.scrollWidth <= place.clientWidth"
+    assert opened.page.locator("#parallel").evaluate(inside)

@@ -142,15 +142,15 @@ def probabilities(evaluation: Evaluation) -> list[dict[str, Any]]:
     drawn = []
     if evaluation.confidence is not None:
         title = "calibration"
-        lines = {
-            "ideal": diagonal,
-            "model": calibration(evaluation.confidence),
-        }
+        points, counts = calibration(evaluation.confidence)
         svg = plots.shares(
-            lines,
+            "correct",
+            points,
             title,
             xlabel="probability of the answer",
             ylabel="share that is correct",
+            ideal=diagonal,
+            counts=counts,
         )
         drawn.append(figure(title, svg))
     if evaluation.second is not None and any(evaluation.second[1]):
@@ -160,18 +160,18 @@ def probabilities(evaluation: Evaluation) -> list[dict[str, Any]]:
             area += (x - left) * (low + y) / 2
         classes = evaluation.classes or []
         note = f"of {classes[1]}, area {area:.3f}"
-        lines = {"ideal": diagonal, "model": roc}
-        svg = plots.shares(lines, "ROC", xlabel="false positives", ylabel="recall")
+        svg = plots.shares("recall", roc, "ROC", "false positives", "recall", ideal=diagonal)
         drawn.append(figure("ROC", svg, note))
         title = "precision and recall"
-        lines = {"model": precision}
-        svg = plots.shares(lines, title, xlabel="recall", ylabel="precision")
+        svg = plots.shares("precision", precision, title, "recall", "precision")
         drawn.append(figure(title, svg))
     return drawn
 
 
-def calibration(counts: list[list[int]]) -> list[tuple[float, float]]:
-    """Return (mean probability, share that is correct) of tenths of the probability."""
+def calibration(counts: list[list[int]]) -> tuple[list[tuple[float, float]], list[int]]:
+    """Return (mean probability, share that is correct) of tenths of the probability, and how many
+    samples each has.
+    """
     width = len(counts[0])
     tenths = [[0, 0, 0.0] for _ in range(10)]  # samples, right ones, sum of the probabilities
     for i, (samples, right) in enumerate(zip(*counts, strict=True)):
@@ -179,11 +179,9 @@ def calibration(counts: list[list[int]]) -> list[tuple[float, float]]:
         tenth[0] += samples
         tenth[1] += right
         tenth[2] += samples * (i + 0.5) / width
-    points = []
-    for samples, right, total in tenths:
-        if samples:
-            points.append((total / samples, right / samples))
-    return points
+    known = [tenth for tenth in tenths if tenth[0]]
+    points = [(total / samples, right / samples) for samples, right, total in known]
+    return points, [int(samples) for samples, _, _ in known]
 
 
 def thresholds(counts: list[list[int]]) -> tuple[list[tuple[float, float]], ...]:

@@ -42,7 +42,7 @@ function download(name, text) {
 
 { // Plots: <svg class="plot">, whose curves have their values.
 function curvesOf(plot) {
-  return [...plot.querySelectorAll(".curve")].map(curve => ({
+  return [...plot.querySelectorAll(".curve[data-name]")].map(curve => ({
     name: curve.dataset.name,
     colour: curve.style.stroke,
     points: curve.dataset.points.split(" ").map(point => point.split(",").map(Number)),
@@ -60,9 +60,13 @@ const short = value => {
   return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(+value.toPrecision(5));
 };
 
-document.addEventListener("pointermove", event => {
+function hide() {
   document.querySelectorAll(".guide").forEach(guide => guide.remove());
   tip.style.display = "none";
+}
+
+document.addEventListener("pointermove", event => {
+  hide();
   const plot = event.target.closest?.("svg.plot");
   const curves = plot ? curvesOf(plot) : [];
   if (!curves.length) return;
@@ -80,7 +84,9 @@ document.addEventListener("pointermove", event => {
   const lines = [`${xname} ${xname === "step" ? at.toLocaleString("en") : short(at)}`];
   if (+epochs) lines[0] += `, epoch ${+(at * epochs).toPrecision(3)}`;
   curves.forEach((curve, i) => {
-    if (Math.abs(x(nearest[i][0]) - x(at)) < width / 40) lines.push(`${curve.name} ${short(nearest[i][1])}`);
+    const [place, value, count] = nearest[i];
+    if (Math.abs(x(place) - x(at)) >= width / 40) return;
+    lines.push(count ? `${curve.name} ${value.toFixed(2)}, ${count.toLocaleString("en")} sample${count === 1 ? "" : "s"}` : `${curve.name} ${short(value)}`);
   });
   tip.textContent = lines.join("\n");
   tip.style.display = "block";
@@ -111,6 +117,7 @@ for (const figure of document.querySelectorAll("figure")) {
 }
 
 function enlarge(figure) {
+  hide();
   const dialog = document.createElement("dialog");
   const larger = figure.cloneNode(true);
   larger.querySelectorAll("button").forEach(one => one.remove());

@@ -19,9 +19,10 @@ function axisOf(key, i) {
   const sorted = key.values.map((_, j) => j), count = sorted.length, every = Math.ceil(count / 12);
   if (key.numbers) sorted.sort((a, b) => key.numbers[b] - key.numbers[a]);
   const place = sorted.map((_, j) => 1 - (sorted.indexOf(j) + 0.5) / count);
-  const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * Math.min(0.5, sweep.jobs.length / 200) / count; // so that fewer lines hide others
+  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of a value spread over it, so that fewer hide others
+  const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * room;
   const ticks = key.values.map((value, j) => [place[j], value]).filter((_, j) => j % every === 0);
-  return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job)};
+  return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
 }
 
 const metric = scale(ranks.length ? ranks : [0], 6);
@@ -30,8 +31,8 @@ const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === 
 
 function isIn(job) {
   return [...brushes].every(([axis, [low, high]]) => {
-    const share = axis.at(job);
-    return share !== null && share >= low && share <= high;
+    const share = (axis.value ?? axis.at)(job), reach = axis.reach ?? 0; // all lines of a value or none
+    return share !== null && share >= low - reach && share <= high + reach;
   });
 }
 
@@ -105,7 +106,7 @@ function say(job, event) {
 
 function drawParallel(place) {
   const all = ranks.length ? [...axes, last] : axes;
-  const width = Math.max(place.clientWidth, 104 * all.length), height = 330, top = 48, bottom = height - 14;
+  const width = Math.max(place.clientWidth, 84 * all.length + 6), height = 330, top = 48, bottom = height - 14;
   const gap = (width - 90) / Math.max(1, all.length - 1), left = i => 14 + i * gap;
   const y = share => bottom - (bottom - top) * share;
   const svg = canvas(place, width, height, "the settings and the result of each job");
