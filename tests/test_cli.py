@@ -194,6 +194,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "one of: basic",
     ),
     ("model", "error: model: this cannot be parsed.", "key=value, as in epochs=3"),
+    ("evalute run=x", "error: evalute: there is no such task. Did you mean 'evaluate'?", ""),
+    ("tran", "error: tran: there is no such task. Did you mean 'train'?", ""),
     (
         "dataset=csv dataset.decimal=,",
         "error: dataset.decimal=,: this cannot be parsed.",

@@ -130,6 +130,9 @@ def not_understood(error: BaseException) -> str | None:
     if override is None and "Error when parsing" not in str(error):
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
+    task = did_you_mean(typed, (*settings.TASKS, "new"))
+    if task and "=" not in typed and typed not in settings.TASKS:
+        return f"{typed}: there is no such task.{task}"
     return (
         f"{typed}: this cannot be parsed. Settings are key=value, as in epochs=3, and lists are "
         "'key=[1,2]'.\n"
