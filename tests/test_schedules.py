@@ -120,6 +120,8 @@ def test_the_description_says_how_long_the_warmup_is():
         == "cosine after 10 steps of warmup"
     )
     assert schedules.cosine(optimizer(), total_steps=200).description == "cosine"
+    long = schedules.cosine(optimizer(), total_steps=50_640, warmup=0.05)
+    assert long.description == "cosine after 2,532 steps of warmup"
 
 
 # all of them

@@ -143,7 +143,7 @@ def schedule(
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     if warmup_steps:
-        name += f" after {warmup_steps} step{'' if warmup_steps == 1 else 's'} of warmup"
+        name += f" after {warmup_steps:,} step{'' if warmup_steps == 1 else 's'} of warmup"
     return Schedule(optimizer, factor, name)
 
 
