@@ -7,6 +7,7 @@ import hydra
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from forks import PROGRAM
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 from safetensors.torch import load_file, save_file
@@ -179,6 +180,7 @@ def test_a_run_begins_with_a_run_and_resumes_without_it(forks, tmp_path):
     assert "6 of 6" in whole.out or "4 of 4" in whole.out, whole.out + whole.err
     began = forks.run(tmp_path, *second, "run_dir=cut", "max_minutes=1e-9")
     assert began.code == 0, began.err
+    assert began.out.count(f"\nresume   {PROGRAM} ") == 1
     shutil.rmtree(tmp_path / "first")
     ended = forks.run(tmp_path, *second, "run_dir=cut")
     assert ended.code == 0 and "init " not in ended.out, ended.out + ended.err

@@ -291,7 +291,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )
     if (result.steps or 0) < (result.total_steps or 0):
-        yield f"         {again}"
+        yield f"resume   {again}"
 
 
 def are_overrides(value: Any) -> bool:
