@@ -134,7 +134,7 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     first, *_ = failure(trainer)
     assert first == (
         "The weights of 0.weight are not finite at step 1: in step 1, the update of 0.weight is not "
-        "finite (learning rate 1e+39)."
+        "finite (learning rate 1e39)."
     )
 
 

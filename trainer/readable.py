@@ -10,11 +10,13 @@ def number(value: float) -> str:
     if abs(value) < 100:
         return f"{value:.4f}"
     if not abs(value) < 1e15:  # also inf and nan
-        return f"{value:.5g}"
+        return f"{value:.5g}".replace("e+", "e")
     decimals = max(0, 4 - int(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
 
 def brief(value: float) -> str:
     """Return "0.003", "5,450", "3.2e-05": three digits, or as many as a large number has."""
-    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
+    if 999.5 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.3g}".replace("e+", "e")

@@ -137,7 +137,7 @@ def decimals(value: float) -> int:
 def digits(value: float) -> str:
     """'0.9861', '12.35', '51,920', '3.2e-05': a number in three to four digits."""
     if 0 < abs(value) < 0.001 or abs(value) >= 1e15:
-        return f"{value:.3g}"
+        return f"{value:.3g}".replace("e+", "e")
     return f"{value:,.{decimals(value)}f}"
 
 

@@ -73,7 +73,8 @@ def origin(run: Run) -> list[tuple[str, str]]:
     if run.result.will_repeat and is_number(rate):
         left_out = ("optimizer.lr=", "run_dir=")
         slower = [one for one in run.overrides if not one.startswith(left_out)]
-        slower.append(f"optimizer.lr={rate / 10:g}")
+        tenth = f"{rate / 10:g}".replace("e+", "e")
+        slower.append(f"optimizer.lr={tenth}")
         purpose = "Train it with a tenth of the learning rate"
         commands.append((purpose, command(slower)))
     elif run.state == "failed" and run.result.code == exit_codes.FAILED:

@@ -42,7 +42,7 @@ def without_commands(error: str) -> tuple[str, list[tuple[str, str]]]:
 def setting(value: object) -> str:
     """Return a config value as a user would type it, shortened."""
     if isinstance(value, float) and value.is_integer():
-        value = f"{value:.15g}"  # 10000, not 10000.0
+        value = f"{value:.15g}".replace("e+", "e")  # 10000, not 10000.0
     return shortened(as_typed(value))
 
 

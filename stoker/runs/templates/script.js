@@ -57,7 +57,7 @@ function scaleOf(text) {
 
 const short = value => {
   const size = Math.abs(value);
-  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(+value.toPrecision(5));
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3).replace("e+", "e") : String(+value.toPrecision(5));
 };
 
 function hide() {
