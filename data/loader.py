@@ -149,9 +149,10 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
     """Raise UserError for a setting that needs to know what a batch is."""
     for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
         if value and value != default:
+            more = ", and transform the samples in the data set instead" if key == "augment" else ""
             raise UserError(
                 f"dataset.{key}: this needs inputs of a known shape, but the data set can return "
-                "anything.\nRemove this key, and transform the samples in the data set instead."
+                f"anything.\nRemove this key{more}."
             )
 
 

@@ -15,6 +15,7 @@ from stoker.diagnostics import overfit
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import R2, Accuracy
+from stoker.trainer.trainer import Trainer
 
 
 def learn(model=None, data=None, count=1, metrics=None, steps=None, batch_size=8, **settings):
@@ -40,6 +41,23 @@ def test_a_model_that_can_learn_does(capsys):
         "overfit  the first batch, without augmentation, for at most 1,000 steps, AdamW lr 0.01"
         in out
     )
+
+
+@pytest.mark.parametrize("lr", [0.01, 1e-6])
+def test_without_a_loss_in_evaluations_the_training_loss_is_judged(lr):
+    class Silent(Trainer):
+        def compute_loss(self, batch):
+            loss, outputs = super().compute_loss(batch)
+            return (loss if self.model.training else None), outputs
+
+    optimizer = functools.partial(torch.optim.AdamW, lr=lr)
+    loader = DeviceLoader(make_data(), "train", 8, shuffle=True)
+    trainer = Silent(make_model(), nn.CrossEntropyLoss(), optimizer, device="cpu", log_every=50)
+    if lr == 0.01:
+        assert "loss 0.0000 ->" not in overfit.learn(trainer, loader, 1)
+        return
+    with pytest.raises(TrainingError, match="the model does not learn, after 25 steps .* loss 1.*"):
+        overfit.learn(trainer, loader, 1, 25)
 
 
 def test_it_is_the_first_batches_that_are_learnt_and_nothing_else():

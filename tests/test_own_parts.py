@@ -16,8 +16,11 @@ from stoker.command import build, compatible, messages, trust
 from stoker.data.datasets import digits
 from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
+from stoker.trainer.callbacks import EarlyStopping
 from stoker.trainer.errors import UserError, kind_of, nearest
 from stoker.trainer.groups import parameter_groups
+from stoker.trainer.metrics import Accuracy
+from stoker.trainer.trainer import Trainer
 
 MINE = """
 import torch
@@ -122,7 +125,7 @@ def test_a_loss_may_be_the_function_itself_or_make_one(project):
     [
         (
             "dataset",
-            'an int, not a stoker.data.record.Data, or {"train": ..., "val": ..., "test": ...}.',
+            'an int, not a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}.',
         ),
         ("loss", "an int, not a function of (outputs, targets)."),
         ("metrics.five", "an int, not an object with update, compute and reset."),
@@ -253,3 +256,42 @@ def test_what_a_transform_of_torchvision_still_needs_can_be_typed():
         node = yaml.safe_load(item.replace("...", "24"))
         assert node == {"_target_": target, "size": 24}
         assert build.build("dataset.augment", node).size == (24, 24)
+
+
+class NoValidationLoss(Trainer):
+    """A model, such as torchvision's detectors, that computes losses only in training mode."""
+
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        return (loss if self.model.training else None), outputs
+
+
+@pytest.mark.parametrize(
+    ("metrics", "monitor", "answer"),
+    [
+        ({"acc": Accuracy()}, "auto", None),
+        ({"acc": Accuracy()}, "train/loss", None),
+        (
+            {"acc": Accuracy()},
+            "val/loss",
+            "^monitor=val/loss: compute_loss returns no loss in eval",
+        ),
+        ({}, "auto", "^compute_loss returns no loss in evaluations, and there are no metrics"),
+    ],
+)
+def test_an_unknown_loss_of_evaluations_is_left_out(metrics, monitor, answer):
+    batches = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(3)]
+    stopping = EarlyStopping(5, monitor=monitor)
+    trainer = NoValidationLoss(
+        torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.optim.AdamW,
+        metrics=metrics, callbacks=[stopping], epochs=2, device="cpu",
+    )  # fmt: skip
+    if answer is not None:
+        with pytest.raises(UserError, match=answer):
+            trainer.fit(batches, batches)
+        return
+    rows = trainer.fit(batches, batches)
+    names = {name for row in rows for name in row}
+    assert "val/acc" in names and "val/loss" not in names
+    assert stopping.best is not None
+    assert list(trainer.evaluate(batches, "test")) == ["test/acc"]

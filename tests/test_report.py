@@ -45,7 +45,7 @@ from stoker.runs.json_files import write_json
 from stoker.runs.loggers import JSONL
 from stoker.runs.page import NUMBER, Table, plain, source
 from stoker.runs.report import curves, evaluation, setup, summary, words
-from stoker.runs.result import RunResult
+from stoker.runs.result import Best, RunResult
 from stoker.runs.status import Status
 from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
@@ -945,6 +945,14 @@ def test_shares_in_words():
         2.5: "2.5",
     }
     assert {value: words.amount(value) for value in amounts} == amounts
+
+
+def test_the_monitored_metric_leads():
+    numbers = {"test/loss": 0.5, "test/acc": 0.9, "test/miou": 0.7}
+    result = RunResult.parse(numbers)
+    result.best = Best("val/miou", "max", 4, 0.8)
+    assert list(result.tests()) == ["test/miou", "test/acc", "test/loss"]
+    assert list(RunResult.parse(numbers).tests()) == ["test/acc", "test/miou", "test/loss"]
 
 
 def test_errors_are_tiles_in_the_units_of_their_target():

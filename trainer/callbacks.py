@@ -170,6 +170,7 @@ class Monitor(Callback):
         else:
             value = row.get(self.name)
         if value is None:
+            self.check_loss(trainer, row)
             return None
         self.is_missing = False
         if isinstance(value, list):
@@ -181,6 +182,16 @@ class Monitor(Callback):
             return False
         self.best = {"step": trainer.step, "value": value}
         return True
+
+    def check_loss(self, trainer: "Trainer", row: Row) -> None:
+        """Raise UserError if the row is an evaluation without the monitored loss."""
+        split, _, number = self.name.rpartition("/")
+        names = [f"{split}/{name}" for name in trainer.metrics]
+        if number == "loss" and split != "train" and names and all(name in row for name in names):
+            raise UserError(
+                f"monitor={self.name}: compute_loss returns no loss in evaluations.\n"
+                "Monitor a metric, or train/loss."
+            )
 
     def warn(self, trainer: "Trainer", value: float) -> None:
         """Warn, once in a fit, that the monitored number is not finite."""
@@ -804,8 +815,9 @@ class Progress(Callback):
                 self.mean(name, value, weight_of(row))
             elif isinstance(value, float) and not self.is_usual(name):
                 self.numbers[name] = self.mean(name, value, samples) if samples else value
-        if any(f"{split}/loss" in row for split in by_name(trainer.val_loader)):
-            self.is_evaluated = True
+        for split in by_name(trainer.val_loader):
+            if any(f"{split}/{name}" in row for name in ("loss", *trainer.metrics)):
+                self.is_evaluated = True
 
     def mean(self, name: str, value: float, samples: float) -> float:
         """Return a training number's mean over the epoch so far."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
 
+    There is no loss if `compute_loss` returns None for it.
+
     Raises:
         Interrupted: A fit was interrupted during an evaluation.
     """
@@ -30,13 +32,18 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
     trainer.divisor = losses.divisor(trainer.loss)
     loss_mean = Mean()
+    has_loss = True
     batch = None
 
-    def compute_losses(parts: list[Any]) -> list[tuple[Any, torch.Tensor, Any]]:
+    def compute_losses(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
         results = []
         with trainer.autocast:
             for part in parts:
                 loss, outputs = trainer.compute_loss(part)
+                if loss is None:  # known only in training
+                    nonlocal has_loss
+                    has_loss = False
+                    loss = torch.zeros((), device=trainer.device)
                 results.append((part, loss, outputs))
         return results
 
@@ -61,8 +68,11 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
         raise UserError(f"The {split} loader is empty.")
+    values = metric_values(trainer, split)
+    if not has_loss:
+        return values
     name = f"{split}/loss"
-    return {name: misuse.number(name, loss_mean.compute()), **metric_values(trainer, split)}
+    return {name: misuse.number(name, loss_mean.compute()), **values}
 
 
 def of_fit(trainer: "Trainer") -> dict[str, Any]:
@@ -70,6 +80,11 @@ def of_fit(trainer: "Trainer") -> dict[str, Any]:
     results = {}
     for split, loader in by_name(trainer.val_loader).items():
         results.update(trainer.evaluate(loader, split))
+    if not results:
+        raise UserError(
+            "compute_loss returns no loss in evaluations, and there are no metrics.\n"
+            "Add a metric, or leave out the validation data."
+        )
     return results
 
 

@@ -43,7 +43,7 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
 }
 # The parts that need no base class, and what they may be.
 WITHOUT_BASE_CLASS = {
-    "dataset": 'a stoker.data.record.Data, or {"train": ..., "val": ..., "test": ...}',
+    "dataset": 'a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset",
 }

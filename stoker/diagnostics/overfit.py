@@ -29,6 +29,7 @@ class Watch(Callback):
 
     def __init__(self, given: list[Any]) -> None:
         self.given = given
+        self.loss = math.nan  # of the last step, if evaluations have no loss
         self.first: dict[str, float] = {}  # results before the first step
         self.before: dict[str, float] = {}  # results of the previous evaluation
         self.results: dict[str, float] = {}
@@ -36,12 +37,18 @@ class Watch(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         print_opening(trainer, len(self.given))
         self.first = trainer.evaluate(self.given, "batch")
+        if "batch/loss" not in self.first:  # judge by the training loss
+            trainer.log_every = 1
+
+    def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self.loss = row.get("train/loss", self.loss)
+        self.first.setdefault("batch/loss", self.loss)
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not trainer.is_time(EVERY):
             return
         self.before = self.results
-        self.results = trainer.evaluate(self.given, "batch")
+        self.results = {"batch/loss": self.loss, **trainer.evaluate(self.given, "batch")}
         if not self.is_finite():
             trainer.stop("the loss is not finite")
         elif self.is_learnt():

@@ -162,8 +162,12 @@ class RunResult:
         return self.stopped is not None and self.stopped.kind == kind
 
     def tests(self) -> dict[str, float]:
-        """Return the numbers of the test."""
-        return tests_in(self.numbers)
+        """Return the numbers of the test, that of the monitored metric first."""
+        tests = tests_in(self.numbers)
+        monitored = "" if self.best is None else f"test/{self.best.name.rpartition('/')[2]}"
+        if monitored not in tests or monitored == "test/loss":
+            return tests
+        return {monitored: tests[monitored], **tests}
 
     def final_numbers(self) -> dict[str, float]:
         """Return the outcome of the run: the best value of the monitored metric, and the test."""
