@@ -351,6 +351,7 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     places = ", ".join(map(str, shape))
     assert f"Outputs: (N, 5, {places}) class scores, those of each {unit[:-1]}\n" in text
     assert page.count('<p class="tokens') == (10 if unit == "tokens" else 0)
+    assert page.count("The stronger the color of a token") == (2 if unit == "tokens" else 0)
     assert page.count("data:image/png") == (48 if unit == "pixels" else 0)
     assert "<a>" not in page
 
@@ -1148,6 +1149,10 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
     text = " ".join(page_of(tmp_path / "run").all("p"))
     assert "250 GFLOP/s" in text and "MFU" not in text
+    time = {stage: 1.0 for stage in report.STAGES if stage != "step"}  # drawn like forward
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"time": time}))
+    bar = report.html(tmp_path / "run").partition('<div class="bar">')[2].partition("</div>")[0]
+    assert len(set(re.findall(r"--c\d", bar))) == len(time)
 
 
 def test_many_classes_are_a_table_of_those_most_confused():
