@@ -64,6 +64,9 @@ def test_its_memory_is_that_of_the_parts():
     )
     train_loader, val_loader = loaders()
     assert found.memory["data"] == (train_loader.nbytes + val_loader.nbytes) / mib
+    parts = [train_loader, val_loader, val_loader]
+    tested = plan.look(make_trainer(), *parts).memory["data"]
+    assert tested == sum(part.nbytes for part in parts) / mib  # the test part is resident too
     # The loader gathers all 60 samples at once: 6 numbers and a class each. Of a batch of 8 the
     # tanh's outputs (16) and the log-softmax (3) are kept, and the weight of the mean.
     assert found.memory["activations"] * mib == 60 * (6 * 4 + 8) + 8 * (16 + 3) * 4 + 4

@@ -135,7 +135,7 @@ def look(
 
     step = summary.memory_of_a_step(trainer)
     memory = {part: step[part] for part in ("parameters", "gradients", "optimizer")}
-    memory["data"] = resident_bytes(train_loader, *validation) / MIB
+    memory["data"] = resident_bytes(train_loader, *validation, test_loader) / MIB
     if watch.saved.most:
         memory["activations"] = watch.saved.most / MIB
     if averages:

@@ -32,16 +32,18 @@ def finish(
     from stoker.data.description import samples_in
     from stoker.diagnostics import doctor, timing
     from stoker.runs import card, examine
+    from stoker.trainer.loading import resident_bytes
     from stoker.trainer.metrics import default_metrics
 
     trainer = parts.trainer
     data = parts.data
+    loaders = parts.by_split()
+    trainer.data_bytes = resident_bytes(*loaders.values())  # also the test part
     result = of_fit(trainer, saver)
     result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
     result.git = code.revision()
     result.versions = versions()
     result.script = script
-    loaders = parts.by_split()
     counts = {name: samples_in(loader) for name, loader in loaders.items()}
     result.samples = {name: count for name, count in counts.items() if count is not None}
     if not load_best(parts, saver):
