@@ -419,7 +419,7 @@ GOALS = [
     Goal("MLP step, ours / raw replay <= 1.05", "mlp", "ours", "replay", "step_us", most=1.05),
     Goal(EQUAL_CIFAR, "cifar", "ours", "hand", "step_us", most=1.0, n=10),
     Goal(RESNET, "resnet", "ours", f"{TUNED}+compile", "step_us", most=1.02),
-    Zero("no synchronisation per step", "counts", "waits_per_step"),
+    Zero("no synchronization per step", "counts", "waits_per_step"),
     Zero("all memory returned by close()", "counts", "left_bytes"),
 ]
 

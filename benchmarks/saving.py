@@ -35,7 +35,7 @@ class Timed(Checkpoint):
 
 
 class Ticks(Callback):
-    """The time after each step, before what the callbacks behind it do."""
+    """Records the time after each step, before the callbacks that come later in the list run."""
 
     def __init__(self):
         self.times = []

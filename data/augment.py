@@ -164,7 +164,7 @@ class Augment:
         return draws
 
     def move(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
-        """Move the pixels of one batch, or of several at once, with their draws, and then normalise
+        """Move the pixels of one batch, or of several at once, with their draws, and then normalize
         the inputs.
         """
         if draws:

@@ -169,7 +169,7 @@ def map_file(path: str, size: int) -> mmap.mmap:
     """Map a file as writable shared memory; OSError unless it is a regular file of this size."""
     with open_plain(path, os.O_RDWR) as file:
         if os.fstat(file.fileno()).st_size != size:
-            raise WrongSize(f"{path} does not have the {size:,} bytes that it should have")
+            raise WrongSize(f"{path} does not have the expected {size:,} bytes")
         return mmap.mmap(file.fileno(), size)
 
 

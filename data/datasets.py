@@ -208,7 +208,7 @@ def _read_cifar(title: str, root: str) -> Known:
 
 
 def _read_mnist(title: str, root: str) -> Known:
-    """Read the four files of MNIST, or of a set that has taken its form.
+    """Read the four files of MNIST, or of a data set in the same format.
 
     torchvision would take half a second to import, and trusts the sizes in the files.
     """

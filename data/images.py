@@ -102,7 +102,7 @@ def image_folder(
             )
         check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
-        raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
+        raise UserError(f"dataset.channels={channels}: give 3 (color) or 1 (gray).")
     named = isinstance(cache, str) and cache != ""
     if not named and cache is not False:
         raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
@@ -212,7 +212,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
             raise UserError(
-                f"{printable(root)}: it has {first_few(names, 3)}, but no folder train.\n"
+                f"{printable(root)}: it has {first_few(names, 3)}, but no train folder.\n"
                 "Name the folders train, val and test, in lower case."
             )
         return {"train": root}

@@ -23,7 +23,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
 
-# Values gathered and normalised at once. On a CPU they should fit in the cache: an epoch of MNIST
+# Values gathered and normalized at once. On a CPU they should fit in the cache: an epoch of MNIST
 # takes 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU is
 # fastest with a few large kernels.
 AT_ONCE_CPU = 2**19
@@ -188,7 +188,7 @@ def bytes_to_decode(split: Split) -> int:
 
 
 def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
-    """Refuse a setting of the workers that were asked for beside resident data."""
+    """Refuse a typed setting of the workers if the data is resident."""
     if value not in (unused, default):
         raise UserError(
             f"dataset.{key}={value}: a resident data set does not use workers.\n"
@@ -246,7 +246,7 @@ def normalizer(
 def scaling(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return (scale, offset): a normalised pixel is pixel * scale + offset."""
+    """Return (scale, offset): a normalized pixel is pixel * scale + offset."""
     means = _per_channel(0.0 if mean is None else mean, device)
     stds = _per_channel(1.0 if std is None else std, device)
     return 1 / (255 * stds), -means / stds
@@ -261,7 +261,7 @@ def _per_channel(numbers: float | Sequence[float], device: torch.device | str) -
 class Loader(Ordered):
     """What both loaders share; nothing in front of the position sought is read.
 
-    A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats
+    A batch is (inputs, targets) on the device: uint8 images become float32 and normalized, floats
     keep their type. It is a function of (seed, epoch, number of the batch) alone, and leaves every
     global random generator as it was.
     """
@@ -363,7 +363,7 @@ class Loader(Ordered):
 
 class DeviceLoader(Loader):
     """The split as two tensors on the device, images still uint8; many batches are gathered and
-    normalised at once.
+    normalized at once.
     """
 
     def __init__(self, data: Data, split: str, batch_size: int, **options: Any) -> None:

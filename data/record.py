@@ -291,9 +291,7 @@ class Data:
 
 
 def input_type(part: Split) -> torch.dtype:
-    """Return the dtype of a part's inputs; a part that does not tell is asked for its first
-    sample.
-    """
+    """Return the dtype of a part's inputs, read from the first sample if the part has none."""
     dtype = getattr(getattr(part, "inputs", part), "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -365,8 +363,8 @@ def _check_part(where: str, part: Split, kind: str) -> None:
             f"{where}: this {type(part).__name__} {wrong}.\n"
             "A part needs len(), nbytes, targets as a tensor, and must return (inputs, targets) "
             "for a list of indices: see\n"
-            "examples/own_data.py. DatasetSplit(dataset), of stoker.data.datasets, makes one "
-            "of a torch Dataset."
+            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes one "
+            "from a torch Dataset."
         )
     if len(part) == 0:
         raise UserError(f"{where}: it is empty.")

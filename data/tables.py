@@ -1,4 +1,4 @@
-"""Tables: the columns of a csv or parquet file become standardised numbers and one-hot categories.
+"""Tables: the columns of a csv or parquet file become standardized numbers and one-hot categories.
 
 pyarrow reads the file, and its columns become numbers one at a time.
 """
@@ -66,7 +66,7 @@ def csv(
 ) -> Data:
     """A csv file with a header line, or a parquet file; one column is the target.
 
-    Numbers are standardised and categories one-hot, by the training rows alone. A column is numeric
+    Numbers are standardized and categories one-hot, by the training rows alone. A column is numeric
     if every value is a number and it is not named in `categorical`; if all but a few are, or nearly
     all are numbers in another notation, it is an error. Dates count in days. A category that the
     training rows lack is all zeros. `missing`: "error", "drop" (the row), or "mean" (of the
@@ -464,7 +464,7 @@ class Table:
             place = int(odd.int().argmax())
             raise UserError(
                 f"{self.shown}, line {line + place}: {str(values[place])[:50]!r} in the column "
-                f"{column['name']!r} is not a number or date as in the run's table.\n{CORRECT}."
+                f"{column['name']!r} is not a number or date, unlike in the run.\n{CORRECT}."
             )
         return amounts.unsqueeze(1)
 

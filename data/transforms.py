@@ -101,7 +101,7 @@ class PerSample:
         if inputs.dtype != before.dtype:
             raise UserError(
                 f"dataset.augment: {self.names} turns {before.dtype} into {inputs.dtype}.\n"
-                "Leave out ToDtype and Normalize: images are scaled and normalised by dataset.mean "
+                "Leave out ToDtype and Normalize: images are scaled and normalized by dataset.mean "
                 "and dataset.std afterwards."
             )
         if inputs.shape != self.in_shape:

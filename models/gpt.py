@@ -60,7 +60,7 @@ class GPT(nn.Module):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
 
     def forward(self, inputs: Tensor, past: "list[Past] | None" = None) -> Tensor:
-        """Return the logits; with `past`, the inputs go on after the tokens that it holds."""
+        """Return the logits; with `past`, the inputs continue the tokens that it holds."""
         start = past[0].count if past else 0
         places = torch.arange(start, start + inputs.shape[1], device=inputs.device)
         x = self.dropout(self.tokens(inputs) + self.positions(places))

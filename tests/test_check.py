@@ -19,7 +19,7 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
             "sweep.att_once: there is no such key. Did you mean 'sweep.at_once'",
         ),
         ("++checkpoint.folder=x", "checkpoint.folder: there is no such key"),
-        ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a pattern"),
+        ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a name pattern"),
         ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: give a list of rules"),
         ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: give a number above 0"),
         ("model.activation=", "model.activation=: type a string after the ="),

@@ -131,7 +131,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "checkpoint=false",
         "error: checkpoint=false: give a group of keys",
-        "or one as checkpoint.every=...",
+        "or one key: checkpoint.every=...",
     ),
     (
         "checkpoint.evry=3",

@@ -305,7 +305,7 @@ def test_schedule_free_of_its_own_package(tmp_path):
         ([{"match": "*", "scheduler": {"cosine": 3}}], "no scheduler {cosine:3}. Did you mean"),
         ([{"match": "*", "scheduler": {}}], "no scheduler {}"),
         ([{"match": "*", "name": "all"}], "give a list of rules, each"),
-        ([{"lr": 1}], "give a list of rules, each with a pattern"),
+        ([{"lr": 1}], "give a list of rules, each with a name pattern"),
         ([{"match": "*"}], "give a list of rules, each"),
     ],
 )

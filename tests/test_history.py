@@ -270,7 +270,7 @@ def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():
     with pytest.raises(UserError, match="leave out micro_batch='auto'"):
         make_trainer(kind=TrainMetrics, micro_batch="auto")
-    with pytest.raises(UserError, match="LBFGS, which compute the loss of a batch several times"):
+    with pytest.raises(UserError, match="LBFGS, which compute a batch's loss several times"):
         make_trainer(kind=TrainMetrics, optimizer=torch.optim.LBFGS)
 
 

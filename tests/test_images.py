@@ -202,7 +202,7 @@ def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="it has Test, Train, but no folder train"):
+    with pytest.raises(UserError, match="it has Test, Train, but no train folder"):
         images.image_folder(str(tmp_path / "capital"), cache=False)
 
 

@@ -63,9 +63,9 @@ class Endless(IterableDataset):
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
             "4 of the 4 parameters of this SGD do not belong to the model",
         ),
-        ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: give an object of this class"),
-        ({"metrics": {"acc": Accuracy}}, "Accuracy: give an object of this class"),
-        ({"callbacks": [Callback]}, "Callback: give an object of this class"),
+        ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
+        ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
+        ({"callbacks": [Callback]}, "Callback: pass an instance"),
         ({"callbacks": [STILL, STILL]}, "callbacks: this Callback is in the list twice."),
     ],
 )
@@ -241,9 +241,9 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor that is not one per"),
-        (lambda x: (x, [x, x]), "outputs[1] is a list that is not one per sample"),
-        (lambda x: None, "outputs is a NoneType that is not one per sample"),
+        (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor, not one value per"),
+        (lambda x: (x, [x, x]), "outputs[1] is a list, not one value per sample"),
+        (lambda x: None, "outputs is a NoneType, not one value per sample"),
         (lambda x: {"y": x} if x.sum() > 0 else (x,), "a dict with 'y' for one batch and a tuple"),
         (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch and a NoneType"),
     ],

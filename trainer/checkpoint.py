@@ -114,7 +114,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
         if len(header) < length or values_in(header) > MAX_VALUES:
             raise DamagedCheckpoint(
                 f"{path} is not a readable checkpoint: its header has {length:,} bytes. "
-                "For a file of torch.save, call model.load_state_dict(torch.load(FILE))."
+                "If torch.save wrote it, call model.load_state_dict(torch.load(FILE))."
             )
         with safe_open(path, framework="pt") as file:
             names = file.keys()

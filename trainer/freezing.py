@@ -30,7 +30,7 @@ class Freeze(Callback):
         is_list = isinstance(self.patterns, (list, tuple)) and len(self.patterns) > 0
         if not is_list or not all(isinstance(pattern, str) for pattern in self.patterns):
             raise UserError(
-                f"freeze={as_typed(match)}: give a list of patterns of names, "
+                f"freeze={as_typed(match)}: give a list of name patterns, "
                 "as in 'freeze=[\"backbone.*\"]'."
             )
         self.thaw_at = thaw_at

@@ -134,7 +134,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
         for key, value in options.items():
             if key not in known and value:  # every optimizer supports a decay of 0
                 raise UserError(
-                    f"groups: the optimizer has no {key}, which the rule of {rule} sets."
+                    f"groups: the optimizer has no {key}, which the rule {rule} sets."
                     f"{did_you_mean(key, [*known, *RULE])}"
                 )
             if key in ("lr", "weight_decay"):
@@ -150,7 +150,7 @@ def scale_rates(groups: Groups, usual: Any) -> None:
         rate = group.get("lr", usual)
         if not isinstance(rate, (int, float)):
             raise UserError(
-                f"groups: the rule of {group['name']} has an lr_decay, but the optimizer's "
+                f"groups: the rule {group['name']} has an lr_decay, but the optimizer's "
                 "learning rate is unknown. Add lr to the rule."
             )
         group["lr"] = rate * scale

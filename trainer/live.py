@@ -43,7 +43,7 @@ class Live:
         self.names: Cells = {}  # all names so far, with empty cells
         self.columns: list[str] = []  # empty before the first row, or if the table is too wide
         self.widths: dict[str, int] = {}
-        self.decimals: dict[str, int] = {"lr": 6}  # the most of a column, so that points line up
+        self.decimals: dict[str, int] = {"lr": 6}  # the most per column, to align points
         self.rows: int = 0  # rows since the header
         self.first_step: int = trainer.step
         self.start: float = time.monotonic()

@@ -93,7 +93,7 @@ def has_class_weights(loss: Any) -> bool:
 
 
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
-    """Return whether each sample has the same part in the mean, as far as this can be known.
+    """Return whether each sample has the same weight in the mean, as far as can be known.
 
     `targets_are_uniform` says that all samples have the same number of targets, and no class is
     negative.

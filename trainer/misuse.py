@@ -78,7 +78,7 @@ def check_parts(
     check_unwrapped(model)
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
-            raise UserError(f"{part.__name__}: give an object of this class, not the class.")
+            raise UserError(f"{part.__name__}: pass an instance, not the class.")
     check_loss_function(loss)
     settings.check("groups", groups)
     check_optimizer(trainer, optimizer, groups)

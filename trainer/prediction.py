@@ -119,7 +119,7 @@ def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> An
 
 
 def keys_of(nesting: Any) -> Any:
-    """Return the keys of a dict or a tuple, and of a leaf whether it can hold samples."""
+    """Return the keys of a dict or a tuple; for a leaf, whether it can hold samples."""
     if isinstance(nesting, Mapping):
         return sorted(nesting, key=str)
     if isinstance(nesting, tuple):
@@ -137,7 +137,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return to_cpu(leaf)
         raise UserError(
-            f"predict: {name} is {kind_of(leaf)} that is not one per sample.\n"
+            f"predict: {name} is {kind_of(leaf)}, not one value per sample.\n"
             "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
             f"{misuse.HOW}."
         )

@@ -102,8 +102,8 @@ def check_groups(rules: Any) -> Any:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
         if rule is None or not is_rule or len(rule) == 1 or RESERVED & rule.keys():
             raise UserError(
-                f"groups={as_typed(rules)}: give a list of rules, each with a pattern of names and "
-                "options of the optimizer, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
+                f"groups={as_typed(rules)}: give a list of rules, each with a name pattern and "
+                "optimizer options, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
             )
         if "lr_decay" in rule:
             check_number(f"groups: lr_decay of {rule['match']}", rule["lr_decay"], above=0, most=1)

@@ -39,7 +39,7 @@ class TrainMetrics(Trainer):
         if counts_wrong or self.micro_batch.adapts:
             raise UserError(
                 f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
-                "which compute the loss of a batch several times, or without Python."
+                "which compute a batch's loss several times or in a CUDA graph."
             )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:

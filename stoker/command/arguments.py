@@ -124,7 +124,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
 
 def of_project(arguments: Sequence[str]) -> list[str]:
-    """Return the overrides that the project file stands for, if they are not typed."""
+    """Return the overrides that the project file implies, except for keys that are typed."""
     here = project.current()
     keys = {argument.partition("=")[0].lstrip("+~") for argument in arguments}
     added = []

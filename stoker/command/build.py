@@ -81,7 +81,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     part = part_of(key)
     check_node(key, node, offered)
     located = locate(key, target)
-    # A call shows what a function of yours returns, but a class of yours shows it by its bases.
+    # Your own class shows by its bases what it is; your own function, only when it is called.
     is_called = not isinstance(located, type) or part in (*FACTORIES, *WITHOUT_BASE_CLASS)
     is_trial = is_called and is_trusted_by_user(target)
     if part in PART_CLASSES and not is_trial and not returns_part(part, located):

@@ -198,7 +198,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
     elif isinstance(default, dict):
         example = f"{name}.{next(iter(default), 'KEY')}=..."
         raise UserError(
-            f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, or one as {example}"
+            f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, or one key: {example}"
         )
     elif not is_like(value, default):
         sample = [value] if default == [] else default

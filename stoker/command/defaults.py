@@ -33,7 +33,7 @@ def defaults() -> dict[str, Any]:
 
 
 def chosen() -> list[str]:
-    """Return the options that this job chose, also by default, as in ["model=mlp"]."""
+    """Return the options of this job, typed or by default, as in ["model=mlp"]."""
     options = []
     for group, option in HydraConfig.get().runtime.choices.items():
         if configs.is_group(group) and option is not None and not group.startswith("hydra/"):

@@ -76,7 +76,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def one_first(name: str) -> Iterator[None]:
-    """Let one process of each machine run the block first, while the others of it wait."""
+    """Let one process per machine run the block first, while its other processes wait."""
     leader = rank() - local_rank()
     if local_rank():
         receive(f"{name}/{leader}", by=leader, limit=math.inf)
@@ -197,7 +197,7 @@ def is_lost(error: BaseException | None) -> bool:
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
     """Return (what this rank prints before it ends, or None; its exit code).
 
-    `kind` is "error" for this rank's own error, "lost" if contact to another rank was lost, or
+    `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
     "signal". Ranks agree through the store, so that each fault is printed once.
     """
     global reported

@@ -275,7 +275,7 @@ def check_all(config: Mapping[str, Any]) -> None:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Raise UserError for settings that do not go with several processes or with sharded
+    """Raise UserError for settings that do not work with several processes or with sharded
     weights.
     """
     name, _ = check_strategy(values.get("strategy"))

@@ -13,7 +13,7 @@ def run(
     usage: str,
     act: Callable[[Path], Any],
 ) -> int:
-    """Do `act(folder)` and return the exit code."""
+    """Call `act(folder)` and return the exit code."""
     if "-h" in arguments or "--help" in arguments:
         print(usage)
         return 0

@@ -32,7 +32,7 @@ ADVICE = {
     "or use a GELU instead of a ReLU.",
     "vanishing": "Put norms or shortcuts between the layers, "
     "or use a ReLU or GELU instead of a sigmoid or tanh.",
-    "exploding": "Type max_grad_norm=1; or standardise the inputs and the targets.",
+    "exploding": "Type max_grad_norm=1; or standardize the inputs and the targets.",
     "large updates": "Type a lower optimizer.lr, or a longer scheduler.warmup.",
 }
 

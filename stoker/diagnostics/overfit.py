@@ -1,4 +1,4 @@
-"""Check that a model can learn at all: let it memorise a few batches, or say what to check."""
+"""Check that a model can learn at all: let it memorize a few batches, or say what to check."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ GOOD = 0.99  # accuracy or r2 to reach; without these, the share by which the lo
 
 class Watch(Callback):
     """Print the opening lines, evaluate on the batches every EVERY steps, and stop once they are
-    memorised.
+    memorized.
     """
 
     def __init__(self, given: list[Any]) -> None:

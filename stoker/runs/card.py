@@ -124,7 +124,7 @@ def metrics_of(result: RunResult) -> dict[str, Any]:
 
 
 def tested_part(result: RunResult) -> str | None:
-    """Return the part of the data that the results are of; None without any."""
+    """Return the part of the data that the results come from; None without results."""
     parts = {name.partition("/")[0] for name in metrics_of(result)}
     return next((part for part in ("test", "val") if part in parts), None)
 

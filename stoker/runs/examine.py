@@ -283,9 +283,7 @@ class Positions(Examination):
 
 
 def names_of_classes(data: Data) -> list[str]:
-    """Return the names of the classes: of bytes the characters, else their numbers if they have
-    none.
-    """
+    """Return the names of the classes: characters for bytes, numbers for classes without names."""
     if data.tokens == "bytes":
         return [chr(byte) for byte in range(data.num_classes)]
     return list(map(str, data.classes or range(data.num_classes)))
@@ -477,7 +475,7 @@ def png(image: Tensor) -> str:
 
 
 def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
-    """Return {column: value} of a table's row; of other vectors their numbers."""
+    """Return {column: value} for a row of a table, and the numbers of any other vector."""
     values = inputs.tolist()
     if data.table is None:
         first = enumerate(values[:MOST_COLUMNS])
@@ -499,7 +497,7 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str:
-    """Return what a table's file has for a standardised value, which is 0 for a missing one that
+    """Return what a table's file has for a standardized value, which is 0 for a missing one that
     was filled in.
     """
     mean = column["mean"]
@@ -509,7 +507,7 @@ def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number with the fewest decimals whose standardised value this is: float32 lost
+    """Return the number with the fewest decimals whose standardized value this is: float32 lost
     those of the file.
     """
     number = value * std + mean

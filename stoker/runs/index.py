@@ -181,7 +181,7 @@ def entry_of(path: Path, names: set[str]) -> Entry:
 
 
 def entry_of_run(path: Path, names: set[str]) -> Entry:
-    """Return what the page shows of a run; templates/index.js makes its columns of it."""
+    """Return what the page shows about a run; templates/index.js turns it into columns."""
     result = RunResult.read(path)
     config = config_of(path)
     times = status.Status.read(path)
@@ -280,7 +280,7 @@ def shown(value: object) -> str:
 
 
 def curves_of(path: Path, name: str | None) -> dict[str, list[list[float]]]:
-    """Return {metric: [steps, values]} of the losses and the metric `name`, or another one."""
+    """Return {metric: [steps, values]} for the losses and for `name`, or else another metric."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The config.yaml of a run, which may be anybody's: read as plain data, and adapted to this
+"""The config.yaml of a run, which may be untrusted: read as plain data, and adapted to this
 machine.
 """
 

@@ -1,4 +1,4 @@
-"""status.json: when a run began and ended, on which machine, and how long it is to be."""
+"""status.json: when a run began and ended, on which machine, and its planned length."""
 
 import dataclasses
 import platform

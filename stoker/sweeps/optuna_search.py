@@ -264,7 +264,7 @@ class Pruning(Callback):
         self.watched = Monitor(monitor, mode)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Raise UserError if the search optimises this metric in the other direction."""
+        """Raise UserError if the search optimizes this metric in the other direction."""
         self.watched.on_fit_start(trainer)
         storage = open_storage(self.place)
         study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)

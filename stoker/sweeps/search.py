@@ -72,7 +72,7 @@ def maximizes(cfg: DictConfig) -> bool:
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
-    """Raise UserError if the trials optimise in the other direction than the search."""
+    """Raise UserError if the trials optimize in the other direction than the search."""
     if mode != ("max" if maximize else "min"):
         trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(

@@ -69,8 +69,9 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         for key in (*for_part, "dataset.workers", "dataset.timeout"):
             if key in typed:
                 raise UserError(
-                    f"{key}={OmegaConf.select(cfg, key)}: {part} is a {type(given).__name__} of "
-                    "your own, which decides that itself. Remove this key, or return the data set."
+                    f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
+                    f"{type(given).__name__}, which decides that itself. "
+                    "Remove this key, or return the data set."
                 )
 
 

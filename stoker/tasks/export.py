@@ -21,7 +21,7 @@ def export(cfg: DictConfig) -> None:
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
             f"run={cfg.run}: an export needs example inputs, and {model.about['dataset']} does not "
-            f"tell their shape.\nCall torch.onnx.export with stoker.load({loading}) and an input."
+            f"give their shape.\nCall torch.onnx.export with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

@@ -129,7 +129,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    """Raise NotFinite if a gradient is nan, with the line that it comes from.
+    """Raise NotFinite if a gradient is nan, with the line that caused it.
 
     Errors of a GPU are raised by the call that makes them.
     """
@@ -146,7 +146,7 @@ def debugging() -> Iterator[None]:
                 raise
             raise NotFinite(
                 f"{first_line(error)}\nThe traceback of the forward call, "
-                "printed above, ends with the line that it comes from."
+                "printed above, ends at the line that caused it."
             ) from error
 
 

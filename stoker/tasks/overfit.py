@@ -1,4 +1,4 @@
-"""overfit=N: check whether the model can memorise N batches."""
+"""overfit=N: check whether the model can memorize N batches."""
 
 from omegaconf import DictConfig, open_dict
 

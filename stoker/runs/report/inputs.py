@@ -258,7 +258,7 @@ def is_confusion(counts: list[list[int]], size: int) -> bool:
 
 
 def are_bins(counts: list[list[int]]) -> bool:
-    """Whether these are the samples of each bin, and a part of them."""
+    """Whether these are the sample counts of bins, and counts of some of those samples."""
     if len(counts) != 2:
         return False
     wholes, parts = counts
