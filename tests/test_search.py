@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hydra
 import pytest
-from forks import Forks
+from forks import TRAIN, Forks
 from omegaconf import OmegaConf
 
 from stoker.command import arguments, messages
@@ -93,6 +93,46 @@ def test_a_killed_search_ends_as_if_nothing_had_been(forks, whole, tmp_path, lar
         assert trials_of(folder) == trials_of(whole)
         assert weights_of(folder) == weights_of(whole)
     assert "8/8" not in forks.run(folder, *ASHA, "sweep.trials=8").out  # nothing to do
+
+
+# A search that is killed while it proposes trial 3, after so many of its writes.
+KILLED = """
+import os, runpy, sys
+from optuna.storages._cached_storage import _CachedStorage
+
+def kill_after(name):
+    method = getattr(_CachedStorage, name)
+    def counted(self, *given, **more):
+        result = method(self, *given, **more)
+        trial = result if name == "create_new_trial" else given[0]
+        if self.get_trial(trial).number == 3 and os.path.exists("kill"):
+            left = int(open("kill").read())
+            open("kill", "w").write(str(left - 1))
+            if left == 0:
+                os._exit(9)
+        return result
+    setattr(_CachedStorage, name, counted)
+
+kill_after("create_new_trial")
+kill_after("set_trial_param")
+runpy.run_path(%r, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@needs_fork
+@needs_optuna
+@pytest.mark.parametrize("writes", [0, 1, 3])
+def test_a_search_killed_while_it_proposes_a_trial_keeps_it(forks, whole, tmp_path, writes):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED % str(TRAIN))
+    (tmp_path / "kill").write_text(str(writes))
+    killed = forks.run(tmp_path, *ASHA, "sweep.trials=8", script=script)
+    assert killed.code == 9, killed.err
+    done = forks.run(tmp_path, *ASHA, "sweep.trials=8")
+    assert (done.code, done.err) == (0, "")
+    assert trials_of(tmp_path) == trials_of(whole)
+    assert weights_of(tmp_path) == weights_of(whole)
 
 
 @needs_fork

@@ -138,6 +138,10 @@ class OptunaSearch(Sweeper):
     def open(self) -> Trials:
         """Return the unfinished trials of an earlier process."""
         self.study = self.open_study()
+        if self.config.hydra.sweeper.storage is None:  # no other search proposes trials in it
+            for trial in self.study.trials:
+                if "folder" not in trial.user_attrs and not trial.state.is_finished():
+                    self.complete(trial)
         begun = {}
         for trial in self.study.trials:
             # Searches in other folders may use the same study.
@@ -145,6 +149,23 @@ class OptunaSearch(Sweeper):
                 # The storage is untrusted, so accept only values that this search would draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
+
+    def complete(self, trial: optuna.trial.FrozenTrial) -> None:
+        """Store the missing values of a trial whose process was killed while proposing it."""
+        copy = optuna.create_study(direction=self.study.direction)
+        copy.add_trials(self.study.trials[: trial.number])
+        drawn = self.ask(copy, trial.number)
+        place, name = place_of(self.config.hydra.sweeper, self.folder)
+        storage = open_storage(place)
+        study_id = storage.get_study_id_from_name(name)
+        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+        for key, value in drawn.params.items():
+            if key not in trial.params:
+                distribution = drawn.distributions[key]
+                internal = distribution.to_internal_repr(value)
+                storage.set_trial_param(trial_id, key, internal, distribution)
+        for key, value in drawn.user_attrs.items():
+            storage.set_trial_user_attr(trial_id, key, value)
 
     def propose(self, count: int) -> Trials:
         """Return up to `count` new trials, none at the end of the search."""
