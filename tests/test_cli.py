@@ -394,7 +394,7 @@ LATE = [
     (
         "optimizer.betas=[2,0.9]",
         "error: optimizer: Invalid beta parameter",
-        "another value for it.",
+        "Choose a different value.",
     ),
     (f"run_dir={TRAIN}/below/it", "cannot create this folder", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=[a]: give a list of whole numbers at least 1", ""),
