@@ -43,7 +43,7 @@ Place = tuple[int, list[int]]
 
 
 def choose_workers(split: Any, transforms: PerSample | None = None) -> int:
-    """Choose how many processes read: one per core, up to 8; none for tensors as they are."""
+    """Choose how many processes read: one per core, up to 8; none for tensors in memory."""
     if (hasattr(split, "inputs") or hasattr(split, "tokens")) and transforms is None:
         return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))

@@ -92,8 +92,8 @@ def muon(
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
                 widths.add(child.embedding_dim)
-        # Outputs as wide as an embedding are multiplied by it, as in GPT-2, so it is the last
-        # matrix.
+        # The last matrix makes the outputs, unless it is as wide as an embedding: then the model
+        # multiplies by the embedding, as in GPT-2.
         others.update(matrix for matrix in matrices[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []

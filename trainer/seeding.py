@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def mix_seed(*parts: object) -> int:
     """Return a 63-bit seed from any parts (numbers, strings).
 
-    A hash, since with `seed + epoch` neighbouring seeds would share streams.
+    A hash, since with `seed + epoch` neighboring seeds would share streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Text for a terminal: wrapped at words, with restrained colour. A pipe gets it as it is."""
+"""Text for a terminal: wrapped at words, with restrained color. A pipe gets it as it is."""
 
 import logging
 import os

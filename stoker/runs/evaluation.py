@@ -67,8 +67,8 @@ class Evaluation:
 
 
 def class_colour(label: int) -> tuple[int, int, int]:
-    """Return the colour of a class in pictures of masks, far from those of its neighbours; the
-    first is grey, as it is often the ground.
+    """Return the color of a class in pictures of masks, far from those of its neighbors; the
+    first is gray, as it is often the ground.
     """
     if label == 0:
         return 96, 96, 96

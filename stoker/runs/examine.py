@@ -73,7 +73,7 @@ class Examination:
             self.samples += len(targets)
 
     def positions(self, targets: Tensor) -> tuple[int, ...]:
-        """Return the shape of a sample's classes, of one output each."""
+        """Return the shape of a sample's classes: () unless each token or pixel has one."""
         return ()
 
     def indices(self, count: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Curves, histograms and scatter plots as SVG in the colours of the page, light or dark.
+"""Curves, histograms and scatter plots as SVG in the colors of the page, light or dark.
 
 Curves keep their values in `data-points`, which templates/script.js shows and saves.
 """
@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass
 class Mark:
-    """A path in a plot. Its kind is a class of the page's style, its colour a variable."""
+    """A path in a plot. Its kind is a class of the page's style, its color a variable."""
 
     kind: str
     path: str

@@ -10,7 +10,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import weight_of
 
 MOST_METRICS = 6  # metrics drawn beside the loss
-MOST_RATES = 8  # parameter groups drawn, as many as the style has colours
+MOST_RATES = 8  # parameter groups drawn, as many as the style has colors
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -24,7 +24,7 @@ Lines = dict[str, list[tuple[float, float]]]
 def frames(run: Run) -> list[dict[str, Any]]:
     """Return {"title", "keys", "best", "warmup", "svg"} of each frame that has a line.
 
-    The keys are {name of a curve: its colour}.
+    The keys are {name of a curve: its color}.
     """
     rows = run.rows
     best = run.best
