@@ -63,6 +63,14 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
             processed(typed)
 
 
+def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):
+    project("experiment/mine", "# @package _global_\nlength: 3\nepochs: ${length}\n")
+    assert processed("experiment=mine").epochs == 3
+    with pytest.raises(UserError, match="^lenght in .*: there is no such key"):
+        project("experiment/slip", "# @package _global_\nlenght: 3\n")
+        processed("experiment=slip")
+
+
 def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     project("experiment/mine", "# @package _global_\nloss: {_target_: torch.nn.L1Loss}\n")
     typed = ("experiment=mine", "loss=mse")

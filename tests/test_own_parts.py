@@ -274,7 +274,7 @@ class NoValidationLoss(Trainer):
         (
             {"acc": Accuracy()},
             "val/loss",
-            "^monitor=val/loss: compute_loss returns no loss in eval",
+            "^monitor=val/loss: evaluations return no loss",
         ),
         ({}, "auto", "^compute_loss returns no loss in evaluations, and there are no metrics"),
     ],

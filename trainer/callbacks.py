@@ -189,7 +189,7 @@ class Monitor(Callback):
         names = [f"{split}/{name}" for name in trainer.metrics]
         if number == "loss" and split != "train" and names and all(name in row for name in names):
             raise UserError(
-                f"monitor={self.name}: compute_loss returns no loss in evaluations.\n"
+                f"monitor={self.name}: evaluations return no loss.\n"
                 "Monitor a metric, or train/loss."
             )
 

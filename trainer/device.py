@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import shutil
 import time
 import warnings
@@ -19,6 +20,8 @@ from stoker.trainer.modes import modes_restored
 NO_VIEW = "view size is not compatible"
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
+# Errors of a device or of torch itself, which no batch causes.
+NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports: its kernels need CUDA
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
 from stoker.trainer import (
     device_errors,
     graph,
@@ -40,7 +41,6 @@ GIVEN_A_BATCH = ("compute_loss", "update_metrics", "predict_batch")
 FORM_ERRORS = (TypeError, ValueError, AttributeError)
 # How torch refuses a shape, an index or a class. Subclasses of these are errors of another sort.
 REFUSALS = (RuntimeError, IndexError, ValueError)
-NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 LIBRARIES = re.compile(r"(torch|torchvision|stoker)\b")
 # Methods of the trainers of other libraries.
 METHODS = (
@@ -84,7 +84,7 @@ def check_parts(
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:
         check_hooks(callback)
-        if list(callbacks).count(callback) > 1:
+        if sum(other is callback for other in callbacks) > 1:
             raise UserError(f"callbacks: this {type(callback).__name__} is in the list twice.")
 
 
@@ -348,9 +348,12 @@ def raise_explained(
     place = place_of(error)
     if place and explanation_of(error) is None:
         shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
-        text = f"In {place}.\nThe batch: {first_few(shapes, 6)}."
+        text = f"In {place}."
+        if shapes:
+            text += f"\nThe batch: {first_few(shapes, 6)}."
         # Python 3.11 and later print notes below the traceback.
-        vars(error).update(where_and_what=text, __notes__=[text])
+        notes = [*getattr(error, "__notes__", ()), text]
+        vars(error).update(where_and_what=text, __notes__=notes)
 
 
 def place_of(error: Exception) -> str:
@@ -359,13 +362,13 @@ def place_of(error: Exception) -> str:
     It is "" for other errors, and where neither a module nor the user's code was at work.
     """
     places: list[str] = []
-    if type(error) not in REFUSALS or NOT_OF_A_BATCH.search(str(error)):
+    if type(error) not in REFUSALS or devices.NOT_OF_A_BATCH.search(str(error)):
         return ""
     if calls_of(error).isdisjoint((*GIVEN_A_BATCH, "train_step")):
         return ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
-        if not LIBRARIES.match(frame.f_globals["__name__"]):
+        if not LIBRARIES.match(frame.f_globals.get("__name__") or "torch"):
             code = frame.f_code
             name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             places = [f"{name} ({code.co_filename}:{line})"]

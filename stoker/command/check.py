@@ -56,14 +56,15 @@ def check_config(cfg: DictConfig) -> None:
     if len(configs.folders()) > 1:  # a key of yours may be misspelt
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key, value in given.items():
-        if key not in known:
+        is_variable = f"${{{key}}}" in str(given)  # another key follows it
+        if key not in known and not is_variable:
             raise UserError(no_such_key(key, known, place_of(key, value)))
     typed = arguments.typed_keys()
     for key in (*usual, *flat(usual)):
         has_other_keys = f"{key.partition('.')[0]}._target_" in typed
         is_removed = f"~{key}" in typed and not has_other_keys
         if is_removed or (key in usual and key not in given):
-            raise UserError(f"{key}: every run needs this key. Remove ~{key}.")
+            raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
     for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
         if not isinstance(given[key], dict):
             kind = type(given[key]).__name__

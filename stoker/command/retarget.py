@@ -42,7 +42,8 @@ def follow_settings(trainer: DictConfig) -> None:
     """Pass on a run's settings, such as epochs, to a Trainer whose own file names none of them."""
     usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
     for key, value in plain(usual).items():
-        if key not in trainer and takes("trainer", trainer._target_, key):
+        is_removed = f"~trainer.{key}" in arguments.typed_keys()
+        if key not in trainer and not is_removed and takes("trainer", trainer._target_, key):
             with open_dict(trainer):
                 trainer[key] = value
 
