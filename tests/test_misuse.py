@@ -183,7 +183,7 @@ def test_several_loaders_are_no_loader():
     with pytest.raises(UserError, match="fit: pass one loader, .*not a dict"):
         make_trainer().fit({"a": loader(), "b": loader()})
     for loaders in ([[loader()] * 2], [loader(), [loader()] * 2]):
-        with pytest.raises(UserError, match="fit: give one loader, not a list of them"):
+        with pytest.raises(UserError, match="fit: pass one loader, not a list of them"):
             make_trainer().fit(*loaders)
 
 

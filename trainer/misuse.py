@@ -229,7 +229,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     is_wrong = is_batch or isinstance(loader, (torch.Tensor, Mapping, str))
     if is_list and isinstance(loader[0], torch.utils.data.DataLoader):
         raise UserError(
-            f"{use}: give one loader, not a list of them. Only fit takes several, to validate on: "
+            f"{use}: pass one loader, not a list of them. Only fit takes several, to validate on: "
             "{name: loader}."
         )
     if is_wrong or not hasattr(loader, "__iter__"):

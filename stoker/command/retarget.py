@@ -41,8 +41,9 @@ def retarget(cfg: DictConfig) -> None:
 def follow_settings(trainer: DictConfig) -> None:
     """Pass on a run's settings, such as epochs, to a Trainer whose own file names none of them."""
     usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
+    typed = arguments.typed_keys()
     for key, value in plain(usual).items():
-        is_removed = f"~trainer.{key}" in arguments.typed_keys()
+        is_removed = f"~trainer.{key}" in typed
         if key not in trainer and not is_removed and takes("trainer", trainer._target_, key):
             with open_dict(trainer):
                 trainer[key] = value
