@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from stoker.trainer import files
 
@@ -36,8 +36,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether an entry of a file is a finite number of a usual size."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100

@@ -1,7 +1,6 @@
 """result.json: the result of a run, or why it failed, as one typed record."""
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import command, setting
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
-from stoker.runs.json_files import is_number
 from stoker.runs.provenance import Revision
 from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
 from stoker.trainer.readable import number
 from stoker.trainer.stopping import StopReason
+from stoker.trainer.typed import is_number, typed
 
 MOST_OVERRIDES = 1000  # also the most characters in each
 # The parts of `RunResult.time`. A step that runs as one graph is "step" instead of the
@@ -303,27 +302,3 @@ def are_overrides(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
         return False
     return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)
-
-
-def typed(value: Any, hint: Any) -> Any:
-    """Return an entry of a JSON file as the annotated type; TypeError if it is something else."""
-    kind = typing.get_origin(hint)
-    parts = typing.get_args(hint)
-    if hint is Any:
-        return value
-    if kind is types.UnionType:  # X | None
-        return None if value is None else typed(value, parts[0])
-    if kind is dict and isinstance(value, dict):
-        return {name: typed(item, parts[1]) for name, item in value.items()}
-    if kind is list and isinstance(value, list):
-        return [typed(item, parts[0]) for item in value]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = typing.get_type_hints(hint)
-        return hint(**{name: typed(value.get(name), part) for name, part in hints.items()})
-    if hint is float and is_number(value):
-        return value
-    if hint is int and is_number(value) and isinstance(value, int):
-        return value
-    if hint in (str, bool) and isinstance(value, hint):
-        return value
-    raise TypeError

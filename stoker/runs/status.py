@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.runs import json_files, lock
 from stoker.runs.directory import STATUS
-from stoker.runs.result import RunResult, typed
+from stoker.runs.result import RunResult
+from stoker.trainer.typed import typed
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

@@ -24,6 +24,7 @@ from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint_names
 from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.typed import typed
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
@@ -66,7 +67,7 @@ class SweepRecord:
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
         try:
-            record: SweepRecord = results.typed(read_json(folder / SWEEP) or {}, cls)
+            record: SweepRecord = typed(read_json(folder / SWEEP) or {}, cls)
         except TypeError:
             return cls()
         return record

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from stoker.runs import plots
-from stoker.runs.json_files import is_number
 from stoker.runs.report.inputs import Best, Row, Run
 from stoker.runs.report.words import shortened
 from stoker.trainer.history import weight_of
+from stoker.trainer.typed import is_number
 
 MOST_METRICS = 6  # metrics drawn beside the loss
 MOST_RATES = 8  # parameter groups drawn, as many as the style has colors

@@ -16,11 +16,11 @@ from typing import Any
 from stoker.command import dotted
 from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation, Sample
-from stoker.runs.json_files import is_number
 from stoker.runs.report.words import one_line, shortened
-from stoker.runs.result import RunResult, typed
+from stoker.runs.result import RunResult
 from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names, files
+from stoker.trainer.typed import is_number, typed
 
 MOST_BYTES = 2**25  # size of a metrics.jsonl that is read in full
 MOST_ROWS = 100_000  # of a larger file, keep the evaluation rows and some of the others

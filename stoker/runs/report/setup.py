@@ -9,9 +9,9 @@ from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
 from stoker.runs import saved_config
-from stoker.runs.json_files import is_number
 from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
+from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # settings shown
 MISSING = "???"  # in OmegaConf

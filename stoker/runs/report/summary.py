@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stoker.runs.json_files import is_number
 from stoker.runs.page import render
 from stoker.runs.readable import seconds
 from stoker.runs.report import words
@@ -13,6 +12,7 @@ from stoker.runs.report.curves import metrics_of
 from stoker.runs.report.inputs import SPLITS, Best, Row, Run
 from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.readable import number
+from stoker.trainer.typed import is_number
 
 PLACES = {
     "csv": "dataset.path",
