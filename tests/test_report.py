@@ -1428,15 +1428,15 @@ def test_mistakes_are_answered(tmp_path, capsys, run):
         ),
         (
             [str(tmp_path / "sweep")],
-            f"It is a folder of runs, 0, 1: type {tmp_path / 'sweep' / '1'}, or another one.",
+            f"It is a folder of runs: type {tmp_path / 'sweep' / '1'}, or another one.",
         ),
         (
             [str(tmp_path / "runs")],
-            f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one.",
+            f"It is a folder of runs: type {tmp_path / 'runs' / 'b'}, or another one.",
         ),
         (
             [str(tmp_path / "one")],
-            f"It is a folder of runs, 0: type {tmp_path / 'one' / '0'}, or another one.\n",
+            f"It is a folder of runs: type {tmp_path / 'one' / '0'}, or another one.\n",
         ),
     ]:
         assert report.main(arguments) == 2

@@ -23,21 +23,21 @@ from stoker.command.build import (
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, did_you_mean, first_few, first_line, printable
+from stoker.trainer.errors import UserError, did_you_mean, printable
+from stoker.trainer.typed import typed
 
-# Limits on a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours
-# have 3 KB, 4 levels and 100 values.
+# Limits on a config.yaml: its bytes, levels of nesting, and the characters of a value with ${...}.
+# Ours have 3 KB, 4 levels and 100 characters.
 MOST_YAML = 2**17
 MOST_LEVELS = 20
-MOST_VALUES = 10_000
+MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, and 0x... may have any number
 MOST_DIGITS = 1000
-MOST_NAMES = 3  # runs named in a message
 SCRIPT = "script"  # marks a script's run, whose other keys are only informative
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8 times as fast
-KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
+KEY_PATH = r"\$\{([A-Za-z_][\w.]*)\}"
 
 Config = dict[str, Any]
 
@@ -45,11 +45,8 @@ Config = dict[str, Any]
 def check_folder(folder: str | Path) -> None:
     """Raise UserError unless this is a folder: a run directory is wanted."""
     path = Path(folder)
-    if path.is_file():
-        run = next((part for part in path.parents if (part / CONFIG).is_file()), "DIR")
-        raise UserError(f"run={folder}: this is a file. Type run={run}.")
     if not path.is_dir():
-        hint = did_you_mean(folder, path.parent.glob("*"))
+        hint = did_you_mean(folder, filter(Path.is_dir, path.parent.glob("*")))
         raise UserError(f"run={folder}: there is no such folder.{hint} Type run=DIR.")
 
 
@@ -63,10 +60,6 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
-    check_folder(cfg.run)
-    saved = load_config("run", cfg.run)
-    check_buildable(cfg.run, saved)
-    check_typed(cfg, saved)
     changes = {
         "run_dir": str(cfg.run),
         "resume": "auto",
@@ -74,15 +67,14 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         "strategy": "single",
         "compile": False,
     }
+    config = changed(cfg, changes)
     try:
-        config = resolved("run", cfg.run, merged(cfg, saved, changes))
-        check.check_types("", config, resolved("run", cfg.run, defaults.defaults()))
         adapt_dataset(config["dataset"])
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, config[group])
         check_parts(config)
     except UserError as error:
-        raise of_run(cfg.run, error, "in its config.yaml, ") from None
+        raise of_run(cfg.run, error) from None
     config["callbacks"] = evaluating_callbacks(config["callbacks"])
     return OmegaConf.create(config)
 
@@ -92,19 +84,14 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
     Nothing is written outside of the new one, and no logger starts but the rows.
     """
-    saved = load_config("run", cfg.run)
-    check_buildable(cfg.run, saved)
-    check_typed(cfg, saved)
     changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
-    if saved.get("resume") == "never":
-        changes["resume"] = "auto"
     if "device" in arguments.typed_keys():
         changes["device"] = cfg.device
-    usual = defaults.defaults()
+    config = changed(cfg, changes)
+    if config["resume"] == "never":
+        config["resume"] = "auto"
     try:
-        config = resolved("run", cfg.run, merged(cfg, saved, changes))
-        check.check_types("", config, resolved("run", cfg.run, usual))
-        check.check_keys(config, usual)
+        check.check_keys(config, defaults.defaults())
         check_parts(config)
         adapt_downloads(config["dataset"])
         for name, node in list(config["callbacks"].items()):
@@ -113,8 +100,23 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
             elif is_on(node):
                 check_inside(f"callbacks.{name}", node, run_dir)
     except UserError as error:
-        raise of_run(cfg.run, error, "in its config.yaml, ") from None
+        raise of_run(cfg.run, error) from None
     return OmegaConf.create(config)
+
+
+def changed(cfg: DictConfig, changes: Config) -> Config:
+    """Return the config of the run directory `run` with what a task changes, and what is typed."""
+    check_folder(cfg.run)
+    saved = load_config("run", cfg.run)
+    check_buildable(cfg.run, saved)
+    check_typed(cfg, saved)
+    usual = defaults.defaults()
+    try:
+        config = resolved("run", cfg.run, merged(cfg, saved, changes))
+        check.check_types("", config, resolved("run", cfg.run, usual))
+    except UserError as error:
+        raise of_run(cfg.run, error) from None
+    return config
 
 
 def check_inside(key: str, node: Any, run_dir: str) -> None:
@@ -197,11 +199,11 @@ def check_parts(config: Config) -> None:
             check_nested(f"{group}.{name}", node)
 
 
-def of_run(folder: str | Path, error: UserError, where: str = "") -> UserError:
+def of_run(folder: str | Path, error: UserError) -> UserError:
     """Return the error with the run that it is about."""
     text = str(error)
     if not text.startswith("run="):
-        text = f"run={folder}: {where}{text}"
+        text = f"run={folder}: {text}"
     return UserError(text)
 
 
@@ -233,15 +235,12 @@ def load_config(key: str, folder: str | Path) -> Config:
         )
     try:
         text = files.read(path, MOST_YAML).decode()
-        check_yaml(text)
+        if not is_plain(text):
+            raise ValueError
         config = yaml.load(text, Loader=LOADER)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
-        reason = reason or first_line(error)
-        raise UserError(f"{key}={folder}: its config.yaml is not from a run ({reason}).") from None
-    if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
-        raise UserError(f"{key}={folder}: its config.yaml is not from a run (it has no keys).")
-    return config
+        return typed(config, Config)
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
+        raise UserError(f"{key}={folder}: its config.yaml is damaged, or not from a run.") from None
 
 
 def script_of(config: Config) -> str | None:
@@ -276,32 +275,24 @@ def overrides_in(folder: Path) -> list[str] | None:
 def hint_for(key: str, folder: Path) -> str:
     """Return what to type in place of a folder that is not a run directory."""
     runs = sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
-    if not runs:
-        return did_you_mean(folder, [file.parent for file in folder.parent.glob(f"*/{CONFIG}")])
-    names = first_few([run.name for run in runs], MOST_NAMES)
-    return f"\nIt is a folder of runs, {names}: type {key}={runs[-1]}, or another one."
+    return f"\nIt is a folder of runs: type {key}={runs[-1]}, or another one." if runs else ""
 
 
-def check_yaml(text: str) -> None:
-    """Raise ValueError for what our files do not have, and what makes a small file costly, or
-    builds objects.
+def is_plain(text: str) -> bool:
+    """Whether a YAML file has nothing that makes a small file costly, or builds objects.
 
     The events are checked one by one, before anything is put together.
     """
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MOST_LEVELS:
-            raise ValueError(f"it has more than {MOST_LEVELS} levels")
-        if getattr(event, "anchor", None):  # including an alias
-            raise ValueError("it has an anchor or an alias")
-        if getattr(event, "tag", None):
-            raise ValueError(f"it has the tag {event.tag}")
-        if re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", "")):
-            raise ValueError("it has a number that is too long")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        # An alias has an anchor too.
+        has_more = getattr(event, "anchor", None) or getattr(event, "tag", None)
+        is_long = re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", ""))
+        if depth > MOST_LEVELS or has_more or is_long:
+            return False
+    return True
 
 
 def resolved(
@@ -312,80 +303,42 @@ def resolved(
 
     UserError for any other ${...}: a resolver such as ${oc.env:NAME} would take something of this
     machine into somebody's config. It stays only where this project's own config has the very same
-    text for the key.
+    text for the key. OmegaConf cannot do this, since it follows chains of any length.
     """
-    resolver = Resolver(key, folder, config)
-    if parts is None:
-        return {name: resolver.resolve(name, value) for name, value in config.items()}
-    for part in parts:
-        if part not in config:
-            raise UserError(f"{key}={folder}: its config.yaml has no {part}.")
-    return {part: resolver.resolve(part, config[part]) for part in parts}
+    values = dotted.flat(config)
 
-
-class Resolver:
-    """Replaces each ${key.path} in a config, within a budget: OmegaConf would follow any chain of
-    them.
-    """
-
-    def __init__(self, key: str, folder: str | Path, config: Config) -> None:
-        self.place = f"{key}={folder}"
-        self.config = config
-        self.left = MOST_VALUES
-
-    def resolve(self, name: str, value: Any, depth: int = 0) -> Any:
-        """Return the value of the key `name`, at the end of a chain of `depth` keys."""
-        self.spend(1, name, depth)
+    def resolve(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {
-                part: self.resolve(f"{name}.{part}", item, depth) for part, item in value.items()
-            }
+            return {part: resolve(f"{name}.{part}", item) for part, item in value.items()}
         if isinstance(value, list):
-            return [self.resolve(f"{name}.{i}", item, depth) for i, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value or is_ours(name, value):
+            return [resolve(name, item) for item in value]
+        if not dotted.is_interpolation(value) or is_ours(name, value):
             return value
-        if re.fullmatch(KEY_PATH, value):
-            return self.resolve(name, self.target(name, value), depth + 1)
-
-        def replaced(match: re.Match[str]) -> str:
-            part = self.resolve(name, self.target(name, match[0]), depth + 1)
-            if isinstance(part, (dict, list)):
-                raise self.refusal(name, value)
-            text = str(part)
-            self.spend(len(text) // 100, name, depth)  # check the size before joining them
-            return text
-
-        text = re.sub(KEY_PATH, replaced, value)
+        result = expanded(value, values)
         # Also if "$" and "{" come from two keys, since the next reader would resolve the result.
-        if "${" in text:
-            raise self.refusal(name, value)
-        return text
-
-    def spend(self, cost: int, name: str, depth: int) -> None:
-        """Count a value, or a hundred letters, against the budget."""
-        self.left -= cost
-        if self.left < 0 or depth > MOST_LEVELS:
+        if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
-                f"{self.place}: {name} in its config.yaml refers to itself, or expands too far."
+                f"{key}={folder}: {name} in its config.yaml is {value[:MOST_TEXT]}, "
+                f"which cannot be resolved here.\nType {name}=VALUE."
             )
+        return result
 
-    def target(self, name: str, interpolation: str) -> Any:
-        """Return what a ${key.path} names, unresolved."""
-        value: Any = self.config
-        for part in interpolation[2:-1].split("."):
-            if not isinstance(value, dict) or part not in value:
-                raise UserError(
-                    f"{self.place}: {name} in its config.yaml refers to "
-                    f"{interpolation}, which does not exist."
-                )
-            value = value[part]
-        return value
+    return {part: resolve(part, config.get(part)) for part in parts or config}
 
-    def refusal(self, name: str, value: str) -> UserError:
-        return UserError(
-            f"{self.place}: {name} in its config.yaml is {value}, "
-            f"which cannot be resolved here.\nType {name}=VALUE."
-        )
+
+def expanded(value: Any, values: Config) -> Any:
+    """Return a text with the value of each ${key}, for as long as it is short."""
+    for _ in range(MOST_LEVELS):
+        if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
+            break
+        key = check.followed_key(value)
+        if key is None:
+            value = re.sub(
+                KEY_PATH, lambda match: str(values.get(match[1], "${"))[: MOST_TEXT + 1], value
+            )
+        else:
+            value = values.get(key, value)
+    return value
 
 
 def for_reading(config: Any) -> Config:
