@@ -356,7 +356,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
     ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
-    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: there is no such folder.", "Type run=DIR."),
+    (
+        f"task=evaluate run={TRAIN}",
+        f"error: run={TRAIN}: there is no such folder.",
+        "Type run=DIR.",
+    ),
     (
         f"task=evaluate run={ROOT / 'tests'}",
         "tests: this is not a run directory",
@@ -705,7 +709,7 @@ def test_the_default_run_learns_the_digits(default):
     } <= result.keys()
     # The bytes of an image and its class, of all three parts, as in the line "data".
     assert result["memory_mib"]["data"] * 2**20 == (64 + 8) * (1259 + 179 + 359)
-    assert result["overrides"] == [] and result["stopped"] is None and result["device"] == "cpu"
+    assert result["overrides"] == [] and "stopped" not in result and result["device"] == "cpu"
     for text in (
         "10 classes",
         "MLP, 85,002 parameters",

@@ -179,10 +179,8 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
         done = forks.run(tmp_path, *arguments)
         assert done.code == 0 and path.name in done.err and f"step_{newest:08d}.ckpt" in done.err
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["best"], result["steps"]) == (
-        None,
-        newest,
-    )  # not that of other weights than those that are shared
+    # Not the best of other weights than those that are shared.
+    assert "best" not in result and result["steps"] == newest
     assert f"from step {newest}" in (tmp_path / "run" / "model.md").read_text()
     last = checkpoint.load(checkpoint.path_of(path.parent, newest))["model"]
     assert same(
@@ -286,7 +284,7 @@ def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
         ),
         ({"steps": 10, "seconds": 3.5}, whole, {}),  # this one has trained the rest
         ({"steps": 10, "seconds": 3.5}, {"steps": 10, "total_steps": 20}, {}),
-        ({"steps": 20, "seconds": "x", "mfu": 0.5}, whole, {}),
+        ({"steps": 20, "seconds": "x", "mfu": 0.5}, whole, {}),  # damaged
         ([], whole, {}),
     ):
         (tmp_path / "result.json").write_text(json.dumps(before))
@@ -307,10 +305,7 @@ def test_no_process_of_git_is_left_in_the_training(forks, tmp_path):
         tmp_path, "dataset=synthetic", "max_steps=2", "report=false", "run_dir=run", *fault
     )
     assert done.code == 0 and (tmp_path / "children").read_text() == "none", done.err
-    assert json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8")).keys() >= {
-        "git",
-        "seconds",
-    }
+    assert "seconds" in json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8"))
 
 
 class Fail(Callback):

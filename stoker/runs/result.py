@@ -1,7 +1,7 @@
 """result.json: the result of a run, or why it failed, as one typed record."""
 
+import contextlib
 import dataclasses
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,6 @@ MEASURED = (
     "peak_flops",
     "mfu",
 )
-# Entries of a failed run.
-OF_FAILURE = ("overrides", "script", "error", "code", "will_repeat", "doctor")
-# Entries written as null if unknown; the others are left out.
-ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
 @dataclasses.dataclass
@@ -68,7 +64,7 @@ class RunResult:
 
     overrides: list[str] | None = None  # the typed settings
     script: str | None = None  # the command of the script that started the run
-    # why the run failed; if set, only the entries in OF_FAILURE are set too
+    # why the run failed; if set, only the entries of `write_failure` are set too
     error: str | None = None
     code: int | None = None  # the exit code of a failed run
     will_repeat: bool | None = None  # whether the same command would fail at the same step again
@@ -94,87 +90,55 @@ class RunResult:
     mfu: float | None = None
     # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Entries whose type in the file is wrong.
-    malformed: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
     def read(cls, folder: str | Path) -> "RunResult | None":
         """Read the result of an untrusted run directory; None if there is none.
 
-        An entry of a different type is left out, and named in `malformed`.
+        A file with an entry of another type counts as that of a failed run.
         """
         contents = json_files.read_json(Path(folder) / RESULT)
-        return None if contents is None else cls.parse(contents)
-
-    @classmethod
-    def parse(cls, contents: dict[str, Any]) -> "RunResult":
-        """Return the record for the contents of a result.json."""
-        result = cls(numbers=metrics_in(contents))
-        for name, hint in typing.get_type_hints(cls).items():
-            if name in ("numbers", "malformed"):
-                continue
-            try:
-                setattr(result, name, typed(contents.get(name), hint))
-            except TypeError:
-                result.malformed.add(name)
+        if contents is None:
+            return None
+        try:
+            result: RunResult = typed(contents, cls)
+        except TypeError:
+            return cls(error=f"its {RESULT} is damaged", code=3)
         if result.overrides is not None and not are_overrides(result.overrides):
             result.overrides = None
+        result.numbers = metrics_in(contents)
         return result
 
     def write(self, folder: str | Path) -> None:
         """Write result.json, whole or not at all."""
-        json_files.write_json(Path(folder) / RESULT, self.as_dict())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the contents of result.json."""
         contents = dataclasses.asdict(self)
-        if self.error is not None:
-            return {name: contents[name] for name in OF_FAILURE if contents[name] is not None}
-        metrics = contents.pop("numbers")
-        del contents["malformed"]
-        known = {
-            name: value for name, value in contents.items() if value is not None or name in ALWAYS
-        }
-        return known | metrics
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has what a sweep's table needs."""
-        if self.overrides is None or self.malformed & {"error", "best", "seconds"}:
-            return False
-        if self.error is not None:
-            return self.best is None
-        return self.seconds is not None
+        contents |= contents.pop("numbers")
+        known = {name: value for name, value in contents.items() if value is not None}
+        json_files.write_json(Path(folder) / RESULT, known)
 
     @property
     def has_failed(self) -> bool:
         """Whether the run says that it failed."""
-        return self.error is not None or "error" in self.malformed
+        return self.error is not None
 
     @property
     def is_finished(self) -> bool:
         """Whether the run finished."""
-        return self.is_whole and self.error is None
+        return self.error is None and self.overrides is not None and self.seconds is not None
 
     def stopped_by(self, kind: str) -> bool:
         """Whether the run stopped before its end for a reason of this kind, such as "pruned"."""
         return self.stopped is not None and self.stopped.kind == kind
 
     def tests(self) -> dict[str, float]:
-        """Return the numbers of the test, that of the monitored metric first."""
-        tests = tests_in(self.numbers)
+        """Return the numbers of the test: that of the monitored metric first, the loss last."""
         monitored = "" if self.best is None else f"test/{self.best.name.rpartition('/')[2]}"
-        if monitored not in tests or monitored == "test/loss":
-            return tests
-        return {monitored: tests[monitored], **tests}
+        return tests_in(self.numbers, monitored)
 
     def final_numbers(self) -> dict[str, float]:
         """Return the outcome of the run: the best value of the monitored metric, and the test."""
-        final: dict[str, float] = {}
-        if self.best is not None:
-            final[f"best/{self.best.name}"] = self.best.value
-        final.update(self.tests())
-        return {name: value for name, value in final.items() if isinstance(value, float)}
+        best = {} if self.best is None else {f"best/{self.best.name}": self.best.value}
+        return best | self.tests()
 
     def add_rows(self, path: Path) -> None:
         """Add the last value of each metric of a metrics.jsonl, and the speed of its training."""
@@ -197,10 +161,10 @@ class RunResult:
                 setattr(self, name, value)
 
 
-def tests_in(numbers: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of the test, the loss last: it says less than the others."""
+def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
+    """Return the numbers of the test: the `first` one, and the loss last, which says the least."""
     names = [name for name in numbers if name.startswith("test/") and is_number(numbers[name])]
-    names.sort(key=lambda name: name == "test/loss")
+    names.sort(key=lambda name: (name == "test/loss", name != first))
     return {name: numbers[name] for name in names}
 
 
@@ -258,11 +222,10 @@ def write_failure(
         will_repeat=isinstance(error, NotFinite) or None,
         doctor=warnings,
     )
-    try:
+    with contextlib.suppress(OSError):  # the disk may be full
         result.write(folder)
-    except OSError:  # the disk may be full
-        return False
-    return True
+        return True
+    return False
 
 
 def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
@@ -21,8 +20,7 @@ from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
-from stoker.runs.rows import read_rows
-from stoker.trainer import checkpoint_names
+from stoker.runs.rows import last_values, read_rows
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.typed import typed
 
@@ -78,41 +76,28 @@ class SweepRecord:
 
 def is_sweep(folder: Path) -> bool:
     """Whether a folder is a sweep's: a folder of single runs has results in it too."""
-    for name in (SWEEP, "multirun.yaml"):
-        if (folder / name).is_file():
-            return True
-    return any(folder.glob(f"*/{JOB}"))
+    return (folder / SWEEP).is_file() or any(folder.glob(f"*/{JOB}"))
 
 
 def read_jobs(folder: Path) -> list[Job]:
     """Read the jobs of a sweep, or the runs in any other folder, by name."""
-    names = [CONFIG]
-    if is_sweep(folder):
-        names = [JOB, RESULT]
-    paths: dict[str, Path] = {}
-    for name in names:
-        for path in folder.glob(f"*/{name}"):
-            paths[path.parent.name] = path.parent
-    return [read_job(paths[name]) for name in sorted(paths, key=natural)]
+    names = [JOB, RESULT] if is_sweep(folder) else [CONFIG]
+    folders = {path.parent for name in names for path in folder.glob(f"*/{name}")}
+    return [read_job(path) for path in sorted(folders, key=lambda path: natural(path.name))]
 
 
 def read_job(folder: Path) -> Job:
     # Checked before reading the result: a job that ended by now has written its result.
     is_running = is_held(folder)
-    result = RunResult.read(folder)
-    begun = read_json(folder / JOB)
-    overrides = overrides_in(begun)
-    if overrides is None and result is not None:
-        overrides = result.overrides
+    result = RunResult.read(folder) or RunResult()
+    overrides = overrides_in(folder)
     if overrides is None:
-        overrides = saved_config.overrides_in(folder)
-    job = Job(folder.name, overrides or [])
-    if result is not None and result.is_finished:
+        overrides = result.overrides or saved_config.overrides_in(folder) or []
+    job = Job(folder.name, overrides)
+    if result.is_finished:
         job.best = result.best
         job.seconds = result.seconds
-        tests = result.tests()
-        # In file order, which is also the column order of sweep.csv.
-        job.test = {name: value for name, value in result.numbers.items() if name in tests}
+        job.test = result.tests()
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
@@ -120,40 +105,34 @@ def read_job(folder: Path) -> Job:
         job.status = "running"
         job.note = progress(folder)
         job.code = exit_codes.IN_USE
-    elif result is None and (begun is not None or (folder / CONFIG).is_file()):
+    elif result.error is not None:
+        job.status = "failed"
+        job.note = result.error
+        job.code = result.code if result.code in (1, 2, 3) else 3
+    else:
         job.status = "unfinished"
         job.note = progress(folder)
         job.code = 3
-    else:
-        job.status = "failed"
-        job.note = "its result.json is malformed"
-        job.code = 3
-        if result is not None and result.is_whole:
-            job.note = str(result.error)
-            job.code = result.code if result.code in (1, 2, 3) else 3
     return job
 
 
-def overrides_in(record: dict[str, Any] | None) -> list[str] | None:
+def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if it lacks them."""
-    overrides = record.get("overrides") if record else None
+    record = read_json(folder / JOB) or {}
+    overrides = record.get("overrides")
     return overrides if are_overrides(overrides) else None
 
 
 def progress(folder: Path) -> str:
-    """'at step 140, loss 0.2546  acc 0.9330', from a job's checkpoints and its last rows."""
+    """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job."""
     rows = []
     with contextlib.suppress(OSError):
         rows = read_rows(folder / METRICS)
     if not rows:
         return "no row yet"
-    saved = checkpoint_names.files(folder / "checkpoints")
-    text = f"at step {max([rows[-1]['step'], *saved])}"
-    for row in reversed(rows):
-        shown = readable.numbers({k: v for k, v in row.items() if k.startswith("val/")})
-        if shown:
-            return f"{text}, {shown}"[:PROGRESS_LETTERS]
-    return text
+    values = last_values(rows)
+    shown = readable.numbers({k: v for k, v in values.items() if k.startswith("val/")})
+    return f"at step {rows[-1]['step']}, {shown}"[:PROGRESS_LETTERS]
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
@@ -205,22 +184,10 @@ def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) 
     typed = []
     for key in keys:
         value = job.settings.get(key)
-        if value or (value is not None and key[0] != "~"):
-            typed.append(f"{key}={shown(value)}")
-        elif value is not None:  # `~key` removes a setting and needs no value
-            typed.append(key)
+        if value is not None:
+            # `~key` removes a setting and needs no value
+            typed.append(key if key.startswith("~") else f"{key}={shown(value)}")
     return typed
-
-
-def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Cut ascending numbers into runs that count up by one: [0, 1, 2], [5]."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
 
 
 def command_to_continue(folder: Path) -> str:
@@ -247,9 +214,8 @@ def begin(folder: str, number: int) -> None:
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
-    record = {"number": number, "overrides": arguments.typed()}
-    if read_json(path / JOB) != record:
-        write_json(path / JOB, record)
+    if overrides_in(path) != arguments.typed():
+        write_json(path / JOB, {"number": number, "overrides": arguments.typed()})
 
 
 def value_of(folder: str) -> float | None:

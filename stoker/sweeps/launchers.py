@@ -176,13 +176,7 @@ class Jobs(Callback):
     def prepare(self, launcher: str, node: DictConfig) -> None:
         """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
-            check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=-1)
-            if node.n_jobs == 0:
-                raise UserError(
-                    "hydra.launcher.n_jobs=0: give a whole number at least 1, "
-                    "or -1 for one per core."
-                )
-            self.at_once = cores() if node.n_jobs == -1 else node.n_jobs
+            self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
         gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
@@ -231,7 +225,7 @@ class Jobs(Callback):
                 times[path] = time_ns
                 ended = read_job(path.parent)
                 if progress.ends is not None:
-                    print(progress.ends.line(ended, with_reason=True), flush=True)
+                    print(progress.ends.line(ended), flush=True)
                 stops = ended.status == "failed" and self.on_error == "stop"
                 if stops and not failed:
                     failed.append(ended)

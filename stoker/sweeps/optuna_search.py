@@ -1,5 +1,6 @@
 """The search by Optuna, with a storage to resume from, and the callback that prunes trials."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,9 +114,9 @@ class OptunaSearch(Sweeper):
             if typed is not None and search.outcome(self.folder / str(number)) is None
         }
         # A launcher numbers its jobs consecutively: one launch for each consecutive range.
-        for numbers in jobs.consecutive(todo):
-            batch = [todo[number] for number in numbers]
-            self.launcher.launch(batch, initial_job_idx=numbers[0])
+        for _, group in itertools.groupby(enumerate(todo), lambda pair: pair[1] - pair[0]):
+            numbers = [number for _, number in group]
+            self.launcher.launch([todo[number] for number in numbers], initial_job_idx=numbers[0])
         for number in trials:
             state, best = search.outcome(self.folder / str(number)) or ("failed", None)
             if best is None:
@@ -133,15 +134,11 @@ class OptunaSearch(Sweeper):
             except (ValueError, AssertionError, NotImplementedError) as error:
                 raise UserError(f"{override.input_line}: {first_line(error)}") from None
             self.space[override.get_key_element()] = distribution
-        return typed(self.ask(optuna.create_study(), 0))
+        return typed(self.draw(optuna.create_study()))
 
     def open(self) -> Trials:
         """Return the unfinished trials of an earlier process."""
         self.study = self.open_study()
-        if self.config.hydra.sweeper.storage is None:  # no other search proposes trials in it
-            for trial in self.study.trials:
-                if "folder" not in trial.user_attrs and not trial.state.is_finished():
-                    self.complete(trial)
         begun = {}
         for trial in self.study.trials:
             # Searches in other folders may use the same study.
@@ -150,35 +147,18 @@ class OptunaSearch(Sweeper):
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 
-    def complete(self, trial: optuna.trial.FrozenTrial) -> None:
-        """Store the missing values of a trial whose process was killed while proposing it."""
-        copy = optuna.create_study(direction=self.study.direction)
-        copy.add_trials(self.study.trials[: trial.number])
-        drawn = self.ask(copy, trial.number)
-        place, name = place_of(self.config.hydra.sweeper, self.folder)
-        storage = open_storage(place)
-        study_id = storage.get_study_id_from_name(name)
-        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
-        for key, value in drawn.params.items():
-            if key not in trial.params:
-                distribution = drawn.distributions[key]
-                internal = distribution.to_internal_repr(value)
-                storage.set_trial_param(trial_id, key, internal, distribution)
-        for key, value in drawn.user_attrs.items():
-            storage.set_trial_user_attr(trial_id, key, value)
-
     def propose(self, count: int) -> Trials:
         """Return up to `count` new trials, none at the end of the search."""
-        monitored = self.study.user_attrs
-        if "mode" in monitored:  # also set by trials that failed because of it
-            check_mode(self.maximize, monitored["monitor"], monitored["mode"])
         trials = self.study.trials
-        finished = [trial for trial in trials if trial.state.is_finished()]
-        to_go = self.trials - len(finished)
-        first = len(trials)
+        to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
+        # Drawn in memory, and stored whole: a killed search leaves no trial with half its values.
+        memory = optuna.create_study(direction=self.study.direction)
+        memory.add_trials(trials)
         proposed: Trials = {}
-        for number in range(first, first + min(to_go, count)):
-            proposed[number] = typed(self.ask(self.study, number))
+        for _ in range(min(to_go, count)):
+            trial = self.draw(memory)
+            self.study.add_trial(memory.trials[-1])
+            proposed[trial.number] = typed(trial)
         return proposed
 
     def tell(self, number: int, state: str, value: float | None) -> None:
@@ -188,9 +168,9 @@ class OptunaSearch(Sweeper):
         else:  # a pruned trial's value is the last one it reported
             self.study.tell(number, state=STATES[state])
 
-    def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
-        """Return the trial of this number and draw its values."""
-        study.sampler = self.make_sampler(number)
+    def draw(self, study: optuna.Study) -> optuna.Trial:
+        """Return the next trial of the study, with its values."""
+        study.sampler = self.make_sampler(len(study.trials))
         trial = study.ask(self.space)
         if self.extend:
             self.extend(self.config, trial)
@@ -229,16 +209,15 @@ class OptunaSearch(Sweeper):
                 f"hydra.sweep.dir={self.folder} holds a search for the {end} value. "
                 "Choose a different hydra.sweep.dir."
             )
-        for trial in study.trials:
-            for key, old in trial.distributions.items():
-                try:
-                    check_distribution_compatibility(old, self.space.get(key, old))
-                except ValueError as error:
-                    raise UserError(
-                        f"hydra.sweep.dir={self.folder}: its trials have a different range for "
-                        f"{key} "
-                        f"({str(error).rstrip('.')}). Choose a different hydra.sweep.dir."
-                    ) from None
+        try:
+            for trial in study.trials:
+                for key in trial.distributions.keys() & self.space.keys():
+                    check_distribution_compatibility(trial.distributions[key], self.space[key])
+        except ValueError:
+            raise UserError(
+                f"hydra.sweep.dir={self.folder}: its trials have a different range for {key}. "
+                "Choose a different hydra.sweep.dir."
+            ) from None
         return study
 
 
@@ -285,16 +264,9 @@ class Pruning(Callback):
         self.watched = Monitor(monitor, mode)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Raise UserError if the search optimizes this metric in the other direction."""
         self.watched.on_fit_start(trainer)
         storage = open_storage(self.place)
         study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
-        name = self.watched.name
-        mode = "max" if self.watched.sign > 0 else "min"
-        if launch.is_first():
-            study.set_user_attr("monitor", name)
-            study.set_user_attr("mode", mode)
-        check_mode(study.direction == StudyDirection.MAXIMIZE, name, mode)
         study_id = storage.get_study_id_from_name(self.study_name)
         trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, self.number)
         self.trial = optuna.Trial(study, trial_id)

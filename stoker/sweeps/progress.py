@@ -4,18 +4,16 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from stoker.command import arguments
 from stoker.runs import index
-from stoker.runs.readable import natural, seconds
-from stoker.sweeps.jobs import Job, SweepRecord, read_jobs
-from stoker.sweeps.table import digits, typed_briefly
+from stoker.runs.readable import seconds
+from stoker.sweeps.jobs import Job, SweepRecord, read_jobs, typed_for
+from stoker.sweeps.table import digits, short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 
 OUTPUT = "jobs"  # the sweep's folder for its jobs' output and for locks
-ENDED = ("done", "pruned")
 
 
 class Ends:
@@ -29,83 +27,47 @@ class Ends:
         self.total = total
         self.keys = keys
         self.best: Job | None = None
-        self.widths = [0] * 4  # widths of a line's columns so far
         self.start = time.monotonic()
-        earlier = [job for job in read_jobs(folder) if job.status in ENDED]
-        self.names = {job.name for job in earlier}
-        self.earlier = len(earlier)
-        for job in earlier:
-            self.compare(job)
+        self.names: set[str] = set()
+        for job in read_jobs(folder):
+            if job.status in ("done", "pruned"):
+                self.add(job)
+        self.earlier = len(self.names)
 
-    def compare(self, job: Job) -> None:
-        """Keep the job if it is the best so far."""
-        new = job.best
-        if job.status != "done" or new is None:
-            return
-        best = self.best
-        if best is None or best.best is None:
-            self.best = job
-        elif new.name == best.best.name:
-            self.best = min(best, job, key=rank)
-
-    def line(self, job: Job, with_reason: bool = False) -> str:
-        """Return the line for a job that has ended, `with_reason` if it has failed."""
+    def add(self, job: Job) -> None:
+        """Count a job that has ended, and keep it if it is the best so far."""
         self.names.add(job.name)
-        self.compare(job)
-        best = ""
-        if self.best is not None and self.best.best is not None:
-            value = digits(self.best.best.value)
-            best = f"best {value} (job {self.best.name})"
-        parts = [
-            self.count(),
-            outcome(job, with_reason),
-            best,
-            self.time_left(),
-        ]
-        line = ""
-        for i, part in enumerate(parts):
-            self.widths[i] = max(self.widths[i], len(part))
-            if self.widths[i]:
-                line += part.ljust(self.widths[i]) + "  "
-        typed = " ".join(typed_briefly(job, self.keys))
-        line += typed or f"job {job.name}"
-        return printable(line)
+        if job.status != "done" or job.best is None:
+            return
+        best = self.best.best if self.best else None
+        sign = 1 if job.best.mode == "min" else -1
+        if best is None or sign * job.best.value < sign * best.value:
+            self.best = job
 
-    def count(self) -> str:
-        """' 7/12', of the jobs that have ended."""
+    def line(self, job: Job) -> str:
+        """Return the line for a job that has ended: '7/12  val/acc 0.98  best 0.99 (job 3)'."""
+        self.add(job)
         count = str(len(self.names))
-        if self.total is None:
-            return count
-        total = str(self.total)
-        return f"{count.rjust(len(total))}/{total}"
-
-    def time_left(self) -> str:
-        """'4 min 10 s left', '' at the end or if the number of jobs is not known."""
+        parts = [f"{count}/{self.total}" if self.total else count, outcome(job)]
+        if self.best is not None and self.best.best is not None:
+            parts.append(f"best {digits(self.best.best.value)} (job {self.best.name})")
         to_go = (self.total or 0) - len(self.names)
-        if to_go <= 0:
-            return ""
-        ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
-        each = (time.monotonic() - self.start) / ended
-        return f"{seconds(each * to_go)} left"
+        if to_go > 0:
+            ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
+            each = (time.monotonic() - self.start) / ended
+            parts.append(f"{seconds(each * to_go)} left")
+        parts.append(" ".join(typed_for(job, self.keys, short)) or f"job {job.name}")
+        return printable("  ".join(parts))
 
 
-def rank(job: Job) -> tuple[float, Any]:
-    """Return the sort key of jobs with a best value: the best first, then the earliest."""
-    assert job.best is not None
-    sign = 1 if job.best.mode == "min" else -1
-    return sign * job.best.value, natural(job.name)
-
-
-def outcome(job: Job, with_reason: bool) -> str:
-    """'val/acc 0.9861', 'pruned at evaluation 3', 'failed'."""
+def outcome(job: Job) -> str:
+    """'val/acc 0.9861', 'pruned at evaluation 3', 'failed, The loss is nan.'."""
     if job.status == "pruned":
         return job.note
-    if job.status == "done" and job.best:
+    if job.best:
         return f"{job.best.name} {digits(job.best.value)}"
-    if job.status != "done" and with_reason:
-        reason, _, _ = job.note.partition("\n")
-        return f"{job.status}, {reason}"
-    return job.status
+    reason, _, _ = job.note.partition("\n")
+    return f"{job.status}, {reason}" if reason else job.status
 
 
 ends: Ends | None = None  # set once this process has checked its sweep against the directory

@@ -7,21 +7,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
-from stoker.command.trust import locate
 from stoker.runs.result import Best, RunResult
 from stoker.sweeps import jobs, launchers
-from stoker.trainer import launch
 from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import default_metrics
 
-# Hydra's keys that our keys replace, and what to type instead.
-TAKEN = {
-    "direction": "monitor_mode=max or monitor_mode=min",
-    "n_trials": "sweep.trials=N",
-    "n_jobs": "sweep.at_once=N, with hydra/launcher=joblib",
-    "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
-    "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
-}
+# Hydra's keys that our keys replace.
+REPLACED = ("direction", "n_trials", "n_jobs", "max_batch_size", "max_failure_rate")
 # The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
 PREDICTS_TOKENS = ("stoker.data.text.text",)
 
@@ -29,9 +20,12 @@ PREDICTS_TOKENS = ("stoker.data.text.text",)
 def trials_of(cfg: DictConfig) -> int:
     """Return how many trials to run; UserError for a key of Hydra that one of ours replaces."""
     for override in cfg.hydra.overrides.hydra:
-        key = override.partition("=")[0].lstrip("+").removeprefix("hydra.sweeper.")
-        if key in TAKEN:
-            raise UserError(f"{override}: a search ignores this key. Type {TAKEN[key]}.")
+        key, _, _ = override.lstrip("+").partition("=")
+        if key.removeprefix("hydra.sweeper.") in REPLACED:
+            raise UserError(
+                f"{override}: a search ignores this key. "
+                "Type monitor_mode=, sweep.trials=, sweep.at_once= or sweep.on_error= instead."
+            )
     return settings.check("sweep.trials", cfg.sweep.trials)
 
 
@@ -44,7 +38,7 @@ def at_once(cfg: DictConfig) -> int:
     if launcher == "submitit_slurm":
         return node.array_parallelism
     if launcher == "joblib":
-        return node.n_jobs if node.n_jobs > 0 else launch.cores()
+        return node.n_jobs
     return launchers.jobs_at_once(cfg.sweep.at_once, cfg.sweep.per_gpu, cfg.device)
 
 
@@ -54,30 +48,19 @@ def maximizes(cfg: DictConfig) -> bool:
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":  # if the data has a different metric, check_mode ends the search
         return cfg.dataset._target_ not in PREDICTS_TOKENS
-    metrics: dict[str, Any] = default_metrics("regression")
-    for dims in range(3):
-        metrics |= default_metrics("classification", target_dims=dims)
-    for name, node in cfg.metrics.items():
-        metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
-    part, _, name = cfg.monitor.partition("/")
-    higher = getattr(metrics.get(name), "higher_is_better", None) if part != "train" else None
-    if name == "loss":  # of val, or of a validation set with another name
-        higher = False
-    if not isinstance(higher, bool):
-        raise UserError(
-            f"monitor={cfg.monitor}: a search needs to know whether higher or lower is better.\n"
-            "Type monitor_mode=max or monitor_mode=min."
-        )
-    return higher
+    if cfg.monitor.endswith("/loss"):  # of val, or of a validation set with another name
+        return False
+    raise UserError(
+        f"monitor={cfg.monitor}: a search needs to know whether higher or lower is better.\n"
+        "Type monitor_mode=max or monitor_mode=min."
+    )
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
     """Raise UserError if the trials optimize in the other direction than the search."""
     if mode != ("max" if maximize else "min"):
-        trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
-            f"monitor: the trials look for the {trial} {name}, but the search looks for the "
-            f"{search} value.\n"
+            f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
             f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 

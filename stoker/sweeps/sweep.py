@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: the jobs of a grid
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -23,7 +23,6 @@ from stoker.command import exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command, setting
 from stoker.runs import index
 from stoker.runs.directory import CONFIG, RESULT, make, make_new, remove_empty
-from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
@@ -88,7 +87,7 @@ class SweepCallback(Callback):
         sweep = Sweep(folder)
         progress.output.close()
         if progress.ends is not None:
-            exit_codes.codes += [job.code for job in sweep.wanted if job.code]
+            exit_codes.codes += [job.code for job in sweep.jobs if job.code]
         if forget_refused(folder, sweep) or progress.ends is None or not sweep.jobs:
             return
         print()
@@ -123,17 +122,13 @@ def forget_refused(folder: Path, sweep: Sweep) -> bool:
 
     Its folder is empty then, and removed when the process ends.
     """
-    written = [folder / "multirun.yaml", folder / SWEEP]
-    places = [folder / job.name for job in sweep.jobs if job.code == exit_codes.MISTAKE]
-    output = folder / progress.OUTPUT
-    for place in places:
-        written += [place / JOB, place / RESULT, output / f"{place.name}.txt"]
-    folders = [*places, output]
-    if not {path for path in folder.rglob("*") if path not in folders} <= set(written):
+    is_refused = all(job.code == exit_codes.MISTAKE for job in sweep.jobs)
+    if not is_refused or any(folder.glob(f"*/{CONFIG}")):
         return False
-    for path in written:
-        path.unlink(missing_ok=True)
-    remove_empty(folders)
+    for pattern in ("multirun.yaml", SWEEP, f"*/{JOB}", f"*/{RESULT}", f"{progress.OUTPUT}/*.txt"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    remove_empty(folder.glob("*"))
     return True
 
 
@@ -160,15 +155,8 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
     more = [f"{key}={value}" for key, value in params.items()]
     loader = GlobalHydra.instance().config_loader()
     parser = OverridesParser.create(config_loader=loader)
-    choices = {}
-    for override in parser.parse_overrides([*more, *task]):
-        key = override.get_key_element()
-        if override.is_discrete_sweep():
-            values = list(override.sweep_string_iterator())
-        else:
-            values = [override.get_value_element_as_str()]
-        choices[key] = [f"{key}={value}" for value in values]
-    return list(map(list, itertools.product(*choices.values())))
+    [planned] = BasicSweeper.split_arguments(parser.parse_overrides([*more, *task]), None)
+    return [list(typed) for typed in planned]
 
 
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
@@ -180,7 +168,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
     for name, typed in enumerate(planned):
         place = folder / str(name)
-        before = jobs.overrides_in(read_json(place / JOB))
+        before = jobs.overrides_in(place)
         has_begun = (place / CONFIG).exists() or (place / "checkpoints").exists()
         if before is None or not has_begun:
             continue
@@ -216,9 +204,6 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     table.write_csv(sweep, sweep.folder / "sweep.csv")
     if draws and sweep.swept:
         draw_reports(sweep)
-    link = page.link_of(sweep, sweep.groups[0][0]) if best else None
-    if link:
-        print(printable(f"report   {sweep.folder}/{unquote(link)}"), flush=True)
     html = page.of_sweep(sweep, summary, best, again)
     files.write_text(sweep.folder / "sweep.html", html)
     index.update(sweep.folder)
@@ -245,28 +230,20 @@ def best_command(sweep: Sweep) -> str | None:
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
-    left_out = ["run_dir"]
-    for key in table.REPEATS:
-        if key in sweep.keys:
-            left_out.append(key)
+    left_out = {"run_dir", *sweep.left_out}
     if "dataset.fold" in left_out:  # without folds, nothing is held back from the training
-        left_out.append("dataset.folds")
-    typed = []
-    for override in best.overrides:
-        key, _, _ = override.partition("=")
-        if key not in left_out:
-            typed.append(override)
-    return command(typed)
+        left_out.add("dataset.folds")
+    return command([typed for typed in best.overrides if typed.partition("=")[0] not in left_out])
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
     """Return the command that runs the remaining jobs; None without any, or while some run."""
-    if not sweep.swept or not sweep.to_run or sweep.of("running"):
+    is_over = not sweep.missing and not sweep.of("unfinished")
+    if sweep.of("failed") and not sweep.is_search:  # a search does not repeat failed trials
+        is_over = False
+    if is_over or not sweep.swept or sweep.of("running"):
         return None
-    again = jobs.command_to_continue(sweep.folder)
-    if sweep.of("failed") and not sweep.is_search:  # otherwise it would stop at the same job again
-        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
-    return again
+    return jobs.command_to_continue(sweep.folder)
 
 
 def draw_reports(sweep: Sweep) -> None:

@@ -3,10 +3,9 @@
 import contextlib
 import csv
 import math
-import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from stoker.sweeps.jobs import (
     STATUSES,
     Job,
     SweepRecord,
-    consecutive,
     is_sweep,
     read_jobs,
     typed_for,
@@ -25,8 +23,8 @@ from stoker.trainer import files
 from stoker.trainer.errors import printable
 
 REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
-MOST_DONE = 30  # rows of the printed table
-MOST_UNFINISHED = 10
+MOST_ROWS = 40  # in the printed table
+MOST_NAMES = 5  # jobs named in a row
 DATA = {  # keys that choose the data
     "dataset",
     "dataset._target_",
@@ -51,29 +49,21 @@ class Sweep:
         self.jobs = read_jobs(folder)
         self.swept = is_sweep(folder)
         self.is_search = record.searched is not None
-        self.planned = record.jobs
+        self.missing = max(0, (record.jobs or 0) - len(self.jobs))  # jobs that have not begun
         self.keys = varied([job.settings for job in self.jobs])
-        self.name = ""
-        self.high = True
+        self.left_out = [key for key in self.keys if key in REPEATS]
+        self.group_keys = [key for key in self.keys if key not in REPEATS]
         bests = [(job.best.name, job.best.mode) for job in self.jobs if job.best]
-        for (name, mode), _ in Counter(bests).most_common(1):
-            self.name = name
-            self.high = mode == "max"
-        done = self.of("done")
-        keys = [key for key in self.keys if key not in REPEATS]
+        most_common = Counter(bests).most_common(1)
+        self.name, mode = most_common[0][0] if most_common else ("", "max")
+        self.high = mode == "max"
         groups: dict[tuple[Any, ...], list[Job]] = {}
-        for job in done:
-            settings = [job.settings.get(key) for key in keys]
+        for job in self.of("done"):
+            settings = [job.settings.get(key) for key in self.group_keys]
             is_other = self.value(job) is None
-            group = groups.setdefault((is_other, *settings), [])
-            group.append(job)
+            groups.setdefault((is_other, *settings), []).append(job)
         self.groups = sorted(groups.values(), key=self.rank)
-        is_grouped = len(groups) < len(done)
-        self.left_out = REPEATS if is_grouped else ()
-        self.group_keys = keys if is_grouped else self.keys
-        self.unfinished: list[Job] = []
-        for status in STATUSES[1:]:
-            self.unfinished += self.of(status)
+        self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -97,29 +87,6 @@ class Sweep:
         """Whether one job can be the best, and not just the one on the easiest data."""
         keys = varied([job.settings for job in self.of("done")])
         return self.swept or DATA.isdisjoint(keys)
-
-    @property
-    def wanted(self) -> list[Job]:
-        """The jobs of the last command. A larger sweep may have used the directory before."""
-        if self.planned is None or self.is_search:  # a search may number its trials in any way
-            return self.jobs
-        return [
-            job for job in self.jobs if not job.name.isdecimal() or int(job.name) < self.planned
-        ]
-
-    @property
-    def missing(self) -> int:
-        """How many jobs have not begun."""
-        return max(0, (self.planned or 0) - len(self.wanted))
-
-    @property
-    def to_run(self) -> int:
-        """How many jobs the same command would run. A search does not repeat failed trials."""
-        again = ["unfinished"]
-        if not self.is_search:
-            again.append("failed")
-        begun = [job for job in self.wanted if job.status in again]
-        return self.missing + len(begun)
 
 
 def present(values: Iterable[float | None]) -> list[float]:
@@ -173,49 +140,28 @@ def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
 
 
 def value_of(sweep: Sweep, jobs: list[Job], sign: str = "+-") -> str:
-    """Return the mean of the monitored metric, or else of what the jobs monitored themselves."""
-    value = mean_and_deviation(map(sweep.value, jobs), sign)
-    best = jobs[0].best
-    if value or best is None:
-        return value
-    bests = [job.best.value for job in jobs if job.best]
-    return f"{best.name} {mean_and_deviation(bests, sign)}"
+    """Return the mean of the monitored metric."""
+    return mean_and_deviation(map(sweep.value, jobs), sign)
 
 
 def test_of(jobs: list[Job], test: str, sign: str = "+-") -> str:
     """Return the mean of a test metric."""
-    values = [job.test.get(test) for job in jobs]
-    return mean_and_deviation(values, sign)
+    return mean_and_deviation([job.test.get(test) for job in jobs], sign)
 
 
 def seconds_of(jobs: list[Job]) -> str:
     """Return the mean seconds of the jobs; '' if none has any."""
     times = present(job.seconds for job in jobs)
-    if not times:
-        return ""
-    return f"{statistics.fmean(times):.1f}"
-
-
-def typed_briefly(job: Job, keys: Iterable[str]) -> list[str]:
-    """Return the settings of a job for these keys as a table shows them."""
-    return typed_for(job, keys, short)
+    return f"{statistics.fmean(times):.1f}" if times else ""
 
 
 def tests_of(sweep: Sweep) -> list[str]:
-    """Return the names of all jobs' test metrics, in the order of a report."""
+    """Return the names of all jobs' test metrics, that of the monitored one first."""
     tests: dict[str, float] = {}
     for job in sweep.jobs:
-        tests.update(job.test)
-    return list(tests_in(tests))
-
-
-def test_name(sweep: Sweep) -> str:
-    """Return the test metric with the name of the monitored one, or the first; '' for none."""
-    tests = tests_of(sweep)
+        tests |= job.test
     _, _, metric = sweep.name.partition("/")
-    if f"test/{metric}" in tests:
-        return f"test/{metric}"
-    return tests[0] if tests else ""
+    return list(tests_in(tests, f"test/{metric}"))
 
 
 def lines(sweep: Sweep) -> list[str]:
@@ -223,27 +169,26 @@ def lines(sweep: Sweep) -> list[str]:
 
     The table shows the settings that differ, or all of them if none does.
     """
-    test = test_name(sweep)
-    keys = sweep.group_keys
-    if not keys:
-        keys = [key for key in sweep.jobs[0].settings if key not in sweep.left_out]
-    rows = [["job", sweep.name or "best", test or "test", "seconds", "settings"]]
-    for group in sweep.groups[:MOST_DONE]:
+    tests = tests_of(sweep)
+    test = tests[0] if tests else "test"
+    rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
+    for group in sweep.groups:
+        keys = sweep.group_keys or [key for key in group[0].settings if key not in sweep.left_out]
         row = [
-            ranges(group),
+            names_of(group),
             value_of(sweep, group),
             test_of(group, test),
             seconds_of(group),
-            " ".join(typed_briefly(group[0], keys)),
+            " ".join(typed_for(group[0], keys, short)),
         ]
         rows.append(row)
-    for job in sweep.unfinished[:MOST_UNFINISHED]:
-        note = with_note(job, sweep.keys)
-        rows.append([job.name, job.status, "", "", note])
-    shown = len(rows) - 1
-    hidden = len(sweep.groups) + len(sweep.unfinished) - shown
-    if hidden:
-        rows.append(["...", "", "", "", f"{hidden} more: see sweep.csv"])
+    for job in sweep.unfinished:
+        reason, _, _ = job.note.partition("\n")
+        settings = " ".join(typed_for(job, sweep.keys, short))
+        rows.append([job.name, job.status, "", "", f"{settings}: {reason}"])
+    hidden = len(rows) - 1 - MOST_ROWS
+    if hidden > 0:
+        rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -253,61 +198,27 @@ def lines(sweep: Sweep) -> list[str]:
     return lines
 
 
-def with_note(job: Job, keys: list[str]) -> str:
-    """Return the settings of an unfinished job, and the first line of its note."""
-    why, _, _ = job.note.partition("\n")
-    typed = []
-    for setting in typed_briefly(job, keys or job.settings):
-        if not why.startswith(f"{setting}: "):
-            typed.append(setting)
-    settings = " ".join(typed)
-    if settings and why:
-        return f"{settings}: {why}"
-    return settings or why
-
-
-def ranges(jobs: list[Job]) -> str:
-    """'0-2,5' for the jobs 0, 1, 2 and 5; 'first +2' for three jobs with other names."""
-    names = [job.name for job in jobs]
-    if not all(re.fullmatch("[0-9]{1,9}", name) for name in names):
-        more = len(names) - 1
-        return f"{names[0]} +{more}" if more else names[0]
-    parts = []
-    for run in consecutive(sorted(map(int, names))):
-        first = run[0]
-        last = run[-1]
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    return ",".join(parts)
+def names_of(jobs: list[Job]) -> str:
+    """Return the names of the jobs in a row: '0,2,4', or '0,1,2,3,4,...' for many."""
+    names = ",".join(job.name for job in jobs[:MOST_NAMES])
+    return f"{names},..." if len(jobs) > MOST_NAMES else names
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:
-    """Write sweep.csv."""
+    """Write sweep.csv: a row for each job, in their order."""
+    bests = [{job.best.name: job.best.value} if job.best else {} for job in sweep.jobs]
+    names = dict.fromkeys(name for best in bests for name in best)
+    columns = [*sweep.keys, *names, *tests_of(sweep)]
+    rows: list[list[Any]] = [["job", "status", *columns, "seconds", "error"]]
+    for job, best in zip(sweep.jobs, bests, strict=True):
+        values: dict[str, Any] = {**job.settings, **best, **job.test}
+        cells = [values.get(column) for column in columns]
+        rows.append([job.name, job.status, *cells, job.seconds, job.note])
     with (
         files.replacing(path) as partial,
         open(partial, "w", newline="", encoding="utf-8") as file,
     ):
-        writer = csv.writer(file)
-        for row in csv_rows(sweep):
-            writer.writerow([safe_cell(value) for value in row])
-
-
-def csv_rows(sweep: Sweep) -> Iterator[list[Any]]:
-    """Yield the header of sweep.csv, then a row for each job, in their order."""
-    names: dict[str, None] = {}
-    tests: dict[str, float] = {}
-    for job in sweep.jobs:
-        if job.best:
-            names[job.best.name] = None
-        tests |= job.test
-    columns = [*sweep.keys, *names, *tests]
-    yield ["job", "status", *columns, "seconds", "error"]
-    for job in sweep.jobs:
-        values: dict[str, Any] = dict(job.settings)
-        if job.best:
-            values[job.best.name] = job.best.value
-        values |= job.test
-        cells = [values.get(column) for column in columns]
-        yield [job.name, job.status, *cells, job.seconds, job.note]
+        csv.writer(file).writerows(map(safe_cell, row) for row in rows)
 
 
 def safe_cell(value: Any) -> Any:
