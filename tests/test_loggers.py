@@ -22,6 +22,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.runs import loggers
 from stoker.runs.lock import lock
 from stoker.runs.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
+from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.metrics import Accuracy
@@ -147,7 +148,7 @@ def records_in(content):
 def of_rows(folder):
     """The same of metrics.jsonl, but for the epoch: it would be a chart of a straight line."""
     found = {}
-    for row in loggers.read_rows(folder / "metrics.jsonl"):
+    for row in read_rows(folder / "metrics.jsonl"):
         for name, value in row.items():
             if isinstance(value, float) and name != "epoch":
                 found.setdefault(CHARTS.get(name, name), []).append((row["step"], value))
@@ -199,7 +200,7 @@ def told(tmp_path_factory):
         need(tool)
         folder = tmp_path_factory.mktemp(tool)
         logger = make(tool, folder)
-        logger.describe(CONFIG, "a-sweep", "c0ffee")
+        logger.describe(CONFIG, "a-sweep")
         fit(folder, logger)
         logger.finish(24, FINAL)
         return folder
@@ -241,10 +242,12 @@ def test_a_run_that_was_killed_goes_on_in_the_same_place_and_has_no_row_twice(tm
             len({run.run_id for run in runs}) == 1
             and len(list(cut.glob("wandb/offline-run-*"))) == 2
         )
-        found = of_wandb(
-            cut, first=1
-        )  # the one that is printed has all, also what its service had not yet written
+        found = of_wandb(cut, first=1)  # the second part of the same run
         del found["train/seconds"]
+        expected = {
+            name: [(step, value) for step, value in values if step > 10]
+            for name, values in expected.items()
+        }
     assert found == expected
 
 
@@ -347,7 +350,6 @@ def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
         run.info.run_name == f"a-sweep/{told('mlflow').name}"
         and run.data.tags["sweep"] == "a-sweep"
     )
-    assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
     assert run.info.status == "FINISHED"
 
 
@@ -396,11 +398,11 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     without = fit(tmp_path / "b")
     assert_same(dict(trainer.module.state_dict()), dict(without.module.state_dict()))
     warnings = [record.getMessage() for record in caplog.records]
-    expected = "callbacks=broken: the disk\\x1b[2J is full and more\nThe run continues without it."
+    expected = "callbacks=broken: the disk\\x1b[2J is full\nThe run continues without it."
     assert warnings == [expected] * (where is not None)
     usual = [
         "begin",
-        *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")),
+        *["write"] * len(read_rows(tmp_path / "a" / "metrics.jsonl")),
         "add_result",
         "end",
     ]
@@ -445,7 +447,7 @@ def test_a_tool_hears_how_the_run_ended(tmp_path):
             fit(tmp_path, logger, Dies(step, ZeroDivisionError))
     calls = [logger.calls for logger in ends]
     assert [each[-1:] for each in calls[:4]] == [["done"], ["stopped"], ["failed"], ["stopped"]]
-    assert calls[4:] == [["begin", "failed"], []]
+    assert calls[4:] == [[], []]
 
 
 @pytest.fixture
@@ -459,11 +461,11 @@ SILENT = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
 from pathlib import Path
-from test_loggers import MLflow, WandB, fit, loggers
+from test_loggers import MLflow, WandB, fit, loggers, read_rows
 loggers.PATIENCE = 1
 folder = Path({folder!r})
 fit(folder, WandB(folder, mode="online"), MLflow(folder, {url!r}), max_steps=3)
-print([row["step"] for row in loggers.read_rows(folder / "metrics.jsonl")])
+print([row["step"] for row in read_rows(folder / "metrics.jsonl")])
 """
 
 

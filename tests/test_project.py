@@ -181,8 +181,8 @@ def test_the_code_of_a_run_is_its_revision_and_the_diff_from_it(folder, monkeypa
     git("apply", "changes.diff")
     assert (folder / "tracked.py").read_text() == "a = 2\n"
     monkeypatch.setattr(provenance, "MOST_CHANGES", 20)
-    short = provenance.Code(folder).changes().splitlines()
-    assert short[2].startswith("# cut after 20 characters") and short[3] == "diff --git a/tracked"
+    short = provenance.Code(folder).files()["provenance/changes.diff"].splitlines()
+    assert short[0].endswith(" 20 characters") and short[2:] == ["diff --git a/tracked"]
 
 
 def test_the_packages_are_those_that_importlib_finds():

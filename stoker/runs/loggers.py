@@ -17,13 +17,13 @@ from typing import Any
 
 from stoker.command import invocation, settings
 from stoker.runs import index, status
-from stoker.runs.directory import ENDING, METRICS
+from stoker.runs.directory import ENDING
 from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
-from stoker.runs.rows import Row, lines_of, read_rows
+from stoker.runs.rows import Row, lines_of
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, as_typed, check_choice, log, printable
+from stoker.trainer.errors import UserError, as_typed, check_choice, first_line, log, printable
 from stoker.trainer.files import open_plain, read, replacing, write_text
 from stoker.trainer.state import check_like
 from stoker.trainer.trainer import Trainer
@@ -107,7 +107,6 @@ class Logger(Callback):
     first_rank_only = True
     config: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
     group: str | None = None  # the name of the sweep
-    revision: str | None = None  # the git revision
     awaits_result = False  # whether `finish` will be called after the fit
     begun = False
     failed = False
@@ -126,13 +125,10 @@ class Logger(Callback):
     def end(self, outcome: str) -> None:
         """End the run in the tool: it is "done", was "stopped", or has "failed"."""
 
-    def describe(
-        self, config: dict[str, Any], group: str | None = None, revision: str | None = None
-    ) -> None:
+    def describe(self, config: dict[str, Any], group: str | None = None) -> None:
         """Take what the command knows before the fit; it will call `finish` after it."""
         self.config = config
         self.group = group
-        self.revision = revision
         self.awaits_result = True
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -142,18 +138,13 @@ class Logger(Callback):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         with trainer.spans["logging"]:
-            self.begin_once(trainer)
+            if not self.begun:
+                self.begun = True
+                self.attempt(self.begin, trainer)
             self.attempt(self.write, charted(row), row["step"])
-
-    def begin_once(self, trainer: Trainer) -> None:
-        if not self.begun:
-            self.begun = True
-            self.attempt(self.begin, trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if trainer.failed:
-            if self.begun_at is not None and trainer.step > self.begun_at:
-                self.begin_once(trainer)  # the run may have failed before its first row
             self.end_as("failed")
         elif trainer.interrupted:
             self.end_as("stopped")
@@ -181,11 +172,10 @@ class Logger(Callback):
             method(*args)
         except Exception as error:
             self.failed = True
-            reason = " ".join(str(error).split()) or type(error).__name__
             log.warning(
                 "callbacks=%s: %s\nThe run continues without it.",
                 type(self).__name__.lower(),
-                printable(reason)[:LONGEST_REASON],
+                printable(first_line(error))[:LONGEST_REASON],
             )
             if method != self.end:
                 with contextlib.suppress(Exception):
@@ -262,9 +252,11 @@ class WandB(Logger):
     def begin(self, trainer: Trainer) -> None:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE") if self.mode == "auto" else self.mode
-        if mode is None:  # otherwise wandb would wait for a login
-            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        mode: Any = self.mode
+        if mode == "auto":  # wandb itself would wait for a login
+            mode = os.environ.get("WANDB_MODE")
+            if mode is None:
+                mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         path = self.folder / "wandb-id.txt"
         known = read_id(path) if self.begun_at else None
         self.run = wandb.init(
@@ -285,11 +277,6 @@ class WandB(Logger):
                 finish_timeout_raises=True,
             ),
         )
-        if self.run.offline and self.begun_at:
-            # wandb's service may not have written what a killed run logged.
-            for row in read_rows(self.folder / METRICS):
-                if row["step"] <= self.begun_at:
-                    self.write(charted(row), row["step"])
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.run.log(numbers, step=step)
@@ -298,7 +285,8 @@ class WandB(Logger):
         self.run.summary.update(numbers)
 
     def end(self, outcome: str) -> None:
-        sync = f"wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"
+        # An interrupted run has left several of these folders.
+        sync = f"wandb sync {shlex.quote(str(self.folder / 'wandb'))}/offline-run-*"
         where = sync if self.run.offline else self.run.url
         self.run.finish(WANDB_CODES[outcome])
         print(f"wandb    {where}", flush=True)
@@ -319,8 +307,10 @@ class MLflow(Logger):
         need("mlflow", "MLflow")
 
     def begin(self, trainer: Trainer) -> None:
-        for name, value in MLFLOW_ENVIRONMENT.items():
+        for name, value in MLFLOW_ENVIRONMENT.items():  # MLflow reads them when it is imported
             os.environ.setdefault(name, value)
+        from mlflow.exceptions import MlflowException
+
         logging.getLogger("alembic").setLevel(logging.WARNING)  # alembic would report each table
         uri = self.uri
         if uri == "auto":
@@ -331,37 +321,24 @@ class MLflow(Logger):
         self.last_step: dict[str, int] = {}
         path = self.folder / "mlflow-id.txt"
         known = read_id(path) if self.begun_at else None
-        if known is not None and self.continues(known):
-            self.id = known
-        else:
-            self.id = write_id(path, self.create_run(experiment))
-
-    def continues(self, known: str) -> bool:
-        """Continue the run with this id; return False if this database lacks it."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.update_run(known, status="RUNNING")
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return False
-        for name in self.client.get_run(known).data.metrics:
-            history = self.client.get_metric_history(known, name)
-            self.last_step[name] = max(value.step for value in history)
-        return True
+        if known:
+            with contextlib.suppress(MlflowException):  # another database has it
+                self.client.update_run(known, status="RUNNING")
+                for name in self.client.get_run(known).data.metrics:
+                    history = self.client.get_metric_history(known, name)
+                    self.last_step[name] = max(value.step for value in history)
+                self.id = known
+                return
+        self.id = write_id(path, self.create_run(experiment))
 
     def create_run(self, experiment: str) -> str:
         """Make a new run with the settings of this one; return its id."""
         from mlflow.entities import Param
 
-        tags: dict[str, Any] = {}
-        if self.group:
-            tags["sweep"] = self.group
-        if self.revision:
-            tags["mlflow.source.git.commit"] = self.revision
+        tags = {"sweep": self.group} if self.group else {}
         name = name_of(self.folder, self.group)
-        created: str = self.client.create_run(experiment, tags=tags, run_name=name).info.run_id
+        run = self.client.create_run(experiment, tags=tags, run_name=name)
+        created: str = run.info.run_id
         params = [Param(key, as_typed(value)) for key, value in self.config.items()]
         for i in range(0, len(params), MLFLOW_PARAMS):
             self.client.log_batch(created, params=params[i : i + MLFLOW_PARAMS])
@@ -386,18 +363,14 @@ def open_experiment(uri: str, name: str) -> tuple[Any, str]:
     from mlflow import MlflowClient
 
     with contextlib.ExitStack() as stack:
-        artifacts = None
         if uri.startswith("sqlite:///"):
             folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
             folder.mkdir(parents=True, exist_ok=True)
-            artifacts = (folder / "mlartifacts").as_uri()
             file = open_plain(folder / ".mlflow.lock", os.O_RDWR | os.O_CREAT)
             wait_for(stack.enter_context(file), PATIENCE)
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name(name)
-        if experiment is not None:
-            return client, experiment.experiment_id
-        return client, client.create_experiment(name, artifacts)
+        return client, experiment.experiment_id if experiment else client.create_experiment(name)
 
 
 def need(package: str, tool: str) -> None:

@@ -10,7 +10,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from stoker import __version__, project
@@ -18,7 +17,6 @@ from stoker.runs.directory import CHANGES, PACKAGES
 from stoker.trainer.errors import first_few
 
 MOST_CHANGES = 2**20  # characters kept of a diff
-MOST_OUTPUT = 2 * MOST_CHANGES  # bytes read of git's output
 MOST_NAMES = 20  # untracked files that are named
 SECONDS = 10  # seconds to wait for git
 
@@ -85,25 +83,16 @@ class Code:
         """Return {name: text} of the files of provenance/."""
         listed = [f"{name}=={version}\n" for name, version in packages().items()]
         texts = {PACKAGES: "".join(listed)}
-        changes = self.changes()
-        if changes:
-            texts[CHANGES] = changes
-        return texts
-
-    def changes(self) -> str:
-        """Return the diff of the tracked files, headed by what it leaves out; "" for none."""
         revision = self.revision()
-        lines = self.status.output().splitlines()
-        untracked = [line.removeprefix("? ") for line in lines if line.startswith("?")]
-        if revision is None or not (revision.dirty or untracked):
-            return ""
-        text = [f"# changes since {revision.revision}; binary files are left out\n"]
-        if untracked:
-            text.append(f"# not tracked, left out: {first_few(untracked, MOST_NAMES)}\n")
-        diff = self.diff.output()
-        if len(diff) > MOST_CHANGES:
-            text.append(f"# cut after {MOST_CHANGES:,} characters\n")
-        return "".join(text) + diff[:MOST_CHANGES]
+        untracked = re.findall(r"^\? (.*)$", self.status.output(), re.MULTILINE)
+        if revision is not None and (revision.dirty or untracked):
+            texts[CHANGES] = (
+                f"# changes since {revision.revision}: "
+                f"without binary files, at most {MOST_CHANGES:,} characters\n"
+                f"# not tracked, left out: {first_few(untracked, MOST_NAMES)}\n"
+                f"{self.diff.output()[:MOST_CHANGES]}"
+            )
+        return texts
 
 
 def of_project() -> Code:
@@ -115,29 +104,24 @@ class Git:
     """A git command that runs beside this process."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would fill up
-        self.process = None
         self.text: str | None = None
         try:
             self.process = subprocess.Popen(
                 ["git", "--no-optional-locks", "-C", str(folder), *words],
                 stdin=subprocess.DEVNULL,
-                stdout=self.file,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        except OSError:
+        except OSError:  # git is not installed
             self.text = ""
 
     def output(self) -> str:
-        """Return the start of what git printed, once it has ended; "" if it failed."""
+        """Return what git printed, once it has ended; "" if it failed."""
         if self.text is None:
-            assert self.process is not None
-            self.text = ""
             try:
-                if self.process.wait(timeout=SECONDS) == 0:
-                    self.file.seek(0)
-                    self.text = self.file.read(MOST_OUTPUT).decode(errors="replace")
+                printed, _ = self.process.communicate(timeout=SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+                printed, _ = self.process.communicate()
+            self.text = "" if self.process.returncode else printed.decode(errors="replace")
         return self.text

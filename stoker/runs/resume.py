@@ -11,12 +11,11 @@ from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
-from stoker.runs.saved_config import SCRIPT, for_reading, load_config, script_of
+from stoker.runs.saved_config import SCRIPT, for_reading, load_config
 from stoker.trainer import files
-from stoker.trainer.errors import TrainingError, UserError, as_typed, log
+from stoker.trainer.errors import TrainingError, UserError, as_typed, first_few
 
-MOST_DIFFERENCES = 5  # differences in one message
-START_OVER = "resume=never overwrite=true"
+MOST_SHOWN = 5  # differences in one message
 
 
 def to_resume(
@@ -42,12 +41,16 @@ def to_resume(
         given = Path(resume).resolve()
         origin = sha256_of(given)
         if newest is None or about(newest[1]).get("origin") != origin:
-            check_own(folder, newest, given, resume)
+            if newest is not None and given.parent != (folder / "checkpoints").resolve():
+                raise UserError(
+                    f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
+                    "Type resume=auto to continue it, or another run_dir."
+                )
             try:
                 state = checkpoint.load_whole(given)
             except checkpoint.DamagedCheckpoint as error:
                 raise UserError(f"resume={resume}: {error}") from None
-            check_settings(f"resume={resume}", state, cfg, longer=True)
+            check_same(f"resume={resume}", about(state).get("config"), cfg, longer=True)
             remove_partial(folder)
             return given, state, origin
     if newest is None:
@@ -55,11 +58,7 @@ def to_resume(
         remove_partial(folder)
         return None
     path, state = newest
-    check_settings(f"run_dir={folder}", state, cfg)
-    try:
-        load_config("run_dir", folder)
-    except UserError as error:
-        log.warning("%s It will be written again from the settings in its checkpoint.", error)
+    check_same(f"run_dir={folder}", about(state).get("config"), cfg)
     remove_partial(folder)
     return path, state, about(state).get("origin")
 
@@ -74,15 +73,6 @@ def check_replaceable(folder: Path, overwrite: bool) -> None:
         )
 
 
-def check_own(folder: Path, newest: Any, given: Path, resume: str) -> None:
-    """Raise UserError if the directory has checkpoints of a run that did not start with `given`."""
-    if newest is not None and given.parent != (folder / "checkpoints").resolve():
-        raise UserError(
-            f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
-            "Type resume=auto to continue it, or another run_dir."
-        )
-
-
 def remove_partial(folder: Path) -> None:
     """Remove what a killed run left half-written."""
     if (folder / CONFIG).exists():  # this is a run directory
@@ -91,28 +81,23 @@ def remove_partial(folder: Path) -> None:
 
 def check_beginning(folder: Path, cfg: Any) -> None:
     """Check a run directory without checkpoints: the run stopped too early, or there is none."""
-    result = RunResult.read(folder)
-    start_over = f"type {START_OVER}"
-    if script_of(dotted.flat(cfg)) is not None:
-        start_over = "remove the folder"
+    result = RunResult.read(folder) or RunResult()
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
-        if result is not None and result.steps is not None:
+        if result.steps is not None:
             raise TrainingError(
                 f"run_dir={folder}: the run has ended, but its checkpoints are missing.\n"
-                f"Restore them, or {start_over} to start over."
+                "Restore them, or choose a different run_dir."
             )
         print(f"starts at step 0: the run in {folder} has no checkpoint")
         return
-    in_the_way = [name for name in WRITTEN if (folder / name).exists()]
-    if RESULT in in_the_way and result is not None and result.has_failed:
-        in_the_way.remove(RESULT)
-    if in_the_way:
-        raise UserError(
-            f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which was not written by a "
-            "run."
-            f" Choose a different run_dir, or {start_over}."
-        )
+    for name in WRITTEN:
+        is_failure = name == RESULT and result.has_failed
+        if (folder / name).exists() and not is_failure:
+            raise UserError(
+                f"run_dir={folder}: a run would overwrite {name}, which was not written by a run. "
+                "Choose a different run_dir."
+            )
 
 
 def about(state: dict[str, Any]) -> dict[str, Any]:
@@ -128,11 +113,9 @@ def check_classes(state: dict[str, Any], data: Any) -> None:
     before = about(state).get("classes")
     if before is None or data.classes is None or before == list(data.classes):
         return
-    new = [str(name) for name in data.classes if name not in before]
-    example = f", {new[0]!r} among them" if new else ""
     raise UserError(
-        f"dataset: the run had {len(before)} classes, but this data has"
-        f" {len(data.classes)}{example}. Type dataset.root=DIR."
+        f"dataset: the run had other classes ({len(before)}) than this data"
+        f" ({len(data.classes)}). Type dataset.root=DIR."
     )
 
 
@@ -142,60 +125,48 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, type its dataset.root. For a new run, choose a different run_dir and "
-            "remove resume."
+            "To continue it, type its dataset.root. For a new run, choose a different run_dir."
         )
-
-
-def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool = False) -> None:
-    """Raise UserError if a checkpoint's run had other settings."""
-    config = about(state).get("config")
-    if config is not None:
-        check_same(name, config, cfg, longer=longer)
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
-    """Raise UserError if two configs differ in settings that a resumed run may not change."""
-    before = dotted.flat(before)
+    """Raise UserError if two configs differ in settings that a resumed run may not change.
+
+    Of an unknown config, nothing is said.
+    """
+    before = dotted.flat(before or now)
     now = dotted.flat(now)
-    scripts = [script_of(before), script_of(now)]
-    if scripts.count(None) == 1:
+    if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run started by {scripts[0] or 'the command'}. "
+            f"{name} holds a run that was started by something else: a script, or the command. "
             "Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
-    on = {name for values in followed for name in callbacks_on(values)}
-    changed = [
-        key
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-        and followed[0].get(key) != followed[1].get(key)
-        and not settings.may_differ(key, longer=longer)
-        and key != SCRIPT
-        and (not key.startswith("callbacks.") or key.split(".")[1] in on)
-    ]
-    if not changed:
-        return
+    on = callbacks_on(followed[0]) | callbacks_on(followed[1])
     # If a part's class differs, its arguments do not matter.
-    replaced = tuple(key.removesuffix("_target_") for key in changed if key.endswith("._target_"))
-    shown = [key for key in changed if not key.startswith(replaced) or key.endswith("._target_")]
-    differences = ", ".join(
-        f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})"
-        for key in shown[:MOST_DIFFERENCES]
-    )
-    advice = (
-        "To continue it, type its settings. For a new run, choose a different run_dir and remove "
-        "resume."
-    )
-    if scripts != [None, None]:
-        advice = "To continue it, pass its settings. Otherwise, pass a different run_dir."
-    elif all(settings.may_differ(key, longer=True) for key in changed):
-        advice = (
-            "To train it longer, choose a different run_dir, and type resume=FILE with one of its "
-            f"checkpoints. To start over in the same folder, type {START_OVER}."
+    replaced: tuple[str, ...] = ()
+    differences = []
+    for key in sorted({*before, *now}, key=lambda key: (not key.endswith("_target_"), key)):
+        is_off = key.startswith("callbacks.") and key.split(".")[1] not in on
+        if (
+            before.get(key) == now.get(key)
+            or followed[0].get(key) == followed[1].get(key)
+            or settings.may_differ(key, longer=longer)
+            or is_off
+            or key == SCRIPT
+            or key.startswith(replaced)
+        ):
+            continue
+        if key.endswith("._target_"):
+            replaced += (key.removesuffix("_target_"),)
+        differences.append(f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})")
+    if differences:
+        raise UserError(
+            f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"
+            "To continue it, use its settings. For a new run, choose a different run_dir.\n"
+            "To train it longer, start a run in a different run_dir with resume=FILE, one of its "
+            "checkpoints."
         )
-    raise UserError(f"{name} holds a run with different settings: {differences}.\n{advice}")
 
 
 def callbacks_on(values: dict[str, Any]) -> set[str]:

@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class Loaded:
-    """Which tensors of a model `init_from` has loaded; `str()` of it is one to three lines.
+    """Which tensors of a model `init_from` has loaded; `str()` of it is one to four lines.
 
     Attributes:
         origin: The file that they are from.
@@ -40,17 +40,13 @@ class Loaded:
     def __str__(self) -> str:
         total = len(self.loaded) + len(self.reshaped) + len(self.missing)
         lines = [f"loaded {len(self.loaded)} of {total} tensors from {self.origin}"]
-        if self.reshaped:
-            lines.append(
-                f"not loaded, since their shapes differ: {first_few(self.reshaped, SHOWN)}"
-            )
-        rest = []
-        if self.missing:
-            rest.append(f"not in the file: {first_few(self.missing, SHOWN)}")
-        if self.unused:
-            rest.append(f"not in the model: {first_few(self.unused, SHOWN)}")
-        if rest:
-            lines.append("; ".join(rest))
+        for names, why in (
+            (self.reshaped, "their shapes differ"),
+            (self.missing, "not in the file"),
+            (self.unused, "not in the model"),
+        ):
+            if names:
+                lines.append(f"not loaded, {why}: {first_few(names, SHOWN)}")
         return "\n".join(lines)
 
 
@@ -70,14 +66,12 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
     except TrainingError as error:
         raise UserError(
             f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}: "
-            "safetensors.torch.save_file(model.state_dict(), FILE) makes one."
+            "safetensors.torch.save_file(model.state_dict(), FILE) writes one."
         ) from None
-    report = Loaded(origin)
-    fitting: Tensors = {}
     current = model.state_dict()
+    report = Loaded(origin, unused=[name for name in weights if name not in current])
+    fitting: Tensors = {}
     for name, tensor in current.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
         value = weights.get(name)
         if value is None:
             report.missing.append(name)
@@ -87,7 +81,6 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
         else:
             shapes = f"{tuple(value.shape)} for {tuple(tensor.shape)}"
             report.reshaped.append(f"{name} {shapes}")
-    report.unused = [name for name in weights if name not in current]
     if not any(tensor.is_floating_point() for tensor in fitting.values()):
         raise UserError(
             f"init_from={printable(source)}: none of its {len(weights)} tensors fits the model.\n"
@@ -105,32 +98,29 @@ def read(path: Path) -> tuple[Tensors, str]:
         UserError: There is nothing to read.
         TrainingError: It cannot be read.
     """
-    if not path.exists():
-        raise UserError(f"init_from={printable(path)}: there is no such file. Give {SOURCES}.")
-    if not path.is_dir():
-        metadata, tensors = checkpoint.read_tensors(path)
-        if metadata.get("format") != checkpoint.FORMAT:
-            return tensors, printable(path)
-        return evaluated(path, checkpoint.load(path))
-    tested = path / "model.safetensors"
-    if tested.is_file() and finished(path) is not None:
-        return read(tested)
-    for folder in (path / "checkpoints", path):
-        chosen = checkpoint.best(folder)
-        if chosen is not None:
-            return evaluated(*chosen)
-    raise UserError(f"init_from={printable(path)}: this folder has no checkpoint. Give {SOURCES}.")
+    if path.is_dir():
+        tested = path / "model.safetensors"
+        if tested.is_file() and finished(path) is not None:
+            return read(tested)
+        for folder in (path / "checkpoints", path):
+            chosen = checkpoint.best(folder)
+            if chosen is not None:
+                return evaluated(*chosen)
+    if not path.is_file():
+        raise UserError(f"init_from={printable(path)}: no checkpoint is there. Give {SOURCES}.")
+    metadata, tensors = checkpoint.read_tensors(path)
+    if metadata.get("format") != checkpoint.FORMAT:
+        return tensors, printable(path)
+    return evaluated(path, checkpoint.load(path))
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
     """Return the weights of a checkpoint's state that its run evaluates."""
     weights = entry(state, "model")
-    if not weights or not all(map(torch.is_tensor, weights.values())):
-        raise UserError(f"init_from={printable(path)}: it has no model weights.")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
     averaged = {name: average.get(name, tensor) for name, tensor in weights.items()}
-    if not all(map(torch.is_tensor, averaged.values())):
-        raise UserError(f"init_from={printable(path)}: its average does not contain weights.")
+    if not averaged or not all(map(torch.is_tensor, averaged.values())):
+        raise UserError(f"init_from={printable(path)}: it has no model weights.")
     origin = printable(path)
     return averaged, f"{origin} (averaged by EMA)" if average else origin
 

@@ -82,13 +82,13 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         callbacks.insert(-2, LiveReport(folder))
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
-        git = code.revision()  # git finished long ago
+        code.revision()  # git finished long ago: leave no process of it in the training
         saver.about = describe(cfg, parts, origin)
         if cfg.profile and launch.is_first():
             from stoker.diagnostics.profiling import Profile
 
             parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
-        loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
+        loggers = describe_to_loggers(cfg, parts, folder)
         ranks.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
@@ -154,16 +154,14 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
     }
 
 
-def describe_to_loggers(
-    cfg: DictConfig, parts: Parts, folder: Path, revision: str | None
-) -> list["Logger"]:
+def describe_to_loggers(cfg: DictConfig, parts: Parts, folder: Path) -> list["Logger"]:
     """Describe the run to the loggers, and return them."""
     from stoker.runs.loggers import Logger
 
     loggers = [callback for callback in parts.trainer.callbacks if isinstance(callback, Logger)]
     for logger in loggers:
         values = saved_config.for_reading({**saved_values(cfg), "run_dir": str(folder)})
-        logger.describe(values, job.sweep_name(), revision)
+        logger.describe(values, job.sweep_name())
     return loggers
 
 
