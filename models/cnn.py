@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from stoker.models.checks import check, check_dropout, check_image, check_sizes
+from stoker.models.checks import check_dropout, check_image, check_sizes
+from stoker.trainer.errors import UserError
 
 
 class CNN(nn.Module):
@@ -23,8 +24,10 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         inputs, height, width = check_image("cnn", in_shape)
-        odd = type(kernel) is int and kernel >= 1 and kernel % 2 == 1
-        check("kernel", kernel, odd, "an odd whole number, so that the map keeps its size")
+        if kernel % 2 != 1:
+            raise UserError(
+                f"model.kernel={kernel}: give an odd number, which keeps the map's size."
+            )
         check_dropout(dropout)
         blocks: list[nn.Module] = []
         for outputs in check_sizes("channels", channels):

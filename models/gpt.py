@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.checks import check, check_dropout
+from stoker.models.checks import check_dropout
+from stoker.trainer.errors import UserError, check_number
 
 INIT_STD = 0.02
+Past = list[Tensor]  # KV cache of a block: keys and values of the tokens so far, or empty
 
 
 class GPT(nn.Module):
@@ -34,13 +36,14 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if len(in_shape) != 1:
-            raise ValueError(
-                f"gpt takes tokens, but these inputs have the shape {tuple(in_shape)}.\n"
+            raise UserError(
+                f"model: gpt takes tokens, but these inputs have the shape {tuple(in_shape)}.\n"
                 "Type dataset=text, or another model."
             )
         for name, size in (("layers", layers), ("heads", heads), ("width", width)):
-            check(name, size, type(size) is int and size >= 1, "a whole number at least 1")
-        check("width", width, width % heads == 0, f"a multiple of heads={heads}")
+            check_number(f"model.{name}", size, whole=True, least=1)
+        if width % heads:
+            raise UserError(f"model.width={width}: give a multiple of heads={heads}.")
         check_dropout(dropout)
         self.length: int = in_shape[0]
         self.tokens = nn.Embedding(num_classes, width)
@@ -59,9 +62,9 @@ class GPT(nn.Module):
             for last in (block.attention.out, block.shrink):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
 
-    def forward(self, inputs: Tensor, past: "list[Past] | None" = None) -> Tensor:
+    def forward(self, inputs: Tensor, past: list[Past] | None = None) -> Tensor:
         """Return the logits; with `past`, the inputs continue the tokens that it holds."""
-        start = past[0].count if past else 0
+        start = past[0][0].shape[2] if past and past[0] else 0
         places = torch.arange(start, start + inputs.shape[1], device=inputs.device)
         x = self.dropout(self.tokens(inputs) + self.positions(places))
         for i, block in enumerate(self.blocks):
@@ -89,7 +92,7 @@ class GPT(nn.Module):
             top_k: Choose among the `top_k` highest logits only.
             generator: Of the CPU, where the tokens are drawn, whatever the device.
         """
-        past = [Past() for _ in self.blocks]
+        past: list[Past] = [[] for _ in self.blocks]
         context = tokens[:, -self.length :]
         new = context
         for _ in range(count):
@@ -100,7 +103,7 @@ class GPT(nn.Module):
             context = torch.cat([context, new], 1)
             if context.shape[1] > self.length:
                 context = context[:, -max(1, self.length // 2) :]
-                past = [Past() for _ in self.blocks]
+                past = [[] for _ in self.blocks]
                 new = context
         return tokens
 
@@ -117,7 +120,7 @@ class Block(nn.Module):
         self.shrink = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, past: "Past | None" = None) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), past)
         hidden = functional.gelu(self.widen(self.mlp_norm(x)))
         outputs: Tensor = x + self.dropout(self.shrink(hidden))
@@ -135,14 +138,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
         self.out_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, past: "Past | None" = None) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
         samples, count, width = x.shape
         qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
         # A single token after others sees all of them.
-        is_causal = past is None or past.count == 0
+        is_causal = not past
+        if past:
+            keys = torch.cat([past[0], keys], 2)
+            values = torch.cat([past[1], values], 2)
         if past is not None:
-            keys, values = past.extend(keys, values)
+            past[:] = [keys, values]
         mixed = functional.scaled_dot_product_attention(
             queries,
             keys,
@@ -153,25 +159,6 @@ class Attention(nn.Module):
         joined = mixed.transpose(1, 2).reshape(samples, count, width)
         outputs: Tensor = self.out_dropout(self.out(joined))
         return outputs
-
-
-class Past:
-    """The keys and values of the tokens so far, in one block: the KV cache."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, (N, heads, T, size), and return all."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat([self.keys, keys], 2)
-            values = torch.cat([self.values, values], 2)
-        self.keys = keys
-        self.values = values
-        self.count = keys.shape[2]
-        return keys, values
 
 
 def choose(

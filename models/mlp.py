@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from stoker.models.checks import check_choice, check_dropout, check_sizes
+from stoker.models.checks import check_dropout, check_sizes
+from stoker.trainer.errors import check_choice
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -34,14 +35,13 @@ class MLP(nn.Module):
         hidden: Sequence[int] = (256, 256),
         activation: str = "relu",
         dropout: float = 0.0,
-        norm: str | None = "none",
+        norm: str = "none",
     ) -> None:
         super().__init__()
-        norm = norm or "none"
-        check_choice("activation", activation, ACTIVATIONS)
-        check_choice("norm", norm, NORMS)
+        check_choice("model.activation", activation, ACTIVATIONS)
+        check_choice("model.norm", norm, NORMS)
         check_dropout(dropout)
-        sizes = [math.prod(in_shape), *check_sizes("hidden", hidden, empty=True)]
+        sizes = [math.prod(in_shape), *check_sizes("hidden", hidden)]
         norm_layer = NORMS[norm]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in itertools.pairwise(sizes):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.models.checks import check_image, check_sizes
+from stoker.trainer.errors import UserError
 
 
 class Block(nn.Module):
@@ -47,10 +48,8 @@ class ResNet(nn.Module):
         channels, height, width = check_image("resnet", in_shape)
         widths = check_sizes("widths", widths)
         blocks = check_sizes("blocks", blocks)
-        if len(widths) != len(blocks):
-            raise ValueError(
-                f"blocks={blocks} and widths={widths}: give both lists one number per stage."
-            )
+        if not widths or len(widths) != len(blocks):
+            raise UserError("model.blocks: give as many numbers as model.widths has.")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),
@@ -58,15 +57,15 @@ class ResNet(nn.Module):
         )
         smallest = min(height, width)
         inputs = widths[0]
-        stages = []
-        for stage, outputs in enumerate(widths):
+        stages: list[nn.Module] = []
+        for outputs, count in zip(widths, blocks, strict=True):
             # Not down to 1x1: with a single sample in a batch, the norms would see one value per
             # channel.
-            stride = 2 if stage > 0 and smallest >= 3 else 1
+            stride = 2 if stages and smallest >= 3 else 1
             smallest = -(-smallest // stride)
-            for i in range(blocks[stage]):
-                stages.append(Block(inputs, outputs, stride if i == 0 else 1))
-                inputs = outputs
+            stages.append(Block(inputs, outputs, stride))
+            stages += [Block(outputs, outputs, 1) for _ in range(count - 1)]
+            inputs = outputs
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, num_classes)
         for module in self.modules():

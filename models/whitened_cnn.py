@@ -2,14 +2,13 @@
 that whitens it.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stoker.models.checks import check, check_choice, check_image, check_sizes, is_number
+from stoker.models.checks import check_image, check_sizes
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number
@@ -17,18 +16,18 @@ from stoker.trainer.errors import UserError, check_number
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-VIEWS = ("none", "mirror", "mirror_shift")
+NORM_MOMENTUM = 0.4
+LOGIT_SCALE = 0.111  # factor on the outputs of the last layer
 
 
 class WhitenedCNN(nn.Module):
     """Map images (N, C, H, W) of 3x3 and larger to (N, num_classes).
 
     The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions
-    that halves the map while it stays at least 2x2. In evaluation the logits are a mean over
-    `views` of the image (section 3.5): "none" is the image alone; "mirror" adds its mirror image;
-    "mirror_shift" gives these two half of the weight, and the other half to both moved by one pixel
-    up and left, and down and right. The first layer is trained like the others unless Whiten is
-    among the callbacks.
+    that halves the map while it stays at least 2x2. In evaluation the logits are a mean over six
+    views of the image (section 3.5): it and its mirror image have half of the weight, and both
+    moved by one pixel up and left, and down and right, the other half. The first layer is trained
+    like the others unless Whiten is among the callbacks.
     """
 
     def __init__(
@@ -36,24 +35,14 @@ class WhitenedCNN(nn.Module):
         in_shape: Sequence[int],
         num_classes: int,
         widths: Sequence[int] = (64, 256, 256),
-        norm_momentum: float = 0.4,
-        logit_scale: float = 0.111,
-        views: str = "mirror_shift",
     ) -> None:
         super().__init__()
         channels, height, width = check_image("whitened_cnn", in_shape)
-        momentum_fits = is_number(norm_momentum) and 0 < norm_momentum <= 1
-        check("norm_momentum", norm_momentum, momentum_fits, "a number above 0 and at most 1")
-        scale_fits = is_number(logit_scale) and logit_scale > 0
-        check("logit_scale", logit_scale, scale_fits, "a number above 0")
-        check_choice("views", views, VIEWS)
         if min(height, width) < 3:
-            raise ValueError(
-                "whitened_cnn takes images of at least 3x3 pixels, but these have "
+            raise UserError(
+                "model: whitened_cnn takes images of at least 3x3 pixels, but these have "
                 f"{height}x{width}."
             )
-        self.logit_scale = logit_scale
-        self.views = views
         # Each principal direction of a 2x2 patch, and its negative.
         inputs = 2 * channels * 2 * 2
         self.first = nn.Conv2d(channels, inputs, 2)
@@ -64,21 +53,23 @@ class WhitenedCNN(nn.Module):
             if smallest >= 4:
                 layers.append(nn.MaxPool2d(2))
                 smallest //= 2
-            layers.append(offset_norm(outputs, norm_momentum))
-            layers.append(nn.GELU())
-            layers.append(convolution(outputs, outputs))
-            layers.append(offset_norm(outputs, norm_momentum))
-            layers.append(nn.GELU())
+            layers += [offset_norm(outputs), nn.GELU()]
+            layers += [convolution(outputs, outputs), offset_norm(outputs), nn.GELU()]
             inputs = outputs
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(inputs, num_classes, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.training or self.views == "none":
+        if self.training:
             return self.logits(inputs)
-        views = weighted_views(inputs, self.views)
-        weighted = [share * self.logits(view) for share, view in views]
-        return functools.reduce(torch.add, weighted)
+        padded = nn.functional.pad(inputs, (1, 1, 1, 1), mode="reflect")
+        up_left = padded[:, :, :-2, :-2]
+        down_right = padded[:, :, 2:, 2:]
+        terms = []
+        for share, view in ((0.25, inputs), (0.125, up_left), (0.125, down_right)):
+            terms.append(share * self.logits(view))
+            terms.append(share * self.logits(view.flip(3)))
+        return sum(terms[1:], terms[0])
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Compute the logits of the images as they are."""
@@ -86,7 +77,7 @@ class WhitenedCNN(nn.Module):
         # In full precision, since close logits would often be equal in bf16.
         with torch.autocast(inputs.device.type, enabled=False):
             outputs: Tensor = self.head(features.to(self.head.weight.dtype))
-            return outputs * self.logit_scale
+            return outputs * LOGIT_SCALE
 
     @torch.no_grad()
     def whiten(self, batches: Iterable[Tensor], eps: float = 5e-4) -> None:
@@ -122,24 +113,11 @@ def convolution(inputs: int, outputs: int) -> nn.Conv2d:
     return layer
 
 
-def offset_norm(channels: int, momentum: float) -> nn.BatchNorm2d:
+def offset_norm(channels: int) -> nn.BatchNorm2d:
     """Make a BatchNorm that learns an offset and no scale."""
-    norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
+    norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=NORM_MOMENTUM)
     norm.weight.requires_grad_(False)
     return norm
-
-
-def weighted_views(images: Tensor, views: str) -> Iterator[tuple[float, Tensor]]:
-    """Yield (weight, images) for each of the `views`; the weights add up to 1."""
-    moved = [(1.0, images)]
-    if views == "mirror_shift":
-        padded = nn.functional.pad(images, (1, 1, 1, 1), mode="reflect")
-        up_left = padded[:, :, :-2, :-2]
-        down_right = padded[:, :, 2:, 2:]
-        moved = [(0.5, images), (0.25, up_left), (0.25, down_right)]
-    for share, view in moved:
-        yield share / 2, view
-        yield share / 2, view.flip(3)
 
 
 class Whiten(Callback):

@@ -18,7 +18,7 @@ from stoker.data import text as texts
 from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader, HostLoader, make_loaders, resident_view
 from stoker.data.record import fingerprint
-from stoker.models.gpt import GPT, Past
+from stoker.models.gpt import GPT
 from stoker.runs import report
 from stoker.runs.inference import Trained
 from stoker.runs.samples import Samples, can_write, write_on
@@ -279,7 +279,7 @@ def test_what_is_written_is_drawn_from_the_plain_forward(temperature, top_k):
     coldest = model.generate(prompt, 5, temperature=1e-45)
     assert torch.equal(coldest, model.generate(prompt, 5, temperature=0))
     with torch.no_grad():
-        past = [Past() for _ in model.blocks]
+        past = [[] for _ in model.blocks]
         steps = [model(prompt[:, :2], past), model(prompt[:, 2:], past)]
         torch.testing.assert_close(torch.cat(steps, 2), model(prompt))
 

@@ -186,10 +186,6 @@ def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
         and "argument" not in str(error)
     ):
         return error  # a bug needs its traceback
-    if target.startswith("stoker.models."):  # their messages begin with the argument's name
-        argument = str(error).partition("=")[0]
-        names, _ = arguments_of(key, target)
-        return UserError(f"{key}{'.' if argument in names else ': '}{error}")
     return UserError(f"{key} ({target}): {first_line(error)}")
 
 
