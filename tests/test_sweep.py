@@ -28,7 +28,7 @@ from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
 from stoker.command import exit_codes, shell
-from stoker.runs import directory, json_files, lock, readable
+from stoker.runs import json_files, lock, readable
 from stoker.runs.rows import read_rows
 from stoker.sweeps import jobs, page, progress, sweep, table
 from stoker.trainer.callbacks import Callback as TrainerCallback
@@ -533,95 +533,12 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
     assert identities(tmp_path / "all") == before
 
 
-def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
-    runs = tmp_path / "runs"
-    json_files.write_json(runs / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
-    assert sweep.main([str(runs)]) == 2  # it is no run's
-    json_files.write_json(runs / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
-    assert sweep.main([str(runs)]) == 2
-    assert sweep.main([str(runs / "sweptt")]) == 2
-    without, offered, missing = capsys.readouterr().err.splitlines()
-    assert without.startswith(f"error: {runs}: this folder has neither a sweep's jobs nor runs.")
-    assert offered.endswith(f"Type the directory of a sweep, as in {runs}/swept.")
-    assert missing.endswith("there is no such folder.")
-    assert not list(tmp_path.rglob("sweep.*"))
-    for i, (name, seed) in enumerate([("one", 0), ("two", 1), ("three", 0)]):
-        typed = ["optimizer.lr=1e-2"] * (name == "three") + [f"seed={seed}", f"run_dir=runs/{name}"]
-        (runs / name).mkdir(exist_ok=True)
-        (runs / name / "config.yaml").write_text(
-            f"{directory.TYPED}{json.dumps(typed)}\nseed: {seed}\n"
-        )
-        best = {"name": "val/acc", "mode": "max", "value": 0.5 + i / 4}
-        json_files.write_json(
-            runs / name / "result.json", {"overrides": typed, "best": best, "seconds": 2.0}
-        )
-    (runs / "three" / "result.json").unlink()
-    assert sweep.main([str(runs)]) == 0
-    header, both, three, best, end = capsys.readouterr().out.splitlines()
-    assert header.split() == ["job", "val/acc", "test", "seconds", "settings"]
-    assert re.split(" {2,}", both.strip())[:2] == ["one,two", "0.6250 +- 0.1768"]
-    assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith(
-        "optimizer.lr=1e-2: no row yet"
-    )
-    assert best == f"best     {PROGRAM}"
-    assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv and sweep.html"
-    text = (runs / "sweep.html").read_text(encoding="utf-8")
-    assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
-    assert re.findall(r"<th\b.*?>(.*?)</th>", text)[:4] == ["run", "status", "val/acc", "settings"]
-    assert [job["name"] for job in plotted(text)["jobs"]] == ["one", "two"]  # each that is done
-    assert not list(runs.rglob("report.html"))
-
-
-def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
-    """Each is shown with the number that it has, what decides and what was tested before the loss,
-    reports linked.
-    """
-    bests = {
-        "a": ("val/r2", 0.75, "acc"),
-        "b": ("val/acc", 0.5, "acc"),
-        "c d": ("val/acc", 0.25, "acc"),
-    }
-    for i, (name, (metric, value, test)) in enumerate(bests.items()):
-        typed = [f"dataset={['csv', 'mnist', 'digits'][i]}", "epochs=3"]
-        best = {"name": metric, "mode": "max", "value": value}
-        result = {
-            "overrides": typed,
-            "best": best,
-            "seconds": 2.0,
-            "test/loss": 0.5,
-            f"test/{test}": 0.125,
-        }
-        json_files.write_json(tmp_path / name / "result.json", result)
-        (tmp_path / name / "config.yaml").touch()
-    json_files.write_json(
-        tmp_path / "e" / "result.json",
-        {"overrides": [], "error": "it is nan.\nType lr.", "code": 3},
-    )
-    (tmp_path / "e" / "config.yaml").touch()
-    (tmp_path / "c d" / "report.html").touch()
-    assert sweep.main([str(tmp_path)]) == 0
-    said = "3 done, 1 failed, on different data, so not comparable"
-    *lines, end = capsys.readouterr().out.splitlines()
-    assert not any(line.startswith("best ") for line in lines) and end.startswith(
-        f"runs     {tmp_path}: {said};"
-    )
-    assert [re.split(" {2,}", line)[:2] for line in lines[1:4]] == [
-        ["b", "0.5000"],
-        ["c d", "0.2500"],
-        ["a", "0.1250"],  # its test: it monitors another metric
-    ]
-    text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert "best first" not in text and plotted(text)["jobs"] == []
-    heads = re.findall(r"<th\b.*?>(.*?)</th>", text)
-    names = ["run", "status", "val/acc", "settings", "test/acc", "test/loss", "seconds"]
-    assert heads == names
-    assert '<a href="c%20d/report.html">c d</a>' in text and text.count("<a ") == 1
-    assert '<div class="note">it is nan. Type lr.</div>' in text and 'class="best"' not in text
-    for name in bests:
-        (tmp_path / name / "result.json").write_text((tmp_path / "b" / "result.json").read_text())
-    (tmp_path / "e" / "result.json").unlink()
-    assert sweep.main([str(tmp_path)]) == 0  # runs on the same data
-    assert "best first" in (tmp_path / "sweep.html").read_text(encoding="utf-8")
+def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
+    assert sweep.main([str(tmp_path)]) == 2
+    assert sweep.main([str(tmp_path / "sweep")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {tmp_path}: this folder has no sweep. Type the directory of a sweep."
+    assert second.endswith("there is no such folder.")
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
-from stoker.runs import readable, saved_config
+from stoker.runs import readable
 from stoker.runs import result as results
-from stoker.runs.directory import CONFIG, METRICS, RESULT
+from stoker.runs.directory import METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
@@ -74,15 +74,9 @@ class SweepRecord:
         write_json(folder / SWEEP, vars(self))
 
 
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's: a folder of single runs has results in it too."""
-    return (folder / SWEEP).is_file() or any(folder.glob(f"*/{JOB}"))
-
-
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep, or the runs in any other folder, by name."""
-    names = [JOB, RESULT] if is_sweep(folder) else [CONFIG]
-    folders = {path.parent for name in names for path in folder.glob(f"*/{name}")}
+    """Read the jobs of a sweep, by name."""
+    folders = {path.parent for name in (JOB, RESULT) for path in folder.glob(f"*/{name}")}
     return [read_job(path) for path in sorted(folders, key=lambda path: natural(path.name))]
 
 
@@ -92,7 +86,7 @@ def read_job(folder: Path) -> Job:
     result = RunResult.read(folder) or RunResult()
     overrides = overrides_in(folder)
     if overrides is None:
-        overrides = result.overrides or saved_config.overrides_in(folder) or []
+        overrides = result.overrides or []
     job = Job(folder.name, overrides)
     if result.is_finished:
         job.best = result.best

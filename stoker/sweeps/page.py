@@ -13,10 +13,9 @@ from stoker.runs.directory import METRICS
 from stoker.runs.page import render
 from stoker.runs.plots import thin
 from stoker.runs.readable import natural
-from stoker.runs.report import words
 from stoker.runs.rows import metrics_in, read_rows
 from stoker.sweeps import table
-from stoker.sweeps.jobs import Job, typed_for
+from stoker.sweeps.jobs import Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 
@@ -37,10 +36,8 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         "sweep.html",
         sweep=sweep,
         table=table,
-        typed_for=typed_for,
-        note_of=note_of,
         tests=table.tests_of(sweep),
-        numeric=numeric_keys(sweep),
+        numeric=[key["name"] for key in shown["keys"] if key["numbers"]],
         counts=counts,
         best=best,
         again=again,
@@ -48,22 +45,6 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         plots=shown,
         importances=importances(shown),
     )
-
-
-def numeric_keys(sweep: Sweep) -> list[str]:
-    """Return the settings whose typed values are all numbers."""
-    numeric = []
-    for key in sweep.group_keys:
-        typed = [job.settings[key] for job in sweep.jobs if key in job.settings]
-        if all(table.as_number(value) is not None for value in typed):
-            numeric.append(key)
-    return numeric
-
-
-def note_of(job: Job) -> str:
-    """Return the note of a job in one line, without commands."""
-    text, _ = words.without_commands(job.note)
-    return " ".join(text.split())
 
 
 def link_of(sweep: Sweep, job: Job) -> str | None:
@@ -79,12 +60,11 @@ def plots(sweep: Sweep) -> dict[str, Any]:
 
     Nothing but numbers, and texts without control characters.
     """
-    rows = list(sweep.groups)
-    rows += [[job] for job in sweep.unfinished]
+    rows = [*sweep.groups, *([job] for job in sweep.unfinished)]
     ended = []
     for i, group in enumerate(rows):
         for job in group:
-            if sweep.compares and job.status in ("done", "pruned", "failed"):
+            if job.status in ("done", "pruned", "failed"):
                 ended.append((i, job))
     keys = sweep.keys[:MOST_SETTINGS] if ended else []
     records = []
@@ -108,7 +88,6 @@ def plots(sweep: Sweep) -> dict[str, Any]:
     return {
         "metric": printable(sweep.name or "result"),
         "high": sweep.high,
-        "job": "job" if sweep.swept else "run",
         "keys": [axis(key, values) for key, values in zip(keys, choices, strict=True)],
         "jobs": records,
     }
@@ -157,40 +136,24 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
     for i, key in enumerate(plots["keys"]):
         places = [job["settings"][i] for job in done]
         numbers = key["numbers"]
-        if numbers:
-            places = binned([numbers[place] for place in places])
-        share = importance(places, values)
-        shares.append((key["name"], share))
+        if numbers and len(set(places)) > BINS:
+            typed = [numbers[place] for place in places]
+            edges = numpy.quantile(typed, numpy.linspace(0, 1, BINS + 1)[1:-1])
+            places = list(numpy.searchsorted(edges, typed))
+        shares.append((key["name"], importance(places, values)))
     return sorted(shares, key=lambda pair: pair[1], reverse=True)
-
-
-def binned(numbers: list[float]) -> list[Any]:
-    """Return the quantile of each number if there are many, or else the numbers."""
-    if len(set(numbers)) <= BINS:
-        return numbers
-    ends = numpy.linspace(0, 1, BINS + 1)
-    edges = numpy.quantile(numbers, ends[1:-1])
-    places: list[Any] = numpy.searchsorted(edges, numbers).tolist()
-    return places
 
 
 def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
     """Return the share of the variance of the values' ranks that their groups explain.
 
-    It is the epsilon squared of a Kruskal-Wallis test (Kelley 1935): adjusted for chance, so about
-    0 for a setting that does nothing. Ranks keep a diverged job from hiding all others.
+    It is adjusted for chance, so about 0 for a setting that does nothing (the epsilon squared of
+    Kelley 1935). Ranks keep a diverged job from hiding all others.
     """
-    count = len(values)
     names, group = numpy.unique(groups, return_inverse=True)
-    if not 1 < len(names) < count:
+    _, ranks = numpy.unique(values, return_inverse=True)
+    if not 1 < len(names) < len(values) or not ranks.any():
         return 0.0
-    _, order, repeats = numpy.unique(values, return_inverse=True, return_counts=True)
-    ranks = (repeats.cumsum() - (repeats - 1) / 2)[order]
     means = numpy.bincount(group, ranks) / numpy.bincount(group)
-    residuals = numpy.square(ranks - means[group])
-    within = residuals.sum() / (count - len(names))
-    variance = ranks.var(ddof=1)
-    if not variance:
-        return 0.0
-    share = float(1 - within / variance)
-    return max(0.0, share)
+    within = numpy.square(ranks - means[group]).sum() / (len(values) - len(names))
+    return max(0.0, float(1 - within / ranks.var(ddof=1)))

@@ -189,20 +189,17 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     summary = summary_of(sweep)
     best = best_command(sweep)
     again = command_for_the_rest(sweep)
-    lines = table.lines(sweep)
+    for line in table.lines(sweep):
+        terminal.show(printable(line))
+    # A wrapped command could not be copied.
     if best:
-        lines.append(f"best     {best}")
-    kind = "sweep" if sweep.swept else "runs"
-    lines.append(f"{kind:<9}{sweep.folder}: {summary}; also in sweep.csv and sweep.html")
+        print(printable(f"best     {best}"), flush=True)
+    place = printable(sweep.folder)
+    terminal.show(f"sweep    {place}: {summary}; also in sweep.csv and sweep.html")
     if again:
-        lines.append(f"go on    {again}")
-    for line in map(printable, lines):
-        if line.startswith(("best ", "go on ")):  # a wrapped command could not be copied
-            print(line, flush=True)
-        else:
-            terminal.show(line)
+        print(printable(f"go on    {again}"), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
-    if draws and sweep.swept:
+    if draws:
         draw_reports(sweep)
     html = page.of_sweep(sweep, summary, best, again)
     files.write_text(sweep.folder / "sweep.html", html)
@@ -211,16 +208,9 @@ def report(sweep: Sweep, draws: bool = True) -> None:
 
 def summary_of(sweep: Sweep) -> str:
     """'4 done, 1 failed, 1 not started'."""
-    parts = []
-    for status in STATUSES:
-        count = len(sweep.of(status))
-        if count:
-            parts.append(f"{count} {status}")
-    if sweep.missing:
-        parts.append(f"{sweep.missing} not started")
-    if not sweep.compares:
-        parts.append("on different data, so not comparable")
-    return ", ".join(parts)
+    counts = {status: len(sweep.of(status)) for status in STATUSES}
+    counts["not started"] = sweep.missing
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
 
 
 def best_command(sweep: Sweep) -> str | None:
@@ -228,7 +218,7 @@ def best_command(sweep: Sweep) -> str | None:
     none.
     """
     best = sweep.groups[0][0] if sweep.groups else None
-    if best is None or sweep.value(best) is None or not sweep.compares:
+    if best is None or sweep.value(best) is None:
         return None
     left_out = {"run_dir", *sweep.left_out}
     if "dataset.fold" in left_out:  # without folds, nothing is held back from the training
@@ -241,7 +231,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     is_over = not sweep.missing and not sweep.of("unfinished")
     if sweep.of("failed") and not sweep.is_search:  # a search does not repeat failed trials
         is_over = False
-    if is_over or not sweep.swept or sweep.of("running"):
+    if is_over or sweep.of("running"):
         return None
     return jobs.command_to_continue(sweep.folder)
 
@@ -251,41 +241,28 @@ def draw_reports(sweep: Sweep) -> None:
     from stoker.runs import report
 
     done = list(itertools.chain(*sweep.groups))
-    limit = REPORTS * sum(job.seconds or 0.0 for job in done)
-    start = time.perf_counter()
+    until = time.perf_counter() + REPORTS * sum(job.seconds or 0.0 for job in done)
     for job in done:
         folder = sweep.folder / job.name
-        path = folder / report.NAME
         # A link may point outside the sweep.
-        if folder.is_symlink() or not (folder / CONFIG).is_file() or path.exists():
-            continue
-        try:
-            report.write(folder)
-        except Exception as error:
-            name = printable(job.name)
-            log.warning("job %s: its report could not be drawn (%s).", name, cause(error))
-            return
-        if time.perf_counter() - start > limit:
-            return
+        is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
+        if is_run and not (folder / report.NAME).exists() and time.perf_counter() < until:
+            try:
+                report.write(folder)
+            except Exception as error:
+                log.warning("%s: no report could be drawn (%s).", printable(folder), cause(error))
 
 
 def show(folder: Path) -> None:
-    """Print the table of the sweep, or of the runs, in a folder, and write its files."""
-    sweep = Sweep(folder)
-    if not sweep.jobs:
-        inside = sorted(filter(jobs.is_sweep, folder.glob("*")))
-        example = f", as in {inside[-1]}" if inside else ""
-        raise UserError(
-            f"{folder}: this folder has neither a sweep's jobs nor runs. Type the directory of a "
-            f"sweep{example}."
-        )
-    report(sweep)
+    """Print the table of the sweep in a folder, and write its files."""
+    if not (folder / SWEEP).is_file():
+        raise UserError(f"{folder}: this folder has no sweep. Type the directory of a sweep.")
+    report(Sweep(folder))
 
 
 def main(arguments: list[str]) -> int:
     """Run `python -m stoker.sweeps.sweep DIR` and return the exit code."""
-    usage = "python -m stoker.sweeps.sweep DIR, the directory of a sweep, or a folder of runs."
-    return subcommand.run(arguments, usage, show)
+    return subcommand.run(arguments, "python -m stoker.sweeps.sweep DIR", show)
 
 
 if __name__ == "__main__":

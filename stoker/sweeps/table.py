@@ -14,7 +14,6 @@ from stoker.sweeps.jobs import (
     STATUSES,
     Job,
     SweepRecord,
-    is_sweep,
     read_jobs,
     typed_for,
     varied,
@@ -25,13 +24,6 @@ from stoker.trainer.errors import printable
 REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
 MOST_ROWS = 40  # in the printed table
 MOST_NAMES = 5  # jobs named in a row
-DATA = {  # keys that choose the data
-    "dataset",
-    "dataset._target_",
-    "dataset.root",
-    "dataset.path",
-    "dataset.target",
-}
 
 
 class Sweep:
@@ -40,14 +32,13 @@ class Sweep:
     `keys` are the settings in which they differ. `name` is the metric that most jobs monitor, and
     `high` whether higher is better. `groups` are the finished jobs, best first; those that differ
     only in their seed or fold form one group, and those without the metric come last. `group_keys`
-    are the settings in which groups differ. `swept` is False for runs that were started one by one.
+    are the settings in which groups differ.
     """
 
     def __init__(self, folder: Path) -> None:
         record = SweepRecord.read(folder)
         self.folder = folder
         self.jobs = read_jobs(folder)
-        self.swept = is_sweep(folder)
         self.is_search = record.searched is not None
         self.missing = max(0, (record.jobs or 0) - len(self.jobs))  # jobs that have not begun
         self.keys = varied([job.settings for job in self.jobs])
@@ -81,12 +72,6 @@ class Sweep:
             return math.inf
         mean = statistics.fmean(values)
         return -mean if self.high else mean
-
-    @property
-    def compares(self) -> bool:
-        """Whether one job can be the best, and not just the one on the easiest data."""
-        keys = varied([job.settings for job in self.of("done")])
-        return self.swept or DATA.isdisjoint(keys)
 
 
 def present(values: Iterable[float | None]) -> list[float]:

@@ -101,7 +101,7 @@ function light(chosen) {
 function say(job, event) {
   const settings = sweep.keys.map((key, i) => `${key.name}=${key.values[job.settings[i]]}`);
   const value = job.value === null ? job.status : `${sweep.metric} ${job.shown}`;
-  showTip(event, [`${sweep.job} ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n"));
+  showTip(event, [`job ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n"));
 }
 
 function drawParallel(place) {
@@ -190,7 +190,7 @@ function filter() {
   drawn.forEach((parts, i) => parts.forEach(part => part.classList.toggle("off", !chosen[i])));
   rows.forEach((row, i) => { row.hidden = brushes.size > 0 && !shown.has(i); });
   const count = document.getElementById("count");
-  count.textContent = brushes.size ? `${chosen.filter(Boolean).length} of ${chosen.length} ${sweep.job}s selected ` : "";
+  count.textContent = brushes.size ? `${chosen.filter(Boolean).length} of ${chosen.length} jobs selected ` : "";
   if (brushes.size) count.append(button("clear", "clear", () => { brushes.clear(); draw(); }));
 }
 
