@@ -132,10 +132,8 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         assert done.codes.pop(rank) == -9 and set(done.codes) == {3}, (done.codes, done.errs)
         assert not done.late and time.monotonic() - begin < 2 * ENDS
         said = "".join(done.errs)
-        assert (
-            said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ")
-            and "is gone" in said
-        )
+        assert said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ")
+        assert "is gone, or did not respond" in said
         assert said.count("error:") == 1 and "Traceback" not in said
         _, what, again = said.splitlines()
         assert what == "To resume from the last checkpoint:"
@@ -168,30 +166,32 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
 
 
 @pytest.mark.slow
-def test_a_mistake_is_said_once_with_the_rank_that_made_it(forks, tmp_path):
+def test_a_mistake_is_said_once_by_a_rank_that_made_it(forks, tmp_path):
     for kind, code, text in (
         ("mistake", 2, "callbacks.fault: a mistake."),
         ("bug", 1, "ZeroDivisionError: a bug"),
     ):
         done = forks.ranks(tmp_path / kind, 2, "run_dir=run", *JOB, *fault(kind))
         assert done.codes == [code, code] and done.errs[0] == "", (done.codes, done.errs)
-        assert "rank 1:" in done.errs[1] and done.errs[1].strip().endswith(text)
+        assert done.errs[1].strip().endswith(text)
         assert done.errs[1].count(text) == 1 and "gloo" not in done.errs[1]
     done = forks.ranks(tmp_path / "fails", 2, "run_dir=run", *JOB, *fault("fails"))
-    assert done.codes == [3, 3] and done.errs == ["", "error: rank 1: it is no good.\n"]
+    assert done.codes == [3, 3] and done.errs == ["", "error: it is no good.\n"]
     assert (
         json.loads((tmp_path / "fails" / "run" / "result.json").read_text())["error"]
         == "it is no good."
     )
     assert not (tmp_path / "mistake" / "run" / "result.json").exists()
     done = forks.ranks(tmp_path / "all", 2, "run_dir=run", *JOB, *fault("mistake", rank=-1))
-    assert done.codes == [2, 2] and done.errs == ["error: callbacks.fault: a mistake.\n", ""]
+    assert done.codes == [2, 2]
+    assert sorted(done.errs) == ["", "error: callbacks.fault: a mistake.\n"]
 
 
 def test_more_ranks_than_samples_is_an_error(forks, tmp_path):
     done = forks.ranks(tmp_path, 4, "run_dir=run", *JOB, "batch_size=3")
-    assert set(done.codes) == {2} and done.errs[1:] == [""] * 3, (done.codes, done.errs)
-    assert "batch_size" in done.errs[0] and "4 processes" in done.errs[0]
+    assert set(done.codes) == {2}, (done.codes, done.errs)
+    (said,) = filter(None, done.errs)
+    assert "batch_size" in said and "4 processes" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -206,10 +206,11 @@ def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
     cases += [(["dataset._target_=faults.other"], "data: other.")]
     for i, (typed, what) in enumerate(cases):
         done = forks.ranks(tmp_path / str(i), 2, "run_dir=run", *JOB[2:], *typed)
-        assert done.codes == [2, 2] and done.errs[1] == "", (done.codes, done.errs)
+        assert done.codes == [2, 2], (done.codes, done.errs)
+        (said,) = filter(None, done.errs)
         assert re.match(
             r"error: rank 1 \(process \d+ on .*\) and rank 0 differ in their " + re.escape(what),
-            done.errs[0],
+            said,
         ), done.errs
         assert not (tmp_path / str(i) / "run").exists()
 
@@ -227,11 +228,10 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     """)
     )
     done = forks.ranks(tmp_path / "run", 3, script=script)
-    assert done.codes == [2, 2, 2] and done.errs[1:] == ["", ""], done.errs
-    assert (
-        "error: rank 1 (" in done.errs[0]
-        and "and rank 0 differ in their code: mine.py.\n" in done.errs[0]
-    )
+    assert done.codes == [2, 2, 2], done.errs
+    (said,) = filter(None, done.errs)
+    assert said.startswith("error: rank 1 (")
+    assert "and rank 0 differ in their code: mine.py.\n" in said
 
 
 def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
@@ -364,10 +364,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
 @pytest.mark.slow
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
     cases = [("kill", 0, 3, "error: rank 0 (process")]
-    cases += [
-        ("mistake", 1, 2, "error: rank 1: callbacks"),
-        ("bug", 1, 1, "rank 1:\nTraceback"),
-    ] * large
+    cases += [("mistake", 1, 2, "error: callbacks"), ("bug", 1, 1, "Traceback")] * large
     for kind, rank, code, said in cases:
         folder = tmp_path / f"{kind}{rank}"
         done = end(
@@ -418,7 +415,7 @@ REFUSED = [
     (
         "devices=2",
         "error: devices=2: strategy=auto uses only one process",
-        "Type strategy=ddp devices=2 or strategy=fsdp",
+        "Type strategy=ddp devices=2.",
     ),
     ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
@@ -459,11 +456,6 @@ REFUSED_AMONG_SEVERAL = [
         "strategy=ddp devices=3",
         "error: devices=3: torchrun has started 2 processes.",
         "--nproc-per-node",
-    ),
-    (
-        "strategy=dp:0+1",
-        "error: strategy=dp:0+1: torchrun has started 2 processes",
-        "Type strategy=auto.",
     ),
     (
         "-m seed=0,1",

@@ -6,7 +6,6 @@ store.
 
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 SEVERAL = ("ddp", "fsdp")  # the strategies with several processes
-TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")  # how the store reports that a peer does not respond
 
 # One connection per thread (its `store`): a thread that waits on a connection blocks it.
 connections = threading.local()
@@ -121,20 +119,15 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
         LostContact: The rank has ended, or published nothing for `limit` seconds (None: `timeout`).
     """
     end = time.monotonic() + (timeout if limit is None else limit)
-    while True:
-        try:
-            # Wait one second at a time, so that Python can handle signals in between.
-            store().wait([key], timedelta(seconds=1))
-            return json.loads(store().get(key))
-        except RuntimeError as error:
-            if not TIMEOUT.search(str(error)):
-                raise
+    while not store().check([key]):
         if stopping.received is not None:  # a library swallowed its exception
             raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has ended.")
         if time.monotonic() > end:
             raise LostContact(f"rank {by} did not answer: timed out after {timeout:g} s.")
+        time.sleep(0.02)
+    return json.loads(store().get(key))
 
 
 def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:

@@ -137,7 +137,8 @@ def say_interrupted() -> int:
 
 def is_interruption(error: BaseException) -> bool:
     """Return whether a library turned a signal's exception into this error."""
-    return stopping.received is not None and not isinstance(error, TrainingError)
+    is_ours = isinstance(error, TrainingError) or ranks.is_lost(error)
+    return stopping.received is not None and not is_ours
 
 
 def open_closed() -> None:

@@ -1,6 +1,6 @@
 """Start the processes of a run on this machine, and list the source files that they run."""
 
-import importlib.util
+import importlib.resources
 import json
 import os
 import signal
@@ -35,15 +35,18 @@ def count(strategy: str, devices: int | str, device: str) -> int:
     Raises:
         UserError: `devices` or `strategy` cannot take effect.
     """
-    name = strategy.partition(":")[0]
     if launch.world_size() > 1:
-        check_among_several(strategy, name, devices)
-        return 1
-    if name not in launch.SEVERAL:
-        if devices not in ("auto", 1):
-            ways = " or ".join(f"strategy={way} devices={devices}" for way in launch.SEVERAL)
+        if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
             raise UserError(
-                f"devices={devices}: strategy={strategy} uses only one process. Type {ways}."
+                f"devices={devices}: torchrun has started {launch.world_size()} processes. "
+                "Remove devices; --nproc-per-node sets their number."
+            )
+        return 1
+    if strategy not in launch.SEVERAL:
+        if devices not in ("auto", 1):
+            raise UserError(
+                f"devices={devices}: strategy={strategy} uses only one process. "
+                f"Type strategy=ddp devices={devices}."
             )
         return 1
     if isinstance(devices, int):
@@ -53,20 +56,6 @@ def count(strategy: str, devices: int | str, device: str) -> int:
     import torch
 
     return max(1, torch.accelerator.device_count())
-
-
-def check_among_several(strategy: str, name: str, devices: int | str) -> None:
-    """Raise UserError for settings that cannot take effect under torchrun."""
-    started = f"torchrun has started {launch.world_size()} processes"
-    if name not in ("auto", *launch.SEVERAL):
-        raise UserError(
-            f"strategy={strategy}: {started}, and each would train by itself.\nType strategy=auto."
-        )
-    if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
-        raise UserError(
-            f"devices={devices}: {started}. Remove devices; --nproc-per-node sets the number of "
-            "processes."
-        )
 
 
 def job() -> Any:
@@ -83,25 +72,21 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     signal. `job()` returns the plain value `of` in the processes.
     """
     import logging
-    import uuid
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, launch.cores() // processes)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-    }
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // processes)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if of is not None:
-        environment[JOB] = json.dumps(of)
-    added = [name for name in environment if name == JOB or name not in os.environ]
-    os.environ.update({name: environment[name] for name in added})
+        os.environ[JOB] = json.dumps(of)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=str(uuid.uuid4()),
+        run_id="stoker",
         role=invocation.ROLE,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -121,8 +106,8 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         return 128 + int(error.sigval)
     finally:
         logging.disable(logging.NOTSET)
-        for name in added:
-            del os.environ[name]
+        os.environ.clear()
+        os.environ.update(before)
         signals.listen()  # the agent replaced the signal handlers
 
 
@@ -140,11 +125,9 @@ def source_files(packages: Collection[str] = ()) -> dict[str, bytes]:
     """Return {file: its bytes} of this program and of the imported modules of `packages`."""
     paths: dict[str, Path] = {}
     for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for path in Path(folder).rglob("*.py"):
-                name = f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
-                paths[name] = path
+        folder = Path(str(importlib.resources.files(package)))
+        for path in folder.rglob("*.py"):
+            paths[f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"] = path
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.split(".")[0] in packages and file and file.endswith(".py"):

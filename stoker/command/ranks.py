@@ -17,16 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.command import signals
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import UserError, first_few
 from stoker.trainer.launch import (
-    TIMEOUT,
     LostContact,
-    agreed,
     is_first,
     local_rank,
     publish,
@@ -37,9 +35,6 @@ from stoker.trainer.launch import (
 )
 
 ANSWER = 5  # seconds within which other ranks have to report why they end
-SAME = 2  # seconds within which rank 0 hits the same error as another rank, if it does
-# Seconds after a signal (plus ANSWER) until a process ends if its peers stop responding.
-LATE = 3
 # Seconds after which a process that has not handled a signal ends. torchrun kills it after 30.
 BLOCKED = 25
 # How gloo, NCCL and the store report that a peer is gone or does not respond.
@@ -92,32 +87,25 @@ def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """
     if world_size() == 1:
         return
+    join()
     kinds = "/".join(parts)
     digests = {
         kind: {name: digest(value) for name, value in items.items()}
         for kind, items in parts.items()
     }
-    join()
     publish(f"parts/{kinds}/{rank()}", digests)
-    verdict = agreed(f"alike/{kinds}", lambda: first_difference(kinds, digests))
-    if verdict is not None:
-        raise UserError(verdict)
-
-
-def first_difference(kinds: str, digests: dict[str, dict[str, str]]) -> str | None:
-    """Return the message about the first rank whose parts differ from this rank's, or None."""
-    for peer in range(world_size()):
+    of_first = receive(f"parts/{kinds}/0")
+    for peer in range(1, world_size()):
         theirs = receive(f"parts/{kinds}/{peer}", by=peer)
-        for kind, items in digests.items():
+        for kind, items in of_first.items():
             names = sorted({*items, *theirs[kind]})
             names = [name for name in names if items.get(name) != theirs[kind].get(name)]
             if names:
-                return (
+                raise UserError(
                     f"rank {peer} ({who(peer)}) and rank 0 differ in their {kind}: "
                     f"{first_few(names, 3)}.\n"
                     "All processes need the same code, versions, config and data."
                 )
-    return None
 
 
 def digest(value: Any) -> str:
@@ -157,27 +145,9 @@ def guard(receiver: socket.socket, sender: socket.socket, parent: int) -> None:
                 os._exit(128 + signal.SIGTERM)
             continue
         if number in stopping.SIGNALS:
-            wait_for_handler(number)
-
-
-def wait_for_handler(number: int) -> None:
-    """Give the main thread time to handle this signal; end the process if it does not."""
-    start = time.monotonic()
-    time.sleep(1)
-    with contextlib.suppress(RuntimeError):
-        if stopping.received is None:
-            # so that the others do not wait for a report
-            publish(f"end/{rank()}", {"kind": "signal"})
-        time.sleep(LATE - 1)
-        text, code = consequence("signal", None, None)
-        if code is not None:
-            if text and not reported:
-                os.write(2, f"{text}\n".encode())
-            os._exit(code)
-    time.sleep(max(0, start + BLOCKED - time.monotonic()))
-    exception_was_lost = stopping.gentle is None and not reported
-    if stopping.received is None or exception_was_lost:
-        os._exit(128 + number)
+            time.sleep(BLOCKED)
+            if stopping.received is None:
+                os._exit(128 + number)
 
 
 # How a rank ends: one rank prints one message per fault.
@@ -201,124 +171,66 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
     "signal". Ranks agree through the store, so that each fault is printed once.
     """
     global reported
-    stopping.gentle = lambda name: None  # ending ranks send signals to the others
     if not joined:  # this early, all ranks usually have the same error
-        if is_first():
-            return message, code
-        return (None if signal_comes(2 * ANSWER) else by_rank(message)), code
+        if not is_first():
+            if kind == "signal":
+                return None, code
+            time.sleep(2 * ANSWER)  # torchrun's signal ends this rank once another has ended
+        return message, code
+    stopping.gentle = lambda name: None  # ending ranks send signals to the others
     reported = True
     try:
-        publish(f"end/{rank()}", {"kind": kind, "message": message, "code": code})
+        publish(f"end/{rank()}", {"kind": kind, "code": code})
         if kind == "error":
-            return own_error(message, code)
+            is_printed = store().add(f"printed/{digest(message)}", 1) > 1
+            return (None if is_printed else message), code
         return consequence(kind, message, code)
     except RuntimeError:  # the store is gone, so rank 0 or torchrun is gone too
-        return (None if kind == "signal" else by_rank(message)), code
-
-
-def signal_comes(limit: float) -> bool:
-    """Wait at most `limit` seconds for a signal; return whether one came."""
-    end = time.monotonic() + limit
-    while stopping.received is None and time.monotonic() < end:
-        time.sleep(0.05)
-    return stopping.received is not None
-
-
-def by_rank(message: str | None) -> str | None:
-    """Put this rank in front of an error message."""
-    if message is None:
-        return None
-    if "error: " in message:
-        return message.replace("error: ", f"error: rank {rank()}: ", 1)
-    return f"rank {rank()}:\n{message}"
-
-
-def own_error(message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return what this rank prints about its own error, and its exit code."""
-    if not is_first():
-        wait_for_ends([0], SAME)
-        if end_of(0).get("message") == message:
-            return None, code
-    store().compare_set("first", "", str(code))
-    if store().add(f"said/{digest(message)}", 1) > 1:
-        return None, code
-    return (message if is_first() else by_rank(message)), code
+        return (None if kind == "signal" else message), code
 
 
 def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
     """Return what this rank prints after a signal or a lost contact, and its exit code.
 
-    Unless some rank has reported an error of its own, that names the ranks that do not respond.
+    Another rank's own error explains it. Otherwise the ranks that do not report are named.
     """
-    present = wait_for_ends(range(world_size()), ANSWER)
-    first_code = store().compare_set("first", "", "").decode()
-    if first_code:
-        return None, int(first_code)
+    present = wait_for_all("end")
+    reports = [json.loads(store().get(f"end/{peer}")) for peer in present]
+    for report in reports:
+        if report["kind"] == "error":
+            return None, report["code"]
     absent = [peer for peer in range(world_size()) if peer not in present]
-    dead = [peer for peer in absent if has_ended(peer)]
-    lost = [peer for peer in present if end_of(peer).get("kind") == "lost"]
-    if absent and (dead or lost):
-        speaks = rank() == min(present, default=None)
-        hangs = not dead and TIMEOUT.search(message or "") is not None
-        return (missing_ranks(dead or absent, hangs) if speaks else None), 3
-    if lost:
-        return (by_rank(message) if rank() == min(lost) else None), 3
-    return (message if is_first() else None), code
+    if absent and any(report["kind"] == "lost" for report in reports):
+        message = absent_ranks(absent)
+        code = 3
+    elif kind == "lost" and stopping.received is not None:  # the others have ended, as they should
+        return None, signals.exit_code()
+    return (message if rank() == min(present) else None), code
 
 
-def missing_ranks(ranks: list[int], hangs: bool) -> str:
+def absent_ranks(ranks: list[int]) -> str:
     """Return the message that names the ranks that are gone, or do not respond."""
     names = " and ".join(f"rank {peer} ({who(peer)})" for peer in ranks[:3])
-    fate = "is gone: it was killed"
-    if hangs:
-        fate = f"did not respond for {launch.timeout:g} s while the others waited"
     advice = "Type the same command again."
     if signals.resume_command:
         advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
-    return f"error: {names} {fate}.\n{advice}"
+    return f"error: {names} is gone, or did not respond for {launch.timeout:g} s.\n{advice}"
 
 
-def wait_for_ends(peers: Iterable[int], limit: float, key: str = "end") -> list[int]:
-    """Wait at most `limit` seconds for the reports of these ranks; return the ranks that did.
-
-    Killed ranks never report: the wait ends when they are the only ones left.
-    """
-    peers = list(peers)
-    end = time.monotonic() + limit
+def wait_for_all(key: str) -> list[int]:
+    """Wait for all ranks to publish this key, ANSWER seconds at most; return those that have."""
+    end = time.monotonic() + ANSWER
     while True:
-        present = [peer for peer in peers if store().check([f"{key}/{peer}"])]
-        if time.monotonic() > end:
-            return present
-        if all(peer in present or has_ended(peer) for peer in peers):
+        present = [peer for peer in range(world_size()) if store().check([f"{key}/{peer}"])]
+        if len(present) == world_size() or time.monotonic() > end:
             return present
         time.sleep(0.1)
-
-
-def end_of(peer: int) -> dict[str, Any]:
-    """Return the {"kind", "message", "code"} that a rank has reported; {} if it has not."""
-    key = f"end/{peer}"
-    if not store().check([key]):
-        return {}
-    report: dict[str, Any] = json.loads(store().get(key))
-    return report
 
 
 def who(peer: int) -> str:
     """Return "process 123 on host" for another rank."""
     key = f"who/{peer}"
     return store().get(key).decode() if store().check([key]) else "which never came"
-
-
-def has_ended(peer: int) -> bool:
-    """Return whether another rank ran on this machine and its process is gone."""
-    process = re.fullmatch(r"process (\d+) on (.*)", who(peer))
-    if process is None or process[2] != platform.node() or os.name != "posix":
-        return False
-    try:
-        os.kill(int(process[1]), 0)
-    except OSError as error:  # it may be another user's
-        return isinstance(error, ProcessLookupError)
-    return False
 
 
 def end(code: int | str | None) -> None:
@@ -345,4 +257,4 @@ def leave() -> None:
             publish(f"end/{rank()}", {"kind": "done"})
         publish(f"left/{rank()}", True)
         if is_first() and not launch.store_is_torchruns():
-            wait_for_ends(range(world_size()), ANSWER, "left")
+            wait_for_all("left")
