@@ -218,7 +218,7 @@ def test_a_whole_number_is_a_rate():
     [
         (
             torch.optim.lr_scheduler.StepLR,
-            r"scheduler.step_size: .* Type \+scheduler.step_size=...",
+            r"scheduler: missing a required argument: 'step_size'. Type \+scheduler.NAME=VALUE.",
         ),
         (
             torch.optim.lr_scheduler.ReduceLROnPlateau,

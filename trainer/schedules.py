@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
+from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 
 Shape = Callable[[float], float]  # maps progress (0 to 1) to a factor
 
@@ -28,14 +28,12 @@ class Schedule:
         self.factor = factor
         self.factors: dict[str, Callable[[int], float]] = {}
         self.description = description
-        self.has_begun: bool = False
         self.steps: int = 0
         self.set_rates()
         # A resumed fit has to begin with the same rates.
         self.given: list[float] = [group["initial_lr"] for group in optimizer.param_groups]
 
     def step(self) -> None:
-        self.has_begun = True
         self.steps += 1
         self.set_rates()
 
@@ -59,36 +57,20 @@ class Schedule:
         return self.factors.get(group.get("name", "").partition(" ")[0], self.factor)
 
     def take_over(self) -> None:
-        """Multiply a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, from now on.
-
-        Raises:
-            UserError: It is not clear whether the schedule should multiply it.
-        """
+        """Multiply a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, from now on."""
         groups = self.optimizer.param_groups
         is_as_set = len(groups) == len(self.in_groups)
-        for i, (group, last) in enumerate(zip(groups, self.in_groups, strict=False)):
-            rate = group["lr"]
-            if rate is last:
+        for group, last, rate in zip(groups, self.in_groups, self.rates, strict=False):
+            given = group["lr"]
+            if given is last:
                 continue
             is_as_set = False
             if isinstance(last, torch.Tensor):
                 group["lr"] = last
-            if float(rate) != self.rates[i]:
-                self.check_unscaled(i, float(rate))
-                group["initial_lr"] = float(rate)
+            if float(given) != rate:
+                group["initial_lr"] = float(given)
         if not is_as_set:
             self.set_rates()
-
-    def check_unscaled(self, i: int, rate: float) -> None:
-        """Raise UserError unless a rate is the same before and after the schedule multiplies it."""
-        factor = self.factor_of(self.optimizer.param_groups[i])(self.steps)
-        if self.has_begun and factor != 1:
-            raise UserError(
-                f"param_groups[{i}]['lr'] was set to {rate:g}, but the schedule "
-                f"({self.description}) changes the rate at each step.\n"
-                f"Call trainer.set_lr({rate:g}): the schedule multiplies this rate, by "
-                f"{factor:.3g} at this step."
-            )
 
     def get_last_lr(self) -> list[float]:
         """Return the rate of each group, a number even if the group holds a tensor."""
@@ -163,24 +145,25 @@ def build(
         UserError: The factory needs more arguments, or its scheduler needs a number at each step.
     """
     if previous is not None:
-        for group, rate in zip(optimizer.param_groups, last_rates(previous), strict=False):
+        for group, rate in zip(optimizer.param_groups, previous.get_last_lr(), strict=False):
             if not isinstance(group["lr"], torch.Tensor) and group["lr"] != rate:
                 set_rate(group, group["lr"])
     reset(optimizer)
-    arguments = inspect.signature(factory).parameters
-    length = {"total_steps": total_steps} if "total_steps" in arguments else {}
-    for name in required(arguments.values())[1:]:
-        if name != "total_steps":
-            raise UserError(
-                f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=..."
-            )
+    arguments = inspect.signature(factory)
+    length = {"total_steps": total_steps} if "total_steps" in arguments.parameters else {}
+    try:
+        arguments.bind(optimizer, **length)
+    except TypeError as error:
+        raise UserError(f"scheduler: {error}. Type +scheduler.NAME=VALUE.") from None
     scheduler = factory(optimizer, **length)
-    if required(inspect.signature(scheduler.step).parameters.values()):
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
         raise UserError(
             f"scheduler: {type(scheduler).__name__} needs a metric at each step, but a schedule "
             "here depends only on the step.\nType scheduler=cosine, linear or step; to "
             "follow a metric, use a callback such as examples.own_callback.Plateau."
-        )
+        ) from None
     return scheduler
 
 
@@ -197,12 +180,11 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
         schedule = build(usual, optimizer, total_steps)
         for name, one in chosen.items():
             part = build(one, optimizer, total_steps)
-            for each in (schedule, part):
-                if not isinstance(each, Schedule):
-                    raise UserError(
-                        "groups: the schedulers of a rule and of the run have to be from "
-                        f"stoker.trainer.schedules, not {type(each).__name__}."
-                    )
+            if not (isinstance(schedule, Schedule) and isinstance(part, Schedule)):
+                raise UserError(
+                    "groups: the schedulers of a rule and of the run have to be from "
+                    "stoker.trainer.schedules."
+                )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"
         schedule.set_rates()
@@ -216,22 +198,14 @@ def named(given: Any) -> Callable[..., Any]:
     if callable(given):
         return given  # type: ignore[no-any-return]
     name = as_typed(given)
-    arguments: Any = {}
+    arguments: Mapping[str, Any] = {}
     if isinstance(given, Mapping) and len(given) == 1:
         name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
-    if name not in shipped or not isinstance(arguments, Mapping):
-        raise UserError(
-            f"groups: there is no scheduler {as_typed(given)}.{did_you_mean(name, shipped)}\n"
-            f"Use one of {', '.join(shipped)}, alone or as in {{linear: {{warmup: 0.1}}}}."
-        )
+    check_choice("groups: scheduler", name, shipped)
     known = list(inspect.signature(shipped[name]).parameters)[2:]
     for argument in arguments:
-        if argument not in known:
-            raise UserError(
-                f"groups: scheduler {name} has no {argument}.{did_you_mean(argument, known)}\n"
-                f"It has {', '.join(known)}."
-            )
+        check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
 
 
@@ -240,13 +214,6 @@ def describe(scheduler: Any) -> str:
     if isinstance(scheduler, Schedule):
         return scheduler.description
     return type(scheduler).__name__
-
-
-def last_rates(scheduler: Any) -> list[float]:
-    """Return the rates that a scheduler has set last."""
-    rates: list[float]
-    rates = scheduler.rates if isinstance(scheduler, Schedule) else scheduler.get_last_lr()
-    return rates
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
@@ -275,38 +242,26 @@ def set_lr(
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer or is closed.")
     groups = optimizer.param_groups
-    rates: list[Any] = [rate] * len(groups)
-    if isinstance(rate, Sequence) and not isinstance(rate, str):
-        rates = list(rate)
+    rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
     if len(rates) != len(groups):
         raise UserError(f"set_lr: {len(rates)} rates for {len(groups)} parameter groups.")
-    for value in rates:
-        check_number("set_lr", value, least=0)
-    if in_fit and not isinstance(scheduler, Schedule):
-        raise UserError(
-            f"set_lr: {type(scheduler).__name__} sets its own rates in a fit. Use one of "
-            "stoker.trainer.schedules, or call set_lr before the fit."
-        )
-    for group, value in zip(groups, rates, strict=True):
-        if isinstance(scheduler, Schedule):
-            group["initial_lr"] = float(value)
-        else:
-            set_rate(group, float(value))
-    if isinstance(scheduler, Schedule):
-        scheduler.set_rates()
+    rates = [float(check_number("set_lr", value, least=0)) for value in rates]
+    if not isinstance(scheduler, Schedule):
         if in_fit:
-            return scheduler.rates
-        scheduler.given = [float(value) for value in rates]
-    return [float(value) for value in rates]
-
-
-def required(arguments: Iterable[inspect.Parameter]) -> list[str]:
-    """Return the names of positional arguments without a default."""
-    return [
-        argument.name
-        for argument in arguments
-        if argument.kind is argument.POSITIONAL_OR_KEYWORD and argument.default is argument.empty
-    ]
+            raise UserError(
+                f"set_lr: {type(scheduler).__name__} sets its own rates in a fit. Use one of "
+                "stoker.trainer.schedules, or call set_lr before the fit."
+            )
+        for group, value in zip(groups, rates, strict=True):
+            set_rate(group, value)
+        return rates
+    for group, value in zip(groups, rates, strict=True):
+        group["initial_lr"] = value
+    scheduler.set_rates()
+    if in_fit:
+        return scheduler.rates
+    scheduler.given = rates
+    return rates
 
 
 def constant(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0) -> Schedule:
