@@ -10,6 +10,10 @@ dataset: {_target_: stoker.data.datasets.%s}
 model: {_target_: stoker.models.%s}
 """
 
+# Entries of a result.json about the run itself, not its outcome.
+MEASURED = ("seconds", "time", "speed", "doctor", "git", "flops_per_sample", "flops_per_second")
+MEASURED += ("peak_flops", "mfu")
+
 
 def make_run(
     folder, typed=(), status="done", data="digits", model="mlp.MLP", rate=0.1, at=0, epochs=40

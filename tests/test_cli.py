@@ -19,13 +19,13 @@ import pytest
 import torch
 from forks import PROGRAM
 from hydra.core.hydra_config import HydraConfig
+from made_runs import MEASURED
 from omegaconf import OmegaConf, open_dict
 
 import stoker
 from stoker import Trainer
 from stoker.command import check, settings, trust
 from stoker.runs import resume, saved_config
-from stoker.runs.result import MEASURED
 from stoker.tasks.parts import building
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import UserError
@@ -404,7 +404,7 @@ LATE = [
         "error: optimizer: Invalid beta parameter",
         "Choose a different value.",
     ),
-    (f"run_dir={TRAIN}/below/it", "cannot create this folder", f"({TRAIN} is a file)"),
+    (f"run_dir={TRAIN}/below/it", "cannot write to this folder", "Not a directory"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
     (
         "model.activation=rleu",
@@ -995,7 +995,7 @@ def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
     answers = {
         "model.hidden.x=1": "model.hidden.x=1: these settings cannot be read",
         "dataset.path=x": "It is a key of dataset=csv: type dataset=csv dataset.path=...",
-        "run_dir=press.py": "run_dir=press.py: this is a file, or a folder that is not writable",
+        "run_dir=press.py": "run_dir=press.py: cannot write to this folder (it is a file, or not writable)",
     }
     (tmp_path / "press.py").touch()
     for typed, answer in answers.items():

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
+from made_runs import MEASURED
 
-from stoker.runs.result import MEASURED
 from stoker.trainer import checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")

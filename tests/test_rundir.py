@@ -18,7 +18,7 @@ from stoker.command import signals
 from stoker.runs import json_files
 from stoker.runs.report.inputs import Run, read_run
 from stoker.runs.report.setup import commands, origin
-from stoker.runs.result import MEASURED, RunResult, finished, write_failure
+from stoker.runs.result import RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
 from stoker.trainer import checkpoint, stopping
 from stoker.trainer.callbacks import Callback
@@ -69,7 +69,7 @@ def same(one, other):
 def measured_of(folder):
     """How the run in `folder` went, as its result.json has it."""
     result = json_files.read_json(folder / "run" / "result.json")
-    return {key: result[key] for key in MEASURED if key in result}
+    return {key: value for key, value in result.items() if "/" not in key and key != "best"}
 
 
 def contents(folder):
@@ -275,22 +275,17 @@ def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_
 
 
 def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
-    whole = {"steps": 20, "total_steps": 20}
-    for before, result, kept in (
-        (
-            {"steps": 20, "seconds": 3.5, "mfu": 0.5, "test/acc": 1.0},
-            whole,
-            {"seconds": 3.5, "mfu": 0.5},
-        ),
-        ({"steps": 10, "seconds": 3.5}, whole, {}),  # this one has trained the rest
-        ({"steps": 10, "seconds": 3.5}, {"steps": 10, "total_steps": 20}, {}),
-        ({"steps": 20, "seconds": "x", "mfu": 0.5}, whole, {}),  # damaged
-        ([], whole, {}),
+    now = RunResult(steps=20, total_steps=20, numbers={"test/acc": 0.5})
+    for before, kept in (
+        ({"steps": 20, "seconds": 3.5, "mfu": 0.5, "test/acc": 1.0}, True),
+        ({"steps": 10, "seconds": 3.5}, False),  # this one has trained the rest
+        ({"steps": 20, "seconds": "x", "mfu": 0.5}, False),  # damaged
+        ([], False),
     ):
         (tmp_path / "result.json").write_text(json.dumps(before))
-        now = RunResult(**result)
-        now.keep_measurements(RunResult.read(tmp_path))
-        assert now == RunResult(**result, **kept)
+        result = now.evaluated_again(RunResult.read(tmp_path))
+        expected = RunResult(steps=20, seconds=3.5, mfu=0.5, numbers=now.numbers) if kept else now
+        assert result == expected
 
 
 @pytest.mark.skipif(

@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 import numpy
 import pytest
 import torch
-from forks import PROGRAM, TRAIN
+from forks import PROGRAM
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
@@ -54,26 +54,6 @@ FILES = {
     "model.md",
 }
 FILES |= {"evaluation.json", "provenance", "status.json"}
-
-# Two sweeps at once, in the same second.
-AT_ONCE = f"""
-import datetime, os, runpy, sys
-import hydra.core.utils
-
-class Clock(datetime.datetime):
-    @classmethod
-    def now(cls):
-        return cls(2026, 1, 2)
-
-hydra.core.utils.datetime = Clock
-child = os.fork()
-sys.argv = [{str(TRAIN)!r}, *sys.argv[1:], "seed=0,1" if child else "seed=2,3"]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    if child:
-        assert os.waitpid(child, 0)[1] == 0
-"""
 
 
 class Returned(Callback):
@@ -733,21 +713,6 @@ def test_a_pruned_job_has_a_cross(tmp_path):
     assert ends.line(jobs.read_job(tmp_path / "3")).startswith(
         "4/6  pruned at evaluation 1  best 1.0000 (job 1)"
     )
-
-
-def test_two_sweeps_of_the_same_second_have_two_folders(forks, tmp_path):
-    script = tmp_path / "both.py"
-    script.write_text(AT_ONCE)
-    done = forks.run(tmp_path, "-m", *JOB, script=script)
-    assert done.code == 0, done.err
-    second = "2026-01-02_00-00-00"
-    folders = sorted((tmp_path / "runs").glob("*-sweep*"))
-    assert [folder.name for folder in folders] == [f"{second}-sweep", f"{second}-sweep-2"]
-    seeds = []
-    for folder in folders:
-        with open(folder / "sweep.csv", newline="", encoding="utf-8") as file:
-            seeds.append({row["seed"] for row in csv.DictReader(file) if row["status"] == "done"})
-    assert sorted(map(sorted, seeds)) == [["0", "1"], ["2", "3"]]
 
 
 def test_a_job_is_pruned_by_its_search_and_not_by_the_words_of_a_callback(forks, tmp_path):

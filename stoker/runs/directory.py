@@ -53,25 +53,18 @@ def make(folder: Path, key: str = "run_dir") -> bool:
     Folders that are still empty when the process ends are removed, so that a mistake found before
     training leaves nothing behind.
     """
-    missing: list[Path] = []
+    missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
+    reason: object = "it is a file, or not writable"
     try:
-        missing = [part for part in (folder, *folder.parents) if not part.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except FileExistsError:
         missing = []
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        for part in folder.parents:
-            if os.path.isfile(part):
-                reason = f"{part} is a file"
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(
-            f"{key}={folder}: cannot create this folder ({reason}). Choose a different {key}."
-        ) from None
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(
-            f"{key}={folder}: this is a file, or a folder that is not writable. "
-            f"Choose a different {key}."
+            f"{key}={folder}: cannot write to this folder ({reason}). Choose a different {key}."
         )
     atexit.register(remove_empty, missing)
     if missing:

@@ -317,16 +317,11 @@ class MLflow(Logger):
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db"
         self.client, experiment = open_experiment(uri, self.experiment)
         self.where = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
-        # The step of each metric's last value, since MLflow would keep two values for one step.
-        self.last_step: dict[str, int] = {}
         path = self.folder / "mlflow-id.txt"
         known = read_id(path) if self.begun_at else None
         if known:
             with contextlib.suppress(MlflowException):  # another database has it
                 self.client.update_run(known, status="RUNNING")
-                for name in self.client.get_run(known).data.metrics:
-                    history = self.client.get_metric_history(known, name)
-                    self.last_step[name] = max(value.step for value in history)
                 self.id = known
                 return
         self.id = write_id(path, self.create_run(experiment))
@@ -348,10 +343,8 @@ class MLflow(Logger):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        new = [name for name in numbers if step > self.last_step.get(name, -1)]
-        metrics = [Metric(name, numbers[name], now, step) for name in new]
+        metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
         self.client.log_batch(self.id, metrics=metrics)
-        self.last_step.update(dict.fromkeys(new, step))
 
     def end(self, outcome: str) -> None:
         self.client.set_terminated(self.id, MLFLOW_STATUS[outcome])

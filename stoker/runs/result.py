@@ -34,18 +34,6 @@ STAGES = (
     "report",
     "other",
 )
-# Entries about the run itself, not its outcome.
-MEASURED = (
-    "seconds",
-    "time",
-    "speed",
-    "doctor",
-    "git",
-    "flops_per_sample",
-    "flops_per_second",
-    "peak_flops",
-    "mfu",
-)
 
 
 @dataclasses.dataclass
@@ -146,19 +134,15 @@ class RunResult:
         self.numbers.update(last_values(rows))
         self.samples_per_second = training_speed(rows)
 
-    def keep_measurements(self, before: "RunResult | None") -> None:
-        """Keep what was MEASURED in an earlier result of this run, if that one was complete.
+    def evaluated_again(self, before: "RunResult | None") -> "RunResult":
+        """Return this result, or the one `before` with new numbers if that run was at its end.
 
         A run that resumes at its end only evaluates, so its own times say nothing about training.
         """
-        if before is None or before.seconds is None:
-            return
-        if not before.steps == self.steps == self.total_steps:
-            return
-        for name in MEASURED:
-            value = getattr(before, name)
-            if value is not None:
-                setattr(self, name, value)
+        is_same_end = before is not None and before.steps == self.steps == self.total_steps
+        if before is None or before.seconds is None or not is_same_end:
+            return self
+        return dataclasses.replace(before, numbers=self.numbers, best=self.best)
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:

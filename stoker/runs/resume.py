@@ -108,17 +108,6 @@ def about(state: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def check_classes(state: dict[str, Any], data: Any) -> None:
-    """Raise UserError if this data has other classes than the checkpoint's run."""
-    before = about(state).get("classes")
-    if before is None or data.classes is None or before == list(data.classes):
-        return
-    raise UserError(
-        f"dataset: the run had other classes ({len(before)}) than this data"
-        f" ({len(data.classes)}). Type dataset.root=DIR."
-    )
-
-
 def check_data(state: dict[str, Any], fingerprint: str) -> None:
     """Raise UserError if a checkpoint comes from a run on other data."""
     before = about(state).get("data")

@@ -1,7 +1,9 @@
 """status.json: when a run began and ended, on which machine, and its planned length."""
 
+import contextlib
 import dataclasses
 import platform
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,12 +87,10 @@ def machine(device: Any) -> str:
 
     if device.type != "cpu":
         backend = torch.get_device_module(device)
-        if hasattr(backend, "get_device_name"):
-            return str(backend.get_device_name(device))
-        return str(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return str(getattr(backend, "get_device_name", str)(device))
+    with contextlib.suppress(OSError):  # Linux only
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        names = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+        if names:
+            return names[1]
+    return platform.processor() or platform.machine()

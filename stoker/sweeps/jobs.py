@@ -160,17 +160,21 @@ def changes_results(key: str) -> bool:
     return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
 
 
-def differences(
-    now: dict[str, str], before: dict[str, str], compares: Callable[[str], bool]
-) -> str:
-    """Return 'seed=2 (was 0), ...' for the first three keys that differ; '' if none does."""
-    keys = [key for key in {**now, **before} if compares(key) and now.get(key) != before.get(key)]
-    changes = []
-    for key in keys[:3]:
-        new = as_typed(now.get(key, "(default)"))
-        old = before.get(key, "(default)")
-        changes.append(f"{key}={new} (was {old})")
-    return ", ".join(changes)
+def check_same(
+    folder: Path, name: str, typed: list[str], before: list[str], compares: Callable[[str], bool]
+) -> None:
+    """Raise UserError if a job in the folder of a sweep had other settings than now.
+
+    `compares` tells which keys matter.
+    """
+    now = settings_of(typed)
+    old = settings_of(before)
+    for key in {**now, **old}:
+        if compares(key) and now.get(key) != old.get(key):
+            is_now = as_typed(now.get(key, "(default)"))
+            was = old.get(key, "(default)")
+            reason = f"its job {name} has different settings: {key}={is_now} (was {was})"
+            raise of_another_sweep(folder, reason)
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:

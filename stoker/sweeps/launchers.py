@@ -88,11 +88,6 @@ def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
 
 
-def order(number: int, slots: int) -> list[int]:
-    """Return the slots in which job `number` may run: number % slots, then the next ones."""
-    return [(number + i) % slots for i in range(slots)]
-
-
 def device(name: str, names: list[str]) -> str:
     """Return the device for `device=name`: `auto` picks one of the GPUs in `names` by the slot."""
     gpus = [each for each in names if ":" in each]
@@ -109,7 +104,8 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
     up.
     """
     while True:
-        for each in order(number, slots):
+        for i in range(slots):
+            each = (number + i) % slots
             # Held as long as the process lives.
             file = open(folder / f"slot_{each}", "a+b", buffering=0)  # noqa: SIM115
             try:
@@ -163,14 +159,11 @@ class Jobs(Callback):
         """Raise UserError for settings that are out of range, or that this launcher ignores."""
         for key, value in (("sweep.at_once", self.at_once), ("sweep.per_gpu", self.per_gpu)):
             settings.check(key, value)
-            if value in ("auto", 1) or launcher in SIDE_BY_SIDE:
-                continue
-            hint = "hydra/launcher=joblib to run jobs side by side on this machine"
-            if launcher == "submitit_slurm":
-                hint = "hydra.launcher.array_parallelism= to run jobs at the same time"
-            raise UserError(
-                f"{key}={value}: hydra/launcher={launcher} does not support it. Type {hint}."
-            )
+            if value not in ("auto", 1) and launcher not in SIDE_BY_SIDE:
+                raise UserError(
+                    f"{key}={value}: hydra/launcher={launcher} does not support it. "
+                    "Type hydra/launcher=joblib to run jobs side by side on this machine."
+                )
         check_installed(launcher)
 
     def prepare(self, launcher: str, node: DictConfig) -> None:
@@ -197,48 +190,43 @@ class Jobs(Callback):
             raise RunInUse(
                 f"hydra.sweep.dir={folder} is in use by another process. Wait until it ends."
             ) from None
-        is_local = self.launcher != "submitit_slurm"
-        self.locks = is_local and lock.is_held(self.folder)
-        self.owner = self.read_owner()
+        self.locks = self.launcher != "submitit_slurm" and lock.is_held(self.folder)
         stopping.gentle = self.stop
-        times = {path: path.stat().st_mtime_ns for path in self.results()}
-        look = functools.partial(self.look_for_ends, times)
+        ends = {path: path.stat().st_mtime_ns for path in self.results()}
+        look = functools.partial(self.look_for_ends, ends)
         holding.callback(look)
         poll(look, holding)
-        if is_local:
-            threads = f"{self.threads} threads" if self.threads > 1 else "a thread"
-            print(f"jobs     {self.jobs} at once, with {threads} each", flush=True)
+        if self.launcher != "submitit_slurm":
+            print(f"jobs     {self.jobs} at once, {self.threads} threads each", flush=True)
 
     def results(self) -> list[Path]:
         return sorted(self.sweep.glob(f"*/{RESULT}"))
 
-    def look_for_ends(self, times: dict[Path, int]) -> bool:
-        """Print a line for each job that has ended since `times`.
+    def look_for_ends(self, ends: dict[Path, int]) -> bool:
+        """Print a line for each job whose result is newer than in `ends`.
 
         A failed one raises a signal if sweep.on_error=stop.
         """
         for path in self.results():
             with contextlib.suppress(OSError):  # the file may be being replaced
-                time_ns = path.stat().st_mtime_ns
-                if time_ns == times.get(path):
+                ended_at = path.stat().st_mtime_ns
+                if ended_at == ends.get(path):
                     continue
-                times[path] = time_ns
-                ended = read_job(path.parent)
+                ends[path] = ended_at
+                job = read_job(path.parent)
                 if progress.ends is not None:
-                    print(progress.ends.line(ended), flush=True)
-                stops = ended.status == "failed" and self.on_error == "stop"
-                if stops and not failed:
-                    failed.append(ended)
+                    print(progress.ends.line(job), flush=True)
+                if job.status == "failed" and self.on_error == "stop" and not failed:
+                    failed.append(job)
                     signal.raise_signal(signal.SIGTERM)
         return False
 
     def stop(self, _: str) -> None:
         """Handle a signal: the jobs save their step, no new one starts, and the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
-        then = "each job saves its step"
+        print(f"\n{why}: each job saves its step", file=sys.stderr, flush=True)
         if self.launcher == "submitit_slurm":
-            then = "the jobs stay in Slurm's queue (to remove them: scancel --name=stoker)"
-        print(f"\n{why}: {then}", file=sys.stderr, flush=True)
+            print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)
         holding.close()
         self.wait_for_jobs()
         signals.code = failed[0].code if failed else None
@@ -279,9 +267,8 @@ class Jobs(Callback):
             import torch
 
             torch.set_num_threads(self.threads)
-            self.restore(
-                THREADS
-            )  # set by the launchers; a run would mistake it for the user's setting
+            # Set by the launchers; a run would mistake it for the user's setting.
+            self.restore(THREADS)
         self.listen()
 
     def restore(self, name: str) -> None:
@@ -309,16 +296,8 @@ class Jobs(Callback):
         return is_over
 
     def is_over(self) -> bool:
-        """Whether the sweep has ended, even if another one has begun in its folder."""
-        if not self.locks:
-            return False
-        return not lock.is_held(self.folder) or self.read_owner() != self.owner
-
-    def read_owner(self) -> bytes | None:
-        try:
-            return (self.folder / lock.LOCK).read_bytes()
-        except OSError:  # cannot be read on Windows while locked
-            return None
+        """Whether the sweep has ended."""
+        return self.locks and not lock.is_held(self.folder)
 
     def go_on(self) -> None:
         """Stop a job that would start after the sweep has ended."""

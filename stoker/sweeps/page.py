@@ -18,6 +18,7 @@ from stoker.sweeps import table
 from stoker.sweeps.jobs import Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
+from stoker.trainer.readable import number
 
 MOST_SETTINGS = 24  # curves plotted
 MOST_POINTS = 20_000  # points in all curves together
@@ -78,7 +79,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
             "row": row,
             "status": job.status,
             "value": value if value is not None and math.isfinite(value) else None,
-            "shown": "" if value is None else table.digits(value),
+            "shown": "" if value is None else number(value),
             "settings": [
                 values.index(text) for values, text in zip(choices, settings, strict=True)
             ],

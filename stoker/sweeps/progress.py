@@ -9,9 +9,10 @@ from stoker.command import arguments
 from stoker.runs import index
 from stoker.runs.readable import seconds
 from stoker.sweeps.jobs import Job, SweepRecord, read_jobs, typed_for
-from stoker.sweeps.table import digits, short
+from stoker.sweeps.table import short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
+from stoker.trainer.readable import number
 
 OUTPUT = "jobs"  # the sweep's folder for its jobs' output and for locks
 
@@ -50,7 +51,7 @@ class Ends:
         count = str(len(self.names))
         parts = [f"{count}/{self.total}" if self.total else count, outcome(job)]
         if self.best is not None and self.best.best is not None:
-            parts.append(f"best {digits(self.best.best.value)} (job {self.best.name})")
+            parts.append(f"best {number(self.best.best.value)} (job {self.best.name})")
         to_go = (self.total or 0) - len(self.names)
         if to_go > 0:
             ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
@@ -65,7 +66,7 @@ def outcome(job: Job) -> str:
     if job.status == "pruned":
         return job.note
     if job.best:
-        return f"{job.best.name} {digits(job.best.value)}"
+        return f"{job.best.name} {number(job.best.value)}"
     reason, _, _ = job.note.partition("\n")
     return f"{job.status}, {reason}" if reason else job.status
 

@@ -92,18 +92,16 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
     """Raise UserError if the search in the folder has other keys, or its trials other settings."""
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
-        keys = ", ".join(before) or "nothing"
-        reason = f"this search is over {', '.join(searched)}, the earlier one over {keys}"
-        raise jobs.of_another_sweep(folder, reason)
+        reason = f"this search is over {', '.join(searched)}, the earlier one over "
+        raise jobs.of_another_sweep(folder, reason + ", ".join(before))
     for job in jobs.read_jobs(folder):
-        different = jobs.differences(
-            jobs.settings_of(fixed),
-            job.settings,
+        jobs.check_same(
+            folder,
+            job.name,
+            fixed,
+            job.overrides,
             lambda key: key not in searched and jobs.changes_results(key),
         )
-        if different:
-            reason = f"its trials have different settings: {different}"
-            raise jobs.of_another_sweep(folder, reason)
 
 
 def outcome(folder: Path) -> tuple[str, Best | None] | None:

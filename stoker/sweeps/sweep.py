@@ -17,12 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import exit_codes, invocation, settings, subcommand
-from stoker.command.shell import command, setting
+from stoker.command.shell import command
 from stoker.runs import index
-from stoker.runs.directory import CONFIG, RESULT, make, make_new, remove_empty
+from stoker.runs.directory import CONFIG, RESULT, make, remove_empty
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
@@ -54,7 +54,8 @@ class SweepCallback(Callback):
                 "torchrun."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
-        folder = folder_of(config)
+        folder = Path(config.hydra.sweep.dir)
+        make(folder, PLACE)
         planned = jobs_of_grid(config)
         check_goes_on(folder, planned or [])
         sweeper = str(config.hydra.sweeper.get("_target_"))
@@ -95,20 +96,6 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
-
-
-def folder_of(config: DictConfig) -> Path:
-    """Create the folder of the sweep; if its name has the second, no other sweep gets it."""
-    folder = Path(config.hydra.sweep.dir)
-    node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    if "%S}" not in node["dir"]:
-        make(folder, PLACE)
-        return folder
-    folder = make_new(folder, PLACE)
-    with read_write(config.hydra):
-        config.hydra.sweep.dir = str(folder)
-        config.hydra.overrides.hydra.append(setting(PLACE, folder))  # for the jobs
-    return folder
 
 
 def is_training_here(config: DictConfig) -> bool:
@@ -170,16 +157,14 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
         place = folder / str(name)
         before = jobs.overrides_in(place)
         has_begun = (place / CONFIG).exists() or (place / "checkpoints").exists()
-        if before is None or not has_begun:
-            continue
-        different = jobs.differences(
-            jobs.settings_of(typed),
-            jobs.settings_of(before),
-            lambda key: key in varied or jobs.changes_results(key),
-        )
-        if different:
-            reason = f"its job {name} has different settings: {different}"
-            raise jobs.of_another_sweep(folder, reason)
+        if before is not None and has_begun:
+            jobs.check_same(
+                folder,
+                str(name),
+                typed,
+                before,
+                lambda key: key in varied or jobs.changes_results(key),
+            )
 
 
 def report(sweep: Sweep, draws: bool = True) -> None:

@@ -20,6 +20,7 @@ from stoker.sweeps.jobs import (
 )
 from stoker.trainer import files
 from stoker.trainer.errors import printable
+from stoker.trainer.readable import number
 
 REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
 MOST_ROWS = 40  # in the printed table
@@ -78,21 +79,6 @@ def present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def decimals(value: float) -> int:
-    """Return how many decimals a number needs to show four digits."""
-    size = abs(value)
-    if size <= 1 or not math.isfinite(size):
-        return 4
-    return max(0, 3 - int(math.log10(size)))
-
-
-def digits(value: float) -> str:
-    """'0.9861', '12.35', '51,920', '3.2e-05': a number in three to four digits."""
-    if 0 < abs(value) < 0.001 or abs(value) >= 1e15:
-        return f"{value:.3g}".replace("e+", "e")
-    return f"{value:,.{decimals(value)}f}"
-
-
 def short(setting: str) -> str:
     """Return a typed value, a long fraction in four digits, and 10000.0 as 10000."""
     value = as_number(setting)
@@ -119,9 +105,8 @@ def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
         return ""
     mean = statistics.fmean(numbers)
     if len(numbers) == 1:
-        return digits(mean)
-    deviation = statistics.stdev(numbers)
-    return f"{digits(mean)} {sign} {deviation:,.{decimals(mean)}f}"
+        return number(mean)
+    return f"{number(mean)} {sign} {number(statistics.stdev(numbers))}"
 
 
 def value_of(sweep: Sweep, jobs: list[Job], sign: str = "+-") -> str:

@@ -64,7 +64,7 @@ def finish(
     result.add_rows(folder / directory.METRICS)
     result.numbers.update(tested)
     result.seconds = round(time.perf_counter() - started, 3)
-    result.keep_measurements(RunResult.read(folder))
+    result = result.evaluated_again(RunResult.read(folder))
     has_usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     understood = evaluation is not None or not examined
     usual = understood and has_usual

@@ -12,7 +12,7 @@ from stoker.command import ranks, settings
 from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
-from stoker.runs import directory, resume
+from stoker.runs import directory
 from stoker.sweeps import launchers
 from stoker.tasks.report import draws_report
 from stoker.trainer import terminal
@@ -91,9 +91,7 @@ def building(
     data, loading = build_data(cfg, about)
     only = None
     if state is not None:
-        if about is None:
-            resume.check_classes(state, data)
-        else:
+        if about is not None:
             data.prepare_as(about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
