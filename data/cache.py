@@ -1,17 +1,14 @@
-"""Decoded images on disk: a memory-mapped file of uint8 pixels, and a CRC32 for each image that is
-in it.
-"""
+"""Decoded images on disk: one memory-mapped file with the CRC32 and the uint8 pixels of each."""
 
 import contextlib
 import errno
-import json
 import mmap
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,44 +16,42 @@ import torch
 from torch import Tensor
 
 from stoker.trainer.errors import UserError
-from stoker.trainer.files import open_plain
+from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
 
-VERSION = 3  # file format version, part of every key
-PIXELS = "pixels.u8"
-SUMS = "crc32.u32"
-ABOUT = "about.json"
-FILES = (PIXELS, SUMS, ABOUT)
-NOTE = (
-    "Images decoded by Stoker, cached so that it need not decode them again. You can delete them "
-    "at any time."
-)
+VERSION = 4  # file format version, part of every name
 # Most bytes of the file to map at once. Without a limit, all of it would count as this process's
 # memory.
 MAPPED = 64 * MIB
 # A page fault maps this many bytes around the address.
 FAULT = 64 * 1024
 
-# The contents of a cache: {"root", "images", "shape", "resized"}.
-About = dict[str, Any]
 
+def open_cache(
+    place: str | bool, source: str, state: str, images: int, shape: Sequence[int]
+) -> "tuple[PixelCache | None, str]":
+    """Open or create a cache; return it and a phrase that says where it is.
 
-def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache | None, str]":
-    """Open or create the cache `key`; return it and a phrase that says where it is.
-
-    `about` = {"root", "images", "shape", "resized"} says what is in it; `place` is "auto" (below
-    ~/.cache), False or a folder. Without enough free space there is no cache: None, and why.
-    That is a UserError for a folder that was typed.
+    `place` is "auto" (below ~/.cache), False or a folder. `source` stands for the images as they
+    are asked for, and `state` for their present files: the caches of other states are removed.
+    Without enough free space there is no cache: None, and why. That is a UserError for a folder
+    that was typed.
     """
     if isinstance(place, bool):
         return None, ""
-    base = default_place() if place == "auto" else os.path.abspath(os.path.expanduser(place))
-    folder = os.path.join(base, key)
-    about = {**about, "key": key}
+    base = default_place() if place == "auto" else Path(place).expanduser().absolute()
+    path = base / f"{source}-{state}.pixels"
     try:
-        os.makedirs(base, exist_ok=True)
-        remove_older(base, about)
-        cache = _open_or_create(folder, about)
+        base.mkdir(parents=True, exist_ok=True)
+        for older in base.glob(f"{source}-*.pixels"):
+            if older != path:
+                with contextlib.suppress(OSError):
+                    older.unlink()
+        try:
+            cache = PixelCache(path, images, shape)
+        except (FileNotFoundError, WrongSize):
+            create(path, size_of(images, shape))
+            cache = PixelCache(path, images, shape)
     except (OSError, ValueError) as error:
         if place != "auto":
             raise UserError(
@@ -64,29 +59,22 @@ def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache |
                 "Type dataset.cache=DIR for another folder, or dataset.cache=false."
             ) from None
         return None, f"not cached ({error})"
-    return cache, f"decoded pixels in {folder} ({cache.nbytes / MIB:,.0f} MiB)"
+    return cache, f"decoded pixels in {path} ({size_of(images, shape) / MIB:,.0f} MiB)"
 
 
-def default_place() -> str:
+def default_place() -> Path:
     """Return $XDG_CACHE_HOME/stoker/images, or the same below ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "stoker", "images")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "stoker", "images")
 
 
-def _open_or_create(folder: str, about: About) -> "PixelCache":
-    """Open a cache, and recreate it first if a file is missing or has the wrong size."""
-    images = about["images"]
-    shape = about["shape"]
-    try:
-        return PixelCache(folder, images, shape)
-    except (FileNotFoundError, WrongSize):
-        remove(folder)
-    create(folder, about)
-    return PixelCache(folder, images, shape)
+def size_of(images: int, shape: Sequence[int]) -> int:
+    """Return the bytes of a cache."""
+    return images * (4 + prod(shape))
 
 
 class WrongSize(OSError):
-    """A file of a cache is shorter or longer than it should be."""
+    """The file of a cache is shorter or longer than it should be."""
 
 
 class PixelCache:
@@ -94,27 +82,27 @@ class PixelCache:
 
     A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. So half a write,
     a killed process and a flipped bit are noticed when the slot is read. There is no lock:
-    all processes write the same bytes to a slot. A worker that starts afresh opens the files again.
-    OSError for links, pipes, and files of other sizes.
+    all processes write the same bytes to a slot. A worker that starts afresh opens the file again.
+    OSError for a link, a pipe, and a file of another size.
     """
 
-    def __init__(self, folder: str, images: int, shape: Sequence[int]) -> None:
-        if os.path.islink(folder):
-            raise OSError(f"{folder} is a link")
-        open_plain(os.path.join(folder, ABOUT)).close()
-        self.folder = folder
+    def __init__(self, path: Path, images: int, shape: Sequence[int]) -> None:
+        self.path = path
         self.shape = tuple(shape)
         self.size = prod(shape)
-        self.map = map_file(os.path.join(folder, PIXELS), images * self.size)
-        sums = map_file(os.path.join(folder, SUMS), images * 4)
-        self.pixels = torch.frombuffer(self.map, dtype=torch.uint8).view(images, self.size)
-        self.sums = numpy.frombuffer(sums, dtype=numpy.uint32)
-        self.nbytes = images * (self.size + 4)
+        expected = size_of(images, shape)
+        with open_plain(path, os.O_RDWR) as file:
+            if os.fstat(file.fileno()).st_size != expected:
+                raise WrongSize(f"{path} does not have the expected {expected:,} bytes")
+            self.map = mmap.mmap(file.fileno(), expected)
+        self.sums = numpy.frombuffer(self.map, dtype=numpy.uint32, count=images)
+        pixels = torch.frombuffer(self.map, dtype=torch.uint8, offset=4 * images)
+        self.pixels = pixels.view(images, self.size)
         self.touched = 0  # upper bound on the mapped bytes
         self.warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reopen, (self.folder, len(self.pixels), self.shape)
+        return reopen, (self.path, len(self.pixels), self.shape)
 
     def missing(self, slots: Tensor) -> Tensor:
         """Return a bool for each slot: whether it is empty."""
@@ -155,96 +143,32 @@ def checksum(data: Any) -> int:
     return zlib.crc32(data) or 1
 
 
-def reopen(folder: str, images: int, shape: Sequence[int]) -> PixelCache | None:
+def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
     """Open a cache in a worker process; None if it was removed meanwhile, and the worker has to
     decode.
     """
     try:
-        return PixelCache(folder, images, shape)
+        return PixelCache(path, images, shape)
     except OSError:
         return None
 
 
-def map_file(path: str, size: int) -> mmap.mmap:
-    """Map a file as writable shared memory; OSError unless it is a regular file of this size."""
-    with open_plain(path, os.O_RDWR) as file:
-        if os.fstat(file.fileno()).st_size != size:
-            raise WrongSize(f"{path} does not have the expected {size:,} bytes")
-        return mmap.mmap(file.fileno(), size)
-
-
-def create(folder: str, about: About) -> None:
-    """Make an empty cache, complete or not at all.
-
-    If another process was faster, the folder is left to it.
-    """
-    base, key = os.path.split(folder)
-    images = about["images"]
-    sizes = {PIXELS: images * prod(about["shape"]), SUMS: images * 4}
-    need = sum(sizes.values())
-    free = shutil.disk_usage(base).free
-    if need > free / 2:
-        raise OSError(
-            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} MiB free in {base}"
-        )
-    temporary = tempfile.mkdtemp(prefix=f"{key}.", dir=base)
-    try:
-        with open(os.path.join(temporary, ABOUT), "x") as file:
-            json.dump({"note": NOTE, **about}, file, indent=1)
-        for name, size in sizes.items():
-            reserve(os.path.join(temporary, name), size)
-        os.rename(temporary, folder)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            remove(temporary)
-        if not isinstance(error, OSError) or not os.path.isdir(folder):
-            raise
-
-
-def reserve(path: str, size: int) -> None:
-    """Write a file of `size` zeros with its room on the disk.
+def create(path: Path, size: int) -> None:
+    """Write a file of `size` zeros with its room on the disk, complete or not at all.
 
     In a file with holes, writing to a full disk would be a SIGBUS.
     """
-    with open(path, "xb", buffering=0) as file:
+    free = shutil.disk_usage(path.parent).free
+    if size > free / 2:
+        raise OSError(
+            f"{size / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} MiB free in "
+            f"{path.parent}"
+        )
+    with replacing(path) as partial, open(partial, "r+b", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
-                return
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
         file.truncate(size)
-
-
-def remove(folder: str) -> None:
-    """Remove a cache: its files only, and the folder if nothing else is in it."""
-    for name in FILES:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, name))
-    with contextlib.suppress(FileNotFoundError):
-        os.rmdir(folder)
-
-
-def remove_older(base: str, about: About) -> None:
-    """Remove the caches of the same root and shape with another key: the images have changed
-    since.
-    """
-    with os.scandir(base) as entries:
-        folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    for folder in folders:
-        older = read_about(folder)
-        alike = all(older.get(name) == about[name] for name in ("root", "shape", "resized"))
-        if alike and older.get("key") != about["key"]:
-            with contextlib.suppress(OSError):
-                remove(folder)
-
-
-def read_about(folder: str) -> About:
-    """Return what about.json says, or {} if it says nothing."""
-    try:
-        with open_plain(os.path.join(folder, ABOUT)) as file:
-            about = json.loads(file.read(2**16))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return about if isinstance(about, dict) else {}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.cache import VERSION, PixelCache, open_cache
-from stoker.data.description import Description, is_description
+from stoker.data.description import Description
 from stoker.data.record import Data
 from stoker.data.splits import check_fractions, split_indices
 from stoker.trainer.errors import (
@@ -87,9 +87,8 @@ def image_folder(
     `std`: null means that they are measured on (at most 5,000 of) the training images. `cache`
     keeps what was decoded: auto (below ~/.cache), false, or a folder; see data/cache.py.
     `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be read; with
-    "error" they are met later. `trained`: the description of a run's data, for an evaluation. One
-    class is enough then, and where `size` is null, images of a different size are resized to the
-    run's, if that is square.
+    "error" they are met later. `trained`: the description of a run's data, for an evaluation, which
+    needs only one class.
     """
     import PIL
 
@@ -114,17 +113,15 @@ def image_folder(
         val_fraction=0 if "val" in listed else val_fraction,
         test_fraction=0 if "test" in listed else test_fraction,
     )
-    shape, is_resized = _choose_shape(listed["train"][0], size, trained, skip)
-    form = resize or is_resized
+    shape = (size, size) if size is not None else _first_size(listed["train"][0], skip)
+    form = resize or size is not None
     images = sum(len(files) for files, _ in listed.values())
-    about = {
-        "root": os.path.realpath(root),
-        "images": images,
-        "shape": [channels, *shape],
-        "resized": form,
-    }
-    state.update(f"{[channels, *shape]} {form} {images} {VERSION} {PIL.__version__}".encode())
-    pixels, place = open_cache(cache, state.hexdigest(), about)
+    source = hashlib.blake2b(digest_size=8)
+    source.update(os.fsencode(f"{os.path.realpath(root)}\0{[channels, *shape]} {form}"))
+    state.update(f"{images} {VERSION} {PIL.__version__}".encode())
+    pixels, place = open_cache(
+        cache, source.hexdigest(), state.hexdigest(), images, (channels, *shape)
+    )
     splits = {}
     used = 0
     for name, (files, targets) in listed.items():
@@ -295,24 +292,6 @@ def _images_below(
             yield entry.path, status.st_size, status.st_mtime_ns
         else:
             left_out["that are not regular files"] += 1
-
-
-def _choose_shape(
-    files: "Paths",
-    size: int | None,
-    trained: Description | None,
-    skip: bool,
-) -> tuple[tuple[int, int], bool]:
-    """Return (height, width) of all samples, and whether images are resized to that."""
-    if size is not None:
-        return (size, size), True
-    shape = _first_size(files, skip)
-    if trained is not None and is_description(trained):
-        _, *wanted = trained["in_shape"]
-        is_square = len(wanted) == 2 and wanted[0] == wanted[1]
-        if is_square and tuple(wanted) != shape:
-            return (wanted[0], wanted[1]), True  # as in task=predict
-    return shape, False
 
 
 def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
@@ -529,7 +508,7 @@ class ImageSplit:
             log.warning(
                 "%s: its pixels in %s are damaged, so it was decoded again.",
                 file,
-                self.cache.folder,
+                self.cache.path,
             )
             self.cache.warned = True
         todo = missing + damaged

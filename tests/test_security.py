@@ -180,7 +180,7 @@ TARGETS += [
     "stoker.tasks.main.main",
 ]
 TARGETS += [
-    "stoker.data.cache.remove",
+    "stoker.data.cache.create",
     "stoker.data.cache.shutil.rmtree",
     "stoker.data.images.os.remove",
     "stoker.data.images.decode_image",
@@ -397,7 +397,9 @@ BUILT = {
             "a": {"_target_": "stoker.runs.json_files.write_json", "path": "CANARY", "contents": 1}
         }
     ),
-    "remove": edit(callbacks__a={"_target_": "stoker.data.cache.remove", "folder": "AWAY"}),
+    "create": edit(
+        callbacks__a={"_target_": "stoker.data.cache.create", "path": "CANARY", "size": 1}
+    ),
     "a file's name": edit(
         callbacks__a={"_target_": "stoker.runs.loggers.ConfigFile", "path": "CANARY", "config": "x"}
     ),
