@@ -1,14 +1,13 @@
 """Split the time of a fit into stages, by sampled steps, and say what to change."""
 
-import dataclasses
 import itertools
 import random
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.data.samples import SampleLoader, is_stream
@@ -26,6 +25,7 @@ FEWEST_STEPS = 8  # per epoch, to suggest larger batches
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed in sampled steps only
 COMPUTE = ("forward", "backward", "optimizer", "step")
+SAVING = ("every", "epochs", "minutes")  # of a Checkpoint
 # Smallest share at which a stage is reported; higher for stages that do useful work.
 WORTH = {
     "data": 0.1,
@@ -36,7 +36,15 @@ WORTH = {
     "fixed": 0.3,
     "idle": 0.5,
 }
-WORTH_RESIDENT = 0.5  # for "data" on the device, where hardly any setting helps
+SENTENCES = {
+    "data": "the {device} waited {share} for data",
+    "transfer": "the {device} waited {share} for batches to be copied",
+    "checkpoint": "checkpoints took {share}",
+    "logging": "loggers took {share}",
+    "evaluation": "evaluations took {share}",
+    "fixed": "{share} went to the optimizer and the loop, which cost the same for any batch size",
+    "idle": "the {device} waited {share} for Python to launch work",
+}
 
 Mark = tuple[str | None, Any]  # (the stage that ends here, the point in the device's work)
 
@@ -238,56 +246,9 @@ class Timing(Callback):
 
     def sentence(self, trainer: Trainer) -> str | None:
         """Return the `speed_verdict` on the fit so far."""
-        loader: Any = trainer.train_loader
-        kind = "own"
-        workers = 0
-        fits = True
-        if isinstance(loader, SampleLoader):
-            kind = "streamed"
-            workers = loader.workers.loader.num_workers
-            fits = False
-        elif isinstance(loader, HostLoader):
-            kind = "streamed"
-            workers = loader.workers.loader.num_workers
-            # The user's own split may lack `tensors`; then it cannot be resident.
-            has_tensors = getattr(loader.split, "tensors", None) is not None
-            fits = has_tensors and loader.nbytes < memory.free_memory(trainer.device) / 2
-            if fits and getattr(loader.split, "cache", None) is not None:
-                kind = "decoded"
-        elif isinstance(loader, DeviceLoader):
-            augments = loader.augment.geometric or loader.augment.rest
-            kind = "augmented" if augments else "resident"
-        elif is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
-            kind = "iterable"
-        return speed_verdict(
-            self.split(trainer),
-            where="CPU" if trainer.device.type == "cpu" else "GPU",
-            idle=sum(self.idle) / max(1, len(self.idle)),
-            loader=kind,
-            workers=workers,
-            cores=launch.cores(),
-            fits=fits,
-            captured=captures(trainer),
-            steps_per_epoch=trainer.steps_per_epoch,
-            saves=reason_to_save(trainer),
-        )
-
-
-def reason_to_save(trainer: Trainer) -> str | None:
-    """Return the setting that causes most of the checkpoints; None for the final one alone."""
-    savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-    if not savers:
-        return None
-    saver = savers[0]
-    steps = saver.every
-    if not steps and saver.epochs:
-        steps = saver.epochs * trainer.steps_per_epoch
-    # Each evaluation may be the best so far and so be saved.
-    every = trainer.eval_every if trainer.val_loader is not None else None
-    if every and (not steps or every < steps):
-        return "eval_every"
-    set_keys = [key for key in ("every", "epochs", "minutes") if getattr(saver, key)]
-    return f"checkpoint.{set_keys[0]}" if set_keys else None
+        device = "CPU" if trainer.device.type == "cpu" else "GPU"
+        idle = sum(self.idle) / max(1, len(self.idle))
+        return speed_verdict(self.split(trainer), advice_for(trainer), device, idle)
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
@@ -299,165 +260,85 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a verdict on the time of a fit takes into account.
-
-    Attributes:
-        where: The device, "CPU" or "GPU".
-        idle: Share of the steps in which the device waited for Python.
-        loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
-            the first epoch and resident then, "iterable" from an IterableDataset, or a loader of
-            the user's "own".
-        workers: Processes that read the data.
-        cores: How many workers make sense.
-        fits: Whether the data could be resident.
-        captured: Whether a step is one CUDA graph.
-        saves: The setting that causes most of the checkpoints.
-    """
-
-    where: str = "CPU"
-    idle: float = 0.0
-    loader: str = "streamed"
-    workers: int = 0
-    cores: int = 1
-    fits: bool = True
-    captured: bool = False
-    steps_per_epoch: int = sys.maxsize
-    saves: str | None = None
-
-
-def speed_verdict(seconds: dict[str, float], **facts: Any) -> str | None:
+def speed_verdict(
+    seconds: dict[str, float], advice: dict[str, str], device: str, idle: float = 0.0
+) -> str | None:
     """Say in one sentence which setting to change to save the most time, or that none helps.
 
     Args:
         seconds: {stage: seconds} of a fit. A total below SOON returns None.
-        facts: Attributes of `Facts`.
+        advice: {stage: what to change}, for the stages where a change helps.
+        device: "CPU" or "GPU".
+        idle: Share of the steps in which the device waited for Python.
     """
-    known = Facts(**facts)
     total = sum(seconds.values())
     if total < SOON:
         return None
     share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
+    largest = max(STAGES, key=lambda stage: share[stage])
+    compute = sum(share[stage] for stage in COMPUTE)
     share["fixed"] = share["optimizer"] + share["other"]
-    share["idle"] = known.idle * compute_share(share)
-    worth = dict(WORTH)
-    if known.loader == "resident":
-        worth["data"] = WORTH_RESIDENT
-    worthwhile = [name for name in WORTH if share[name] >= worth[name]]
-    if not worthwhile:
-        return largest_stage(share, known)
-    worst = max(worthwhile, key=lambda name: share[name] - worth[name])
-    return SENTENCES[worst](share[worst], known)
+    share["idle"] = idle * compute
+    worthwhile = [name for name in WORTH if name in advice and share[name] >= WORTH[name]]
+    if worthwhile:
+        worst = max(worthwhile, key=lambda name: share[name] - WORTH[name])
+        sentence = SENTENCES[worst].format(device=device, share=of_the_time(share[worst]))
+        return f"{sentence}: {advice[worst]}"
+    if compute > 0.5:
+        return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
+    return f"nothing stands out: the largest stage is {largest}, {of_the_time(share[largest])}"
 
 
-def compute_share(share: dict[str, float]) -> float:
-    return sum(share[stage] for stage in COMPUTE)
+def advice_for(trainer: Trainer) -> dict[str, str]:
+    """Return what to change where a stage of this fit takes too long, by stage."""
+    advice = {
+        "evaluation": "set a larger eval_every, or use a smaller validation part",
+        "logging": "remove one of the callbacks, or set a larger log_every",
+        **advice_on_data(trainer.train_loader, trainer.device),
+    }
+    if trainer.steps_per_epoch >= FEWEST_STEPS:
+        advice["fixed"] = advice["idle"] = "set a larger batch_size"
+    if not captures(trainer):
+        advice["idle"] = "set a larger batch_size or set compile=graph"
+    for callback in trainer.callbacks:
+        if isinstance(callback, Checkpoint):
+            keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
+            if trainer.val_loader is not None and trainer.eval_every:
+                keys.insert(0, "eval_every")  # each evaluation may be the best so far and saved
+            if keys:
+                advice["checkpoint"] = f"set a larger {keys[0]}"
+    return advice
 
 
-def largest_stage(share: dict[str, float], facts: Facts) -> str:
-    """Return the sentence on a fit in which no change saves much."""
-    compute = compute_share(share)
-    if compute <= 0.5:
-        stage = max(STAGES, key=lambda stage: share[stage])
-        return f"nothing stands out: the largest stage is {stage}, {of_the_time(share[stage])}"
-    if share["step"] > compute / 2 and not facts.captured:  # what it does is unknown
-        return (
-            f"this Trainer's train_step took {of_the_time(share['step'])}: set profile=true to "
-            "see the details"
-        )
-    return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
-
-
-def slow_data(share: float, facts: Facts) -> str:
-    return f"the {facts.where} waited {of_the_time(share)} for data: {more_data(facts)}"
-
-
-def slow_transfer(share: float, facts: Facts) -> str:
-    change = "no setting helps; use smaller samples"
-    if facts.loader == "own":
-        change = "give the DataLoader pin_memory=True, and load bytes instead of floats"
-    elif facts.fits:
-        change = "set dataset.resident=true"
-    return f"the {facts.where} waited {of_the_time(share)} for batches to be copied: {change}"
-
-
-def slow_evaluation(share: float, facts: Facts) -> str:
-    return (
-        f"evaluations took {of_the_time(share)}: "
-        "set a larger eval_every, or use a smaller validation part"
-    )
-
-
-def slow_checkpoints(share: float, facts: Facts) -> str:
-    change = "the final one is unavoidable"
-    if facts.saves is not None:
-        change = f"set a larger {facts.saves}"
-    return f"checkpoints took {of_the_time(share)}: {change}"
-
-
-def slow_loggers(share: float, facts: Facts) -> str:
-    return (
-        f"loggers took {of_the_time(share)}: remove one of the callbacks, or set a larger log_every"
-    )
-
-
-def idle_device(share: float, facts: Facts) -> str:
+def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
+    """Return what makes a loader faster, for "data" and "transfer"; {} for resident data."""
+    if isinstance(loader, DeviceLoader):
+        if loader.augment.geometric or loader.augment.rest:
+            return {"data": "remove some of dataset.augment"}
+        return {}
+    cores = launch.cores()
+    if not isinstance(loader, (HostLoader, SampleLoader)):
+        advice = f"give the DataLoader num_workers={cores} and persistent_workers=True"
+        if is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
+            # Unless samples are shared, each worker reads the whole stream.
+            advice = (
+                f"set dataset.workers={cores}, in a script the DataLoader's num_workers, if the "
+                "IterableDataset shares its samples among workers "
+                "(torch.utils.data.get_worker_info)"
+            )
+        return {"data": advice, "transfer": "give the DataLoader pin_memory=True"}
     ways = []
-    if facts.steps_per_epoch >= FEWEST_STEPS:
-        ways.append("set a larger batch_size")
-    if not facts.captured:
-        ways.append("set compile=graph")
-    change = " or ".join(ways) or "this data is too small for larger batches"
-    return f"the {facts.where} waited {of_the_time(share)} for Python to launch work: {change}"
-
-
-def fixed_costs(share: float, facts: Facts) -> str:
-    change = "set a larger batch_size"
-    if facts.steps_per_epoch < FEWEST_STEPS:
-        change = "this data is too small for larger ones"
-    part = of_the_time(share)
-    return (
-        f"{part} went to the optimizer and the loop, which cost the same for any batch size: "
-        f"{change}"
-    )
-
-
-# The sentence for a stage, from its share of the time.
-SENTENCES: dict[str, Callable[[float, Facts], str]] = {
-    "data": slow_data,
-    "transfer": slow_transfer,
-    "evaluation": slow_evaluation,
-    "checkpoint": slow_checkpoints,
-    "logging": slow_loggers,
-    "idle": idle_device,
-    "fixed": fixed_costs,
-}
-
-
-def more_data(facts: Facts) -> str:
-    """Return the change that makes a loader faster."""
-    if facts.loader == "iterable":  # unless samples are shared, each worker reads the whole stream
-        return (
-            f"set dataset.workers={facts.cores}, in a script the DataLoader's num_workers, if the "
-            "IterableDataset shares its samples among workers (torch.utils.data.get_worker_info)"
-        )
-    if facts.loader == "own":
-        return f"give the DataLoader num_workers={facts.cores} and persistent_workers=True"
-    if facts.loader == "augmented":
-        return "remove some of dataset.augment"
-    if facts.loader == "decoded":
-        return "it decoded images, which the next run will find in the cache"
-    if facts.loader == "resident":  # the device gathers the batches
-        return "no setting helps; use smaller samples"
-    ways = []
-    if facts.workers < facts.cores:
-        ways.append(f"dataset.workers={facts.cores}")
-    if facts.fits:
+    if loader.workers.loader.num_workers < cores:
+        ways.append(f"dataset.workers={cores}")
+    advice = {}
+    # The user's own split may lack `tensors`; then it cannot be resident.
+    can_be_resident = isinstance(loader, HostLoader) and getattr(loader.split, "tensors", None)
+    if can_be_resident and loader.nbytes < memory.free_memory(device) / 2:
         ways.append("dataset.resident=true")
-    if not ways:
-        return "no setting helps; use smaller files, a faster disk or less work per sample"
-    return f"set {' or '.join(ways)}"
+        advice["transfer"] = "set dataset.resident=true"
+    if ways:
+        advice["data"] = f"set {' or '.join(ways)}"
+    return advice
 
 
 def of_the_time(share: float) -> str:
