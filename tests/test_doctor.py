@@ -13,7 +13,7 @@ from torch import nn
 
 from stoker.data import datasets
 from stoker.data.loader import DeviceLoader, make_loaders
-from stoker.diagnostics.doctor import Doctor, findings
+from stoker.diagnostics.doctor import Doctor
 from stoker.models.cnn import CNN
 from stoker.models.mlp import MLP
 from stoker.trainer import schedules
@@ -101,7 +101,7 @@ def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_no
     doctor = examined(deep(nn.Sigmoid), 1e-3, every=50)
     assert set(doctor.said) == {"vanishing"} and len(doctor.said["vanishing"]) > 30
     assert doctor.said["vanishing"][0] == "0" and "101" not in doctor.said["vanishing"]
-    assert "more" in caplog.messages[0] and len(caplog.messages[0]) < 500
+    assert "), ...." in caplog.messages[0] and len(caplog.messages[0]) < 500
     healthy = deep(functools.partial(nn.LayerNorm, 16), nn.ReLU)
     assert "vanishing" not in examined(healthy, 1e-3, every=50).said
 
@@ -236,7 +236,3 @@ def test_what_cannot_be_looked_into_is_refused():
         begin("single", GraphStep())
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
         Doctor(every=0)
-
-
-def test_nothing_seen_is_nothing_found():
-    assert findings([]) == {}

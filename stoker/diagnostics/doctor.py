@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stoker.trainer import settings
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, check_number, log
+from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # samples that have to agree before it warns
@@ -139,26 +139,23 @@ class Doctor(Callback):
         """Return the sample of the last step."""
         now = dict(trainer.module.named_parameters())
         scale = trainer.scaler.get_scale()
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
         sizes = []
         for name, old in self.before.items():
-            gradient = self.rows.get(name, old.new_zeros(1)) / scale
-            for tensor in (old, now[name] - old, gradient):
-                sizes.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
-        numbers = iter(torch.stack(sizes).tolist() if sizes else [])  # the only transfer
-
-        units = weights_with_units(trainer.module)
+            rows = self.rows.get(name, old.new_zeros(len(old)))
+            sizes.append(torch.stack([norm(old), norm(now[name] - old), norm(rows) / scale]))
+        numbers = torch.stack(sizes).tolist() if sizes else []  # the only transfer
         sample = Sample()
-        for name, old in self.before.items():
-            weight = next(numbers)
-            update = next(numbers)
-            gradient = next(numbers)
-            if weight == 0:  # a layer initialised with zeros has no scale
+        for name, (weight, update, gradient) in zip(self.before, numbers, strict=True):
+            if weight == 0:  # a layer initialized with zeros has no scale
                 continue
-            place = layer(name)
-            sample.gradients[place] = gradient / weight
-            sample.updates[place] = update / weight
-            if name in units:
-                sample.silent[place] = self.rows.get(name, old.new_zeros(len(old))) == 0
+            layer = name.removesuffix(".weight")  # as in `print(model)`
+            sample.gradients[layer] = gradient / weight
+            sample.updates[layer] = update / weight
+            if name == f"{layer}.weight" and isinstance(
+                trainer.module.get_submodule(layer), WITH_UNITS
+            ):
+                sample.silent[layer] = self.rows.get(name, now[name].new_zeros(len(now[name]))) == 0
         return sample
 
     def add(self, sample: Sample, trainer: Trainer) -> None:
@@ -177,31 +174,24 @@ class Doctor(Callback):
 
     def judge(self, trainer: Trainer) -> None:
         """Warn about what the last samples agree on, once for each layer and kind."""
-        for kind, layers in findings(self.samples).items():
+        for kind, problems in findings(self.samples).items():
             known = self.said.setdefault(kind, [])
-            new = {name: text for name, text in layers.items() if name not in known}
+            new = {name: text for name, text in problems.items() if name not in known}
             if new:
                 known += new
-                warning = f"{kind}, at step {trainer.step:,}: {listed(new)}.\n{ADVICE[kind]}"
+                layers = [f"{name} ({text})" for name, text in new.items()]
+                shown = first_few(layers, MOST_NAMED)
+                warning = f"{kind}, at step {trainer.step:,}: {shown}.\n{ADVICE[kind]}"
                 self.warnings.append(warning)
                 log.warning("doctor: %s", warning)
 
     def summary(self, trainer: Trainer) -> str:
         """Return the line that ends the run."""
-        last = self.samples[-1]
-        count = len(last.updates)
-        steps = f"{self.count} of {trainer.step - self.begun_at:,} steps"
-        opening = f"doctor   {count} weight{'' if count == 1 else 's'} in {steps}"
-        if self.said:
-            kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
-            return f"{opening}: {'; '.join(kinds)}"
-        medians = [
-            statistics.median(s.updates[name] for s in self.samples) for name in last.updates
-        ]
-        line = f"{opening}: no warnings"
-        if medians:
-            line += f"; updates are {min(medians):.1g} to {max(medians):.1g} of the weights"
-        return line
+        kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
+        return (
+            f"doctor   {len(self.samples[-1].updates)} weights in {self.count} of "
+            f"{trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"
+        )
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
@@ -214,58 +204,33 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 def findings(samples: Sequence[Sample]) -> Findings:
     """Return {kind: {layer: problem}} for the problems that all samples share."""
-    if not samples:
-        return {}
     wrong: Findings = defaultdict(dict)
-    last = samples[-1]
-    names = [name for name in last.gradients if all(name in s.gradients for s in samples)]
+    names = [name for name in samples[-1].gradients if all(name in s.gradients for s in samples)]
     # A layer's gradient as a share of the step's largest one, at its highest.
-    share = dict.fromkeys(names, 0.0)
-    for sample in samples:
-        largest = max(sample.gradients.values(), default=0.0) or 1.0
-        for name in names:
-            share[name] = max(share[name], sample.gradients[name] / largest)
+    largest = [max(sample.gradients.values(), default=0.0) or 1.0 for sample in samples]
+    shares = {}
+    for name in names:
+        shares[name] = max(
+            s.gradients[name] / most for s, most in zip(samples, largest, strict=True)
+        )
     # Vanishing gradients become exactly zero, first in some units of a layer.
-    vanishes = any(0 < size < VANISHED for size in share.values())
+    vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]
-        masks = [sample.silent[name] for sample in samples if name in sample.silent]
-        silent = 0
-        if len(masks) == len(samples):
-            silent = int(torch.stack(masks).all(0).sum())
         update = statistics.median(sample.updates[name] for sample in samples)
-        has_vanished = share[name] < VANISHED
-        is_dead = bool(masks) and silent > DEAD * len(masks[0])
+        has_vanished = shares[name] < VANISHED
+        silent = torch.zeros(1, dtype=torch.bool)
+        if all(name in sample.silent for sample in samples):
+            silent = torch.stack([sample.silent[name] for sample in samples]).all(0)
+        dead = int(silent.sum())
         if not all(map(math.isfinite, sizes)):
             wrong["exploding"][name] = "not finite"
-        elif is_dead and not (vanishes and has_vanished):
-            wrong["dead"][name] = f"no gradient in {silent} of {len(masks[0])} units"
+        elif dead > DEAD * len(silent) and not (vanishes and has_vanished):
+            wrong["dead"][name] = f"no gradient in {dead} of {len(silent)} units"
         elif has_vanished:
-            wrong["vanishing"][name] = f"a gradient of {share[name]:.0e} of the largest"
+            wrong["vanishing"][name] = f"a gradient of {shares[name]:.0e} of the largest"
         elif min(sizes) > EXPLODED:
             wrong["exploding"][name] = f"a gradient of {min(sizes):,.0f} times the weights"
         if update > LARGE:
             wrong["large updates"][name] = f"a step changes it by {update:.0%} of its size"
     return dict(wrong)
-
-
-def weights_with_units(module: torch.nn.Module) -> set[str]:
-    """Return the names of the weights whose rows belong to one unit each."""
-    return {
-        f"{name}.weight".lstrip(".")
-        for name, child in module.named_modules()
-        if isinstance(child, WITH_UNITS)
-    }
-
-
-def layer(name: str) -> str:
-    """Return the name of a weight's layer, as in `print(model)`."""
-    return name.removesuffix(".weight")
-
-
-def listed(layers: dict[str, str]) -> str:
-    """Return 'layers.1 (16 of 16 units), layers.4 (...) and 40 more'."""
-    texts = [f"{name} ({text})" for name, text in layers.items()]
-    shown = ", ".join(texts[:MOST_NAMED])
-    more = len(texts) - MOST_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
