@@ -34,11 +34,11 @@ def of(inputs, targets, **more):
 def test_a_model_that_can_learn_does(capsys):
     said, trainer = learn(make_model())
     assert trainer.step % overfit.EVERY == 0 and trainer.step < overfit.MOST
-    assert said.startswith(f"it learns, after {trainer.step} steps on 1 batch of 8 samples: loss ")
-    assert ", acc 1.0000 (chance 0." in said
+    assert said.startswith(f"it learns, after {trainer.step} steps on 8 samples: loss ")
+    assert said.endswith(" -> 1.0000") and ", acc 0." in said
     out = capsys.readouterr().out
     assert (
-        "overfit  the first batch, without augmentation, for at most 1,000 steps, AdamW lr 0.01"
+        "overfit  the first 1 batches alone, without augmentation, for at most 1,000 steps, AdamW lr 0.01"
         in out
     )
 
@@ -104,7 +104,7 @@ def test_regression_is_judged_by_r2():
     inputs = torch.randn(24, 6)
     data = of(inputs, inputs[:, :3] * 2, kind="regression")
     said, _ = learn(make_model(), data, metrics={"r2": R2()}, loss=nn.MSELoss())
-    assert "it learns" in said and "r2 0.99" in said and "(the mean has 0)" in said
+    assert "it learns" in said and "-> 0.99" in said and ", r2 " in said
 
 
 def test_a_loss_alone_has_to_fall():
@@ -112,31 +112,16 @@ def test_a_loss_alone_has_to_fall():
     assert "it learns" in said and "acc" not in said
 
 
-@pytest.mark.parametrize(
-    ("settings", "suspect"),
-    [
-        (
-            {"optimizer": functools.partial(torch.optim.SGD, lr=1e-9)},
-            "optimizer.lr .try ten times the value",
-        ),
-        (
-            {"optimizer": functools.partial(torch.optim.SGD, lr=1e38)},
-            "optimizer.lr, which may be too high",
-        ),
-        (
-            {"optimizer": functools.partial(torch.optim.SGD, lr=2e-2)},
-            "the number of steps, since the loss is still falling",
-        ),
-    ],
-)
-def test_a_rate_that_is_wrong(settings, suspect):
+@pytest.mark.parametrize("lr", [1e-9, 1e38])
+def test_a_rate_that_is_wrong(lr):
     with pytest.raises(
-        TrainingError, match=f"(?s)overfit=1: the model does not learn, after .*Check .*{suspect}"
+        TrainingError,
+        match=r"overfit=1: the model does not learn, after .*\nCheck optimizer.lr .try ten times",
     ):
-        learn(make_model(), steps=50, **settings)
+        learn(make_model(), steps=50, optimizer=functools.partial(torch.optim.SGD, lr=lr))
 
 
-def test_weights_that_are_frozen_or_dead():
+def test_weights_that_are_frozen_or_dead(caplog):
     model = make_model()
     model.requires_grad_(False)
     model[3].bias.requires_grad_(True)
@@ -144,8 +129,9 @@ def test_weights_that_are_frozen_or_dead():
         learn(model, steps=50)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.constant_(model[0].bias, -1000.0)
-    with pytest.raises(TrainingError, match=r"0, 2 \(dead\)"):
+    with pytest.raises(TrainingError, match="does not learn"):
         learn(model, steps=50, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
+    assert "doctor: dead, at step 3: 0 (" in caplog.text
 
 
 def test_targets_that_are_all_the_same_teach_nothing():

@@ -207,12 +207,11 @@ def findings(samples: Sequence[Sample]) -> Findings:
     wrong: Findings = defaultdict(dict)
     names = [name for name in samples[-1].gradients if all(name in s.gradients for s in samples)]
     # A layer's gradient as a share of the step's largest one, at its highest.
-    largest = [max(sample.gradients.values(), default=0.0) or 1.0 for sample in samples]
-    shares = {}
-    for name in names:
-        shares[name] = max(
-            s.gradients[name] / most for s, most in zip(samples, largest, strict=True)
-        )
+    shares = dict.fromkeys(names, 0.0)
+    for sample in samples:
+        largest = max(sample.gradients.values(), default=0.0) or 1.0
+        for name in names:
+            shares[name] = max(shares[name], sample.gradients[name] / largest)
     # Vanishing gradients become exactly zero, first in some units of a layer.
     vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:

@@ -31,11 +31,16 @@ class Watch(Callback):
         self.given = given
         self.loss = math.nan  # of the last step, if evaluations have no loss
         self.first: dict[str, float] = {}  # results before the first step
-        self.before: dict[str, float] = {}  # results of the previous evaluation
         self.results: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        print_opening(trainer, len(self.given))
+        device, model, _ = summary.plan(trainer)
+        optimizer = type(trainer.optimizer).__name__
+        terminal.show(
+            f"{device}\n{model}\noverfit  the first {len(self.given)} batches alone, without "
+            f"augmentation, for at most {trainer.total_steps:,} steps, {optimizer} "
+            f"lr {trainer.optimizer.param_groups[0].get('initial_lr', 0):g}"
+        )
         self.first = trainer.evaluate(self.given, "batch")
         if "batch/loss" not in self.first:  # judge by the training loss
             trainer.log_every = 1
@@ -47,15 +52,9 @@ class Watch(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if not trainer.is_time(EVERY):
             return
-        self.before = self.results
         self.results = {"batch/loss": self.loss, **trainer.evaluate(self.given, "batch")}
-        if not self.is_finite():
-            trainer.stop("the loss is not finite")
-        elif self.is_learnt():
-            trainer.stop("learnt")
-
-    def is_finite(self) -> bool:
-        return math.isfinite(self.results["batch/loss"])
+        if self.is_learnt() or not math.isfinite(self.results["batch/loss"]):
+            trainer.stop("decided")
 
     def is_learnt(self) -> bool:
         """Judge by the accuracy or r2, and without either by how far the loss has fallen."""
@@ -83,75 +82,43 @@ def learn(
         for batch in itertools.islice(loader, count)
     ]
     samples = sum(map(trainer.samples, given))
-    targets = targets_of(given)
-    if targets is not None and len(targets) > 1 and (targets == targets[0]).all():
+    if all_equal(given):
         raise UserError(
             f"overfit={count}: the targets of the first {samples} samples are all the same, "
             "so there is nothing to learn. Choose a different overfit or batch_size."
         )
-    doctor = Doctor(EVERY)
     watch = Watch(given)
     trainer.callbacks = [watch]
     if not captures(trainer) and not trainer.replicas:
-        trainer.callbacks.insert(0, doctor)
+        trainer.callbacks.insert(0, Doctor(EVERY))
     trainer.make_scheduler = schedules.constant
     trainer.epochs = None
     trainer.max_steps = steps or MOST
     trainer.fit(given)
-    size = f"{count} batch{'' if count == 1 else 'es'} of {samples} samples"
-    change = f"loss {number(watch.first['batch/loss'])} -> {number(watch.results['batch/loss'])}"
-    facts = f"after {trainer.step} steps on {size}: {change}{scores(watch.results, targets)}"
+    changes = []
+    for name in ("loss", "acc", "r2"):
+        if f"batch/{name}" in watch.results:
+            first, last = (
+                number(results[f"batch/{name}"]) for results in (watch.first, watch.results)
+            )
+            changes.append(f"{name} {first} -> {last}")
+    facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
         return f"it learns, {facts}"
-    advice = "; ".join(suspects(trainer, watch, doctor.said))
-    raise TrainingError(f"overfit={count}: the model does not learn, {facts}.\nCheck {advice}.")
-
-
-def print_opening(trainer: Trainer, count: int) -> None:
-    device, model, _ = summary.plan(trainer)
-    terminal.show(f"{device}\n{model}")
-    batch = f"the first {count} batches" if count > 1 else "the first batch"
-    rate = trainer.optimizer.param_groups[0].get("initial_lr", 0)
-    optimizer = f"{type(trainer.optimizer).__name__} lr {rate:g}"
-    most = f"at most {trainer.total_steps:,} steps"
-    terminal.show(f"overfit  {batch}, without augmentation, for {most}, {optimizer}")
-
-
-def targets_of(given: list[Any]) -> torch.Tensor | None:
-    """Return the targets of (inputs, targets) batches on the CPU; None for other batches."""
-    if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in given):
-        return None
-    targets = [batch[1] for batch in given]
-    return torch.cat(targets).cpu() if all(map(torch.is_tensor, targets)) else None
-
-
-def scores(results: dict[str, float], targets: torch.Tensor | None) -> str:
-    """Return ', acc 0.9844 (chance 0.14)' or ', r2 0.98 (the mean has 0)', or nothing."""
-    if "batch/acc" in results and targets is not None:
-        labels = targets.argmax(1) if targets.is_floating_point() else targets
-        chance = torch.bincount(labels.flatten()).max().item() / labels.numel()
-        return f", acc {number(results['batch/acc'])} (chance {chance:.2f})"
-    if "batch/r2" in results:
-        return f", r2 {number(results['batch/r2'])} (the mean has 0)"
-    return ""
-
-
-def suspects(trainer: Trainer, watch: Watch, warnings: dict[str, list[str]]) -> list[str]:
-    """Return the possible causes, the most likely first; `warnings` are the doctor's."""
-    causes = []
-    if not watch.is_finite():
-        causes.append(
-            "optimizer.lr, which may be too high, or inputs and targets, which may be too large"
-        )
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
-    if frozen:
-        causes.append(f"the {frozen:,} frozen weights")
-    for kind, layers in warnings.items():
-        causes.append(f"{', '.join(layers[:3])} ({kind})")
-    if watch.before and watch.results["batch/loss"] < 0.98 * watch.before["batch/loss"]:
-        causes.append(
-            "the number of steps, since the loss is still falling: type a higher max_steps or "
-            "optimizer.lr"
-        )
-    rates = "optimizer.lr (try ten times the value, and a tenth of it)"
-    return causes or [f"{rates}, the loss, and whether the targets are right"]
+    raise TrainingError(
+        f"overfit={count}: the model does not learn, {facts}.\n"
+        "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, whether the "
+        f"targets are right, and the {frozen:,} frozen weights."
+    )
+
+
+def all_equal(given: list[Any]) -> bool:
+    """Return whether these are (inputs, targets) batches of two or more equal targets."""
+    if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in given):
+        return False
+    targets = [batch[1] for batch in given]
+    if not all(map(torch.is_tensor, targets)):
+        return False
+    joined = torch.cat(targets)
+    return len(joined) > 1 and bool((joined == joined[0]).all())
