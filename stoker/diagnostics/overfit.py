@@ -37,8 +37,8 @@ class Watch(Callback):
         device, model, _ = summary.plan(trainer)
         optimizer = type(trainer.optimizer).__name__
         terminal.show(
-            f"{device}\n{model}\noverfit  the first {len(self.given)} batches alone, without "
-            f"augmentation, for at most {trainer.total_steps:,} steps, {optimizer} "
+            f"{device}\n{model}\noverfit  batches: {len(self.given)}, without augmentation, "
+            f"at most {trainer.total_steps:,} steps, {optimizer} "
             f"lr {trainer.optimizer.param_groups[0].get('initial_lr', 0):g}"
         )
         self.first = trainer.evaluate(self.given, "batch")
@@ -98,18 +98,16 @@ def learn(
     changes = []
     for name in ("loss", "acc", "r2"):
         if f"batch/{name}" in watch.results:
-            first, last = (
-                number(results[f"batch/{name}"]) for results in (watch.first, watch.results)
-            )
-            changes.append(f"{name} {first} -> {last}")
+            first = number(watch.first[f"batch/{name}"])
+            changes.append(f"{name} {first} -> {number(watch.results[f'batch/{name}'])}")
     facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
         return f"it learns, {facts}"
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     raise TrainingError(
         f"overfit={count}: the model does not learn, {facts}.\n"
-        "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, whether the "
-        f"targets are right, and the {frozen:,} frozen weights."
+        "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, and whether "
+        f"the targets are right; {frozen:,} weights are frozen."
     )
 
 

@@ -25,7 +25,7 @@ STEPS = 10  # timed at least
 LONG = 1.0  # seconds; more steps are timed up to this,
 MOST = 200  # or up to this many
 BATCHES = 10  # batches in a timed evaluation
-MOST_RATES = 10**5  # learning rates computed for a schedule
+MOST_RATES = 10**6  # learning rates computed for a schedule
 
 
 @dataclass
@@ -181,25 +181,19 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
 
     `before`: the parameter groups before the first step.
     """
+    if steps > MOST_RATES:
+        return {}
     for group, settings in zip(trainer.optimizer.param_groups, before, strict=True):
         group.clear()
         group.update(settings)
+    result: dict[int, float] = {}
     with warnings.catch_warnings():  # torch's schedulers warn that the optimizer takes no steps
         warnings.simplefilter("ignore")
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
-        count = min(steps, MOST_RATES)
-        if isinstance(scheduler, schedules.Schedule):
-            group = trainer.optimizer.param_groups[0]
-            height = group["initial_lr"]
-            factor = scheduler.factor_of(group)
-            shown = [round(i * (steps - 1) / max(1, count - 1)) for i in range(count)]
-            return {step + 1: height * factor(step) for step in shown}
-        result: dict[int, float] = {}
-        if count == steps:
-            for step in range(steps):
-                result[step + 1] = float(scheduler.get_last_lr()[0])
-                scheduler.step()
-        return result
+        for step in range(1, steps + 1):
+            result[step] = float(trainer.optimizer.param_groups[0]["lr"])
+            scheduler.step()
+    return result
 
 
 def lines(
