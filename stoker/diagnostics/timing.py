@@ -318,24 +318,24 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
         return {}
     cores = launch.cores()
     if not isinstance(loader, (HostLoader, SampleLoader)):
-        advice = f"give the DataLoader num_workers={cores} and persistent_workers=True"
+        change = f"give the DataLoader num_workers={cores} and persistent_workers=True"
         if is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
             # Unless samples are shared, each worker reads the whole stream.
-            advice = (
+            change = (
                 f"set dataset.workers={cores}, in a script the DataLoader's num_workers, if the "
                 "IterableDataset shares its samples among workers "
                 "(torch.utils.data.get_worker_info)"
             )
-        return {"data": advice, "transfer": "give the DataLoader pin_memory=True"}
+        return {"data": change, "transfer": "give the DataLoader pin_memory=True"}
+    advice = {}
     ways = []
     if loader.workers.loader.num_workers < cores:
         ways.append(f"dataset.workers={cores}")
-    advice = {}
     # The user's own split may lack `tensors`; then it cannot be resident.
-    can_be_resident = isinstance(loader, HostLoader) and getattr(loader.split, "tensors", None)
-    if can_be_resident and loader.nbytes < memory.free_memory(device) / 2:
-        ways.append("dataset.resident=true")
-        advice["transfer"] = "set dataset.resident=true"
+    if isinstance(loader, HostLoader) and getattr(loader.split, "tensors", None):
+        if loader.nbytes < memory.free_memory(device) / 2:
+            ways.append("dataset.resident=true")
+            advice["transfer"] = "set dataset.resident=true"
     if ways:
         advice["data"] = f"set {' or '.join(ways)}"
     return advice
