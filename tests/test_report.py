@@ -457,7 +457,7 @@ def test_places_are_exact_where_a_device_has_float32_alone(monkeypatch):
         examination = examine.Classes("val", loader, data)
         examination.samples = before
         examination.update(outputs, targets)
-        places.append([int(row[0]) - before for row in examination.worst.over_ranks()])
+        places.append([int(row[0]) - before for row in examination.lists["worst"].over_ranks()])
     assert places[0] == places[1] and len(set(places[0])) == examine.MOST_SAMPLES
 
 
@@ -467,6 +467,8 @@ def flat(values):
         yield value
         if isinstance(value, (examine.Highest, Confusion)):
             yield from flat(vars(value))
+        elif isinstance(value, dict):
+            yield from flat(value)
 
 
 def test_outputs_of_another_kind_are_not_looked_at():

@@ -8,7 +8,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,10 +40,12 @@ class Examination:
     """A metric without a value of its own, which keeps what the record shows of the samples.
 
     That takes the same memory for any number of samples, and does not wait for the device. In
-    several processes, `loader` deals out each of its batches.
+    several processes, `loader` deals out each of its batches. A subclass makes a row of numbers for
+    each sample, and turns those of the `lists` into samples of the record.
     """
 
     higher_is_better = None
+    ranked_by: ClassVar[dict[str, int]] = {"worst": 0, "random": 1}  # {list: a column of the rows}
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.split = split
@@ -57,26 +59,34 @@ class Examination:
     def reset(self) -> None:
         self.samples = 0  # samples seen by this process
         self.is_usual = True
+        self.lists = {name: Highest(column) for name, column in self.ranked_by.items()}
+        self.confusion: Confusion | None = None
+        if self.data.kind == "classification" and 2 <= self.data.num_classes <= MOST_CLASSES:
+            self.confusion = Confusion(self.data.num_classes, IGNORED)
         # None if the outputs are not one row of numbers per sample.
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
-        if (
-            not isinstance(outputs, Tensor)
-            or not isinstance(targets, Tensor)
-            or outputs.shape != (len(targets), self.data.num_classes, *self.positions(targets))
-        ):
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             self.is_usual = False
-        else:
-            indices = self.indices(len(targets), outputs.device)
-            self.keep(indices, outputs.detach(), targets)
-            self.samples += len(targets)
+            return
+        count = len(targets)
+        positions = targets.shape[1:] if self.data.target_shape else ()
+        if outputs.shape != (count, self.data.num_classes, *positions):
+            self.is_usual = False
+            return
+        places = self.places(count, outputs.device)
+        loss, *others = self.keep(places, outputs.detach(), targets)
+        order = places * 7919 % 10007  # those of neighbors are far from each other
+        columns = [wide(column).reshape(count, -1) for column in (loss, order, *others)]
+        rows = torch.cat(columns, 1)
+        for highest in self.lists.values():
+            highest.update(places, rows)
+        if self.confusion is not None:
+            self.confusion.update(outputs, targets)
+        self.samples += count
 
-    def positions(self, targets: Tensor) -> tuple[int, ...]:
-        """Return the shape of a sample's classes: () unless each token or pixel has one."""
-        return ()
-
-    def indices(self, count: int, device: torch.device) -> Tensor:
+    def places(self, count: int, device: torch.device) -> Tensor:
         """Return the places in the split of the next samples of this process."""
         of_batch = range(launch.rank(), self.batch_size, parallel.ranks())
         places = torch.arange(self.samples, self.samples + count, device=device)
@@ -90,17 +100,36 @@ class Examination:
         if usual_ranks == parallel.ranks():
             samples = parallel.add_up(self.samples)
             self.evaluation = Evaluation(self.split, self.data.kind, samples)
-            if self.data.table is not None:
-                self.evaluation.target = self.data.table["target"]
             self.complete(self.evaluation)
         return math.nan
 
-    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Keep what the record shows of a batch, with the places of its samples in the split."""
-        raise NotImplementedError
-
     def complete(self, evaluation: Evaluation) -> None:
         """Add what was kept to the record."""
+        if self.data.table is not None:
+            evaluation.target = self.data.table["target"]
+        if self.data.kind == "classification":
+            evaluation.classes = names_of_classes(self.data)
+        if self.confusion is not None:
+            counts = self.confusion.compute()
+            per_class = counts.sum(1).double()
+            evaluation.confusion = counts.tolist()
+            evaluation.chance = (per_class.max() / per_class.sum()).item()
+        for name, highest in self.lists.items():
+            samples = []
+            for place, *row in highest.over_ranks().tolist():
+                sample = self.sample(row)
+                sample.index = int(place if self.order is None else self.order[int(place)])
+                samples.append(sample)
+            setattr(evaluation, name, samples)
+
+    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """Return the columns of a row for each sample of a batch: its loss, and what `sample`
+        needs besides the order at random, which comes second.
+        """
+        raise NotImplementedError
+
+    def sample(self, row: list[float]) -> Sample:
+        """Return the sample of a row."""
         raise NotImplementedError
 
 
@@ -110,20 +139,18 @@ class Highest:
     The places of their samples in the split are integers: float32 would round those above 2**24.
     """
 
-    def __init__(self, width: int, column: int) -> None:
-        self.width = width
+    def __init__(self, column: int) -> None:
         self.column = column
         self.places: Tensor | None = None
         self.rows: Tensor | None = None
 
     def update(self, places: Tensor, rows: Tensor) -> None:
         """Choose from the rows of a batch and those that were kept."""
-        if self.places is None or self.rows is None:
-            self.places = places.new_full((MOST_SAMPLES,), -1)  # no index
-            self.rows = rows.new_full((MOST_SAMPLES, self.width), -1.0)  # less than any number
-        rows = torch.cat([self.rows, rows])
+        if self.places is not None and self.rows is not None:
+            places = torch.cat([self.places, places])
+            rows = torch.cat([self.rows, rows])
         highest = self.highest(rows)
-        self.places = torch.cat([self.places, places])[highest]
+        self.places = places[highest]
         self.rows = rows[highest]
 
     def highest(self, rows: Tensor) -> Tensor:
@@ -135,82 +162,60 @@ class Highest:
 
         All of them have to call this.
         """
-        kept = torch.full((MOST_SAMPLES, 1 + self.width), -1.0, dtype=torch.float64)
+        kept = None
         if self.places is not None and self.rows is not None:
-            kept[:, 0] = self.places
-            kept[:, 1:] = self.rows
-        kept = torch.cat(parallel.from_all(kept))
-        kept = kept[kept[:, 0].argsort()]
-        kept = kept[self.highest(kept[:, 1:])]
-        return kept[kept[:, 0] >= 0]
+            kept = torch.cat([self.places.cpu().double().unsqueeze(1), self.rows.cpu().double()], 1)
+        rows = torch.cat([part for part in parallel.from_all(kept) if part is not None])
+        rows = rows[rows[:, 0].argsort()]
+        return rows[self.highest(rows[:, 1:])]
 
 
 class Classes(Examination):
-    """The confusion matrix, and the samples with the highest loss and the highest entropy.
+    """The samples of a classification, and how often each probability of an answer is right.
 
     The loss is minus the logarithm of the true class's probability, whatever the model was trained
     with.
     """
 
+    ranked_by: ClassVar[dict[str, int]] = {"worst": 0, "random": 1, "uncertain": 2}
+
     def reset(self) -> None:
         super().reset()
-        self.worst = Highest(width=6, column=3)
-        self.uncertain = Highest(width=6, column=4)
-        self.random = Highest(width=6, column=5)
+        # By the probability of the predicted class: all samples, and those that are right. And by
+        # the probability of the last class: all samples, and those of the second class.
         self.bins: Tensor | None = None
-        self.confusion: Confusion | None = None
-        if 2 <= self.data.num_classes <= MOST_CLASSES:
-            self.confusion = Confusion(self.data.num_classes)
 
-    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
+    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         logs = wide(outputs).log_softmax(-1)
         shares = logs.exp()
         true = class_of(targets, outputs)
         predicted = outputs.argmax(-1)
-        probability = one_per_row(shares, predicted)
-        losses = -one_per_row(logs, true)
+        probability = shares.gather(1, predicted.unsqueeze(1)).squeeze(1)
+        losses = -logs.gather(1, true.unsqueeze(1))
         entropy = torch.special.entr(shares).sum(-1)
-        order = shuffled(indices)
-        rows = torch.stack([true, predicted, probability, losses, entropy, order], 1)
-        self.worst.update(indices, rows)
-        self.uncertain.update(indices, rows)
-        self.random.update(indices, rows)
-        self.count(probability, true == predicted, shares, true)
-        if self.confusion is not None:
-            self.confusion.update(outputs, targets)
-
-    def count(self, probability: Tensor, is_right: Tensor, shares: Tensor, true: Tensor) -> None:
-        """Count the samples by the probability of their predicted class, and those that are right;
-        of two classes also by the probability of the second, and those that are of it.
-        """
         if self.bins is None:
-            self.bins = probability.new_zeros(2 if shares.shape[1] == 2 else 1, 2, BINS)
-        pairs = [(probability, is_right), (shares[:, -1], true == 1)]
-        for bins, (values, are_so) in zip(self.bins, pairs, strict=False):
-            places = (values * BINS).long().clamp(0, BINS - 1)
-            bins[0].index_add_(0, places, torch.ones_like(values))
-            bins[1].index_add_(0, places, are_so.to(values.dtype))
+            self.bins = shares.new_zeros(2, 2, BINS)
+        pairs = [(probability, true == predicted), (shares[:, -1], true == 1)]
+        for bins, (values, are_so) in zip(self.bins, pairs, strict=True):
+            indices = (values * BINS).long().clamp(0, BINS - 1)
+            counts = torch.stack([torch.ones_like(values), are_so.to(values.dtype)])
+            bins.index_add_(1, indices, counts)
+        return [losses, entropy, true, predicted, probability]
+
+    def sample(self, row: list[float]) -> Sample:
+        loss, _, entropy, true, predicted, probability = row
+        return Sample(0, int(true), int(predicted), probability, loss, entropy)
 
     def complete(self, evaluation: Evaluation) -> None:
-        evaluation.classes = names_of_classes(self.data)
-        labels = self.data.parts()[self.split].targets
-        if self.order is not None:
-            labels = labels[self.order]
-        evaluation.chance = labels.bincount().max().item() / len(labels)
-        if self.confusion is not None:
-            evaluation.confusion = self.confusion.compute().tolist()
+        super().complete(evaluation)
         bins = parallel.add_up(self.bins)
         if bins is not None:
-            evaluation.confidence, *others = bins.long().tolist()
-            evaluation.second = others[0] if others else None
-        evaluation.worst = classified(self.worst.over_ranks())
-        evaluation.uncertain = classified(self.uncertain.over_ranks())
-        evaluation.random = classified(self.random.over_ranks())
+            evaluation.confidence, second = bins.long().tolist()
+            evaluation.second = second if self.data.num_classes == 2 else None
 
 
 class Positions(Examination):
-    """The confusion matrix of tokens or pixels, the samples with the highest mean loss, and some at
-    random.
+    """The samples of a classification of tokens or pixels.
 
     Of a sequence the first tokens and their losses are kept, of a mask as many pixels as a picture
     shows.
@@ -218,17 +223,9 @@ class Positions(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst: Highest | None = None  # created in the first batch, which shows its width
-        self.random: Highest | None = None
         self.shape: tuple[int, ...] = ()  # shape of the part of a sample's targets that is kept
-        self.confusion: Confusion | None = None
-        if 2 <= self.data.num_classes <= MOST_CLASSES:
-            self.confusion = Confusion(self.data.num_classes, IGNORED)
 
-    def positions(self, targets: Tensor) -> tuple[int, ...]:
-        return tuple(targets.shape[1:])
-
-    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
+    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses = functional.cross_entropy(
             outputs.float(), targets, ignore_index=IGNORED, reduction="none"
         )
@@ -242,44 +239,23 @@ class Positions(Examination):
             true = targets[:, ::every, ::every]
             shown = outputs.argmax(1)[:, ::every, ::every]
         self.shape = tuple(true.shape[1:])
-        order = shuffled(indices)
-        columns = [mean.unsqueeze(1), order.unsqueeze(1), true.flatten(1), shown.flatten(1)]
-        rows = torch.cat([column.float() for column in columns], 1)
-        if self.worst is None or self.random is None:
-            self.worst = Highest(rows.shape[1], column=0)
-            self.random = Highest(rows.shape[1], column=1)
-        self.worst.update(indices, rows)
-        self.random.update(indices, rows)
-        if self.confusion is not None:
-            self.confusion.update(outputs, targets)
+        return [mean, true, shown]
+
+    def sample(self, row: list[float]) -> Sample:
+        true, shown = torch.tensor(row[2:]).view(2, *self.shape)
+        sample = Sample(0, loss=row[0])
+        classes = names_of_classes(self.data)
+        if len(self.shape) == 1:
+            is_known = true != IGNORED
+            sample.tokens = [classes[int(label)] for label in true[is_known]]
+            sample.losses = [round(loss, 3) for loss in shown[is_known].tolist()]
+        else:
+            sample.masks = [mask_png(mask.long(), len(classes)) for mask in (true, shown)]
+        return sample
 
     def complete(self, evaluation: Evaluation) -> None:
         evaluation.unit = "tokens" if len(self.shape) == 1 else "pixels"
-        evaluation.classes = names_of_classes(self.data)
-        if self.confusion is not None:
-            counts = self.confusion.compute()
-            evaluation.confusion = counts.tolist()
-            evaluation.chance = (counts.sum(1).max() / counts.sum()).item()
-        assert self.worst is not None and self.random is not None  # an evaluation has samples
-        evaluation.worst = self.samples_of(self.worst.over_ranks(), evaluation.classes)
-        evaluation.random = self.samples_of(self.random.over_ranks(), evaluation.classes)
-
-    def samples_of(self, rows: Tensor, classes: list[str]) -> list[Sample]:
-        """Return the samples of rows: place, mean loss, order, true classes, and losses of tokens
-        or predicted classes of pixels.
-        """
-        samples = []
-        for row in rows:
-            true, shown = row[3:].view(2, *self.shape)
-            sample = Sample(int(row[0]), loss=row[1].item())
-            if len(self.shape) == 1:
-                is_known = true != IGNORED
-                sample.tokens = [classes[int(label)] for label in true[is_known]]
-                sample.losses = [round(loss, 3) for loss in shown[is_known].tolist()]
-            else:
-                sample.masks = [mask_png(true.long()), mask_png(shown.long())]
-            samples.append(sample)
-        return samples
+        super().complete(evaluation)
 
 
 def names_of_classes(data: Data) -> list[str]:
@@ -289,41 +265,20 @@ def names_of_classes(data: Data) -> list[str]:
     return list(map(str, data.classes or range(data.num_classes)))
 
 
-def mask_png(mask: Tensor) -> str:
-    """Return the PNG of a mask (H, W), as base64: a colour for each class, white for what is
+def mask_png(mask: Tensor, classes: int) -> str:
+    """Return the PNG of a mask (H, W), as base64: a color for each class, white for what is
     ignored.
     """
-    picture = torch.full((3, *mask.shape), 255, dtype=torch.uint8)
-    for label in mask.unique().tolist():
-        if label != IGNORED:
-            colour = torch.tensor(class_colour(label), dtype=torch.uint8)
-            picture[:, mask == label] = colour.unsqueeze(1)
-    return png(picture)
-
-
-def shuffled(indices: Tensor) -> Tensor:
-    """Return a number for each place, those of neighbours far from each other."""
-    return indices * 7919 % 10007
-
-
-def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
-    """Return the value of each row's class."""
-    return values.gather(1, classes.unsqueeze(1)).squeeze(1)
-
-
-def classified(rows: Tensor) -> list[Sample]:
-    """Return the samples of rows of `Classes`."""
-    samples = []
-    for index, true, predicted, *measures, _ in rows.tolist():
-        samples.append(Sample(int(index), int(true), int(predicted), *measures))
-    return samples
+    colours = [*map(class_colour, range(classes)), (255, 255, 255)]
+    palette = torch.tensor(colours, dtype=torch.uint8)
+    return png(palette[mask.clamp_min(-1)].permute(2, 0, 1))
 
 
 class Numbers(Examination):
-    """Evenly spread (true, predicted) of a regression, and the samples with the highest mean
-    squared error.
+    """The samples of a regression, and evenly spread pairs (true, predicted).
 
-    The record has the first `MOST_TARGETS` of several targets, in the user's units.
+    The loss is the mean squared error. The record has the first `MOST_TARGETS` of several targets,
+    in the user's units.
     """
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
@@ -333,30 +288,30 @@ class Numbers(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst = Highest(width=1 + 2 * self.targets, column=0)
         self.points: Tensor | None = None  # the last row stands for samples that are not points
 
-    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
+    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         true = wide(targets)
         predicted = wide(outputs)
-        losses = (predicted - true).square().mean(1, keepdim=True)
+        losses = (predicted - true).square().mean(1)
         pairs = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
-        self.worst.update(indices, torch.cat([losses, pairs], 1))
         if self.points is None:
             self.points = pairs.new_zeros(MOST_POINTS + 1, 2 * self.targets)
-        is_point = indices % self.every == 0
-        self.points[(indices // self.every).where(is_point, MOST_POINTS)] = pairs
+        is_point = places % self.every == 0
+        self.points[(places // self.every).where(is_point, MOST_POINTS)] = pairs
+        return [losses, pairs]
+
+    def sample(self, row: list[float]) -> Sample:
+        true, predicted = self.in_units(torch.tensor(row[2:], dtype=torch.float64))[0]
+        return Sample(0, true, predicted, loss=row[0])
 
     def complete(self, evaluation: Evaluation) -> None:
+        super().complete(evaluation)
         points = parallel.add_up(self.points)
         assert points is not None  # an evaluation has samples
         count = len(range(0, evaluation.samples, self.every))
         evaluation.points = self.in_units(points[:count])
         evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
-        rows = self.worst.over_ranks()
-        evaluation.worst = []
-        for row, (true, predicted) in zip(rows.tolist(), self.in_units(rows[:, 2:]), strict=True):
-            evaluation.worst.append(Sample(int(row[0]), true, predicted, loss=row[1]))
 
     def in_units(self, pairs: Tensor) -> list[Any]:
         """Return [true numbers, predicted numbers] of each row, in the user's units."""
@@ -390,22 +345,18 @@ def evaluate(
     finally:
         del trainer.metrics[NAME]
     del results[f"{split}/{NAME}"]
-    record = examination.evaluation
-    if record is not None and examination.order is not None:
-        for sample in record.shown():
-            sample.index = int(examination.order[sample.index])
-    return results, record
+    return results, examination.evaluation
 
 
 def is_usual(trainer: Trainer, data: Data) -> bool:
     """Whether the trainer evaluates as Trainer does, with the default metrics of this data."""
     kind = type(trainer)
-    if data.kind == "other" or kind.evaluate is not Trainer.evaluate:
-        return False
-    if kind.update_metrics is not Trainer.update_metrics:
-        return False
-    needed = default_metrics(data.kind)
-    return needed.keys() <= trainer.metrics.keys()
+    return (
+        data.kind != "other"
+        and kind.evaluate is Trainer.evaluate
+        and kind.update_metrics is Trainer.update_metrics
+        and default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    )
 
 
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
