@@ -34,14 +34,13 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     make_run(runs / "group" / "d", status="stopped")
     (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.5}')
     (runs / "group/d/status.json").write_text('{"resumed": 1000.0}')  # killed
-    os.utime(runs / "group/d/metrics.jsonl", (1004.5, 1004.5))
     index.update(runs / "b")
     listed = read(runs)
     assert list(listed) == ["group/d", "c", "b"]
     entry = listed["b"]
     steps, values = entry["curves"].pop("val/acc")
     assert entry["curves"].keys() == {"train/loss", "val/loss"}
-    assert steps[0] == 20 and steps[-1] == 800 and len(steps) == index.MOST_POINTS
+    assert steps[0] == 20 and steps[-1] == 800 and 20 < len(steps) <= index.MOST_POINTS
     assert values == [float(f"{accuracies[step // 20 - 1]:.4g}") for step in steps]
     assert entry | {"curves": {}} == {
         "status": "done",
@@ -58,7 +57,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     }
     assert (listed["c"]["status"], listed["c"]["data"]) == ("failed", "houses.csv")
     assert listed["c"]["note"] == "The loss is nan. Lower the rate."
-    assert (listed["c"]["seconds"], listed["group/d"]["seconds"]) == (7.5, pytest.approx(4.5))
+    assert (listed["c"]["seconds"], listed["group/d"]["seconds"]) == (7.5, None)
     assert listed["group/d"]["status"] == "stopped" and listed["group/d"]["report"] is None
     with lock.held(runs / "group" / "d"):
         index.update(runs / "b")
@@ -111,7 +110,7 @@ def test_only_what_has_changed_is_read_again(runs, monkeypatch):
     index.update(runs / "0", draws=False)
     assert read_again == [] and read(runs) == before
     with (runs / "3" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9999, "val/loss": 0.5}\n')
+        file.write('{"step": 9999, "epoch": 50, "val/loss": 0.5}\n')
     shutil.rmtree(runs / "1")
     index.update(runs / "0", draws=False)
     assert read_again == ["3"] and list(read(runs)) == ["4", "3", "2", "0"]

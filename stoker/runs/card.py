@@ -11,7 +11,7 @@ import yaml
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
 from stoker.runs import directory
-from stoker.runs.confusion import confusion
+from stoker.runs.confusion import classes_of
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.readable import numbers
@@ -52,7 +52,7 @@ def write(
     overrides = result.overrides or []
     module_text = parallel.plain_text(module)
     name = module_text.partition("(")[0]
-    matrix = None if evaluation is None else confusion(evaluation)
+    classes = [] if evaluation is None else classes_of(evaluation)
     text = render(
         "model.md.jinja",
         name=name,
@@ -61,8 +61,8 @@ def write(
         split=tested_part(result) if evaluation is None else evaluation.split,
         unit="samples" if evaluation is None else evaluation.unit,
         places=data.target_shape,
-        classes=[] if matrix is None else matrix.classes[:MOST_CLASSES],
-        all_classes=0 if matrix is None else len(matrix.classes),
+        classes=classes[:MOST_CLASSES],
+        all_classes=len(classes),
         module=module_text,
         about=about,
         is_image=is_image(about),

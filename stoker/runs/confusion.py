@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy
+
 from stoker.runs.evaluation import Evaluation, class_colour
 from stoker.runs.page import Table
 
-MOST_CLASSES = 40  # in a drawn matrix
-MOST_PRINTED = 20  # classes in a matrix that fits on paper
 MOST_PAIRS = 20  # pairs of confused classes
 
 
@@ -36,73 +36,49 @@ class Class:
         return round(100 * (share if is_right else share ** (1 / 3)))
 
 
-@dataclass
-class Confusion:
-    """The confusion matrix, and tables of the most confused pairs and the classes by recall."""
-
-    classes: list[Class]
-    unit: str  # what is counted
-    pairs: Table
-    lowest: Table
-    others: Table
-
-    @property
-    def is_drawn(self) -> bool:
-        return len(self.classes) <= MOST_CLASSES
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether the matrix is too large for paper."""
-        return len(self.classes) > MOST_PRINTED
-
-    @property
-    def is_upright(self) -> bool:
-        """Whether the names above the columns need to be turned."""
-        letters = [len(row.short) for row in self.classes]
-        return sum(letters) > 60 and max(letters) > 4
-
-
-def confusion(evaluation: Evaluation) -> Confusion | None:
-    """Return the confusion matrix and its lists; None if there is none."""
-    counts = evaluation.confusion
-    if counts is None:
-        return None
-    predicted = [sum(column) for column in zip(*counts, strict=True)]
+def classes_of(evaluation: Evaluation) -> list[Class]:
+    """Return the rows of the confusion matrix; none if it is unknown."""
+    if evaluation.confusion is None:
+        return []
+    matrix = numpy.array(evaluation.confusion)
     classes = []
-    for i, name in enumerate(evaluation.classes or []):
-        total = sum(counts[i])
-        precision = share(counts[i][i], predicted[i])
-        recall = share(counts[i][i], total)
-        iou = share(counts[i][i], total + predicted[i] - counts[i][i])
-        colour = "#{:02x}{:02x}{:02x}".format(*class_colour(i))
-        name = "(space)" if name == " " else name
-        classes.append(Class(name, precision, recall, iou, colour, total, counts[i]))
-    ranked = sorted(classes, key=lambda row: float(row.recall or 2))  # those without samples last
-    return Confusion(
-        classes,
-        evaluation.unit,
-        confused(classes, evaluation.unit),
-        by_recall(ranked[:MOST_CLASSES]),
-        by_recall(ranked[MOST_CLASSES:]),
-    )
+    for i, name in enumerate(evaluation.classes):
+        right = matrix[i, i]
+        total = matrix[i].sum()
+        predicted = matrix[:, i].sum()
+        classes.append(
+            Class(
+                name="(space)" if name == " " else name,
+                precision=share(right, predicted),
+                recall=share(right, total),
+                iou=share(right, total + predicted - right),
+                colour="#{:02x}{:02x}{:02x}".format(*class_colour(i)),
+                count=int(total),
+                counts=evaluation.confusion[i],
+            )
+        )
+    return classes
 
 
 def share(part: int, total: int) -> str:
     return f"{part / total:.3f}" if total else ""
 
 
-def confused(classes: list[Class], unit: str) -> Table:
+def most_confused(classes: list[Class]) -> Table:
     """Return the table of the classes most often confused."""
-    pairs = []
-    for i, true in enumerate(classes):
-        pairs += [(-count, i, j) for j, count in enumerate(true.counts) if count and i != j]
+    wrong = numpy.array([row.counts for row in classes])
+    numpy.fill_diagonal(wrong, 0)
     rows = []
-    for count, i, j in sorted(pairs)[:MOST_PAIRS]:
-        true = classes[i]
-        rows.append([true.name, classes[j].name, f"{-count:,} of {true.count:,}"])
-    return Table(["true", "predicted", unit], rows)
+    for cell in numpy.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS]:
+        i, j = divmod(int(cell), len(classes))
+        if wrong[i, j]:
+            true = classes[i]
+            rows.append([true.name, classes[j].name, f"{wrong[i, j]:,} of {true.count:,}"])
+    return Table(["true", "predicted", "count"], rows)
 
 
 def by_recall(classes: list[Class]) -> Table:
+    """Return the table of all classes, the one with the lowest recall first."""
     rows = [[row.name, row.precision, row.recall, f"{row.count:,}"] for row in classes]
+    rows.sort(key=lambda row: row[2] or "2")  # those without samples last
     return Table(["class", "precision", "recall", "n"], rows)

@@ -3,7 +3,7 @@ samples.
 """
 
 import colorsys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,10 +22,10 @@ class Sample:
     file: str | None = None
     line: int | None = None
     png: str | None = None
-    columns: dict[str, Any] | None = None
-    masks: list[str] | None = None  # PNGs of the true and predicted classes
-    tokens: list[str] | None = None  # the first targets
-    losses: list[float] | None = None  # losses of these tokens
+    columns: dict[str, Any] = field(default_factory=dict)
+    masks: list[str] = field(default_factory=list)  # PNGs of the true and predicted classes
+    tokens: list[str] = field(default_factory=list)  # the first targets
+    losses: list[float] = field(default_factory=list)  # losses of these tokens
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Evaluation:
     unit: str = "samples"
     target: str | None = None
     standardised: bool | None = None
-    classes: list[str] | None = None
+    classes: list[str] = field(default_factory=list)
     chance: float | None = None  # share of the most frequent class
     confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class
     # Binned by the probability of the predicted class, from 0 to 1: all samples, and the correct
@@ -51,19 +51,15 @@ class Evaluation:
     # For two classes, binned by the probability of the second: all samples, and those of this
     # class.
     second: list[list[int]] | None = None
-    points: list[Any] | None = None  # [true numbers, predicted numbers]
-    worst: list[Sample] | None = None
-    uncertain: list[Sample] | None = None
-    random: list[Sample] | None = None
-
-    def shown(self) -> list[Sample]:
-        """Return the samples of all lists."""
-        return [*(self.worst or []), *(self.uncertain or []), *(self.random or [])]
+    points: list[Any] = field(default_factory=list)  # [true numbers, predicted numbers]
+    worst: list[Sample] = field(default_factory=list)
+    uncertain: list[Sample] = field(default_factory=list)
+    random: list[Sample] = field(default_factory=list)
 
     @property
     def targets(self) -> int:
         """How many numbers a regression predicts."""
-        return min((len(true) for true, _ in self.points or []), default=1)
+        return min((len(true) for true, _ in self.points), default=1)
 
 
 def class_colour(label: int) -> tuple[int, int, int]:

@@ -362,15 +362,15 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
     """Write evaluation.json: the record, with each of its samples as it can be shown."""
     part = data.parts()[evaluation.split]
-    for sample in evaluation.shown():
+    for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
         show(sample, part, data)
-    contents = dataclasses.asdict(evaluation, dict_factory=without_none)
+    contents = dataclasses.asdict(evaluation, dict_factory=without_empty)
     text = json.dumps(finite(contents), separators=(",", ":"))
     write_text(path, f"{text}\n")
 
 
-def without_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in entries if value is not None}
+def without_empty(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in entries if value not in (None, [], {})}
 
 
 def place_of(part: Any, index: int) -> dict[str, Any]:
@@ -399,7 +399,7 @@ def show(sample: Sample, part: Split, data: Data) -> None:
         return
     if inputs.ndim == 4:
         sample.png = png(inputs[0])
-    elif inputs.ndim == 2 and sample.tokens is None:
+    elif inputs.ndim == 2 and not sample.tokens:
         sample.columns = columns(inputs[0], data)
 
 

@@ -8,7 +8,6 @@ whether the run's files have changed. Only then they are read again. The files a
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker import project
-from stoker.command import dotted, subcommand
-from stoker.runs import directory, lock, saved_config, status
+from stoker.command import subcommand
+from stoker.runs import directory, lock, status
 from stoker.runs.json_files import read_json
-from stoker.runs.page import render, source
+from stoker.runs.page import render
 from stoker.runs.readable import natural
 from stoker.runs.result import RunResult, are_overrides
-from stoker.runs.rows import Row, metrics_in
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
 
@@ -43,14 +41,13 @@ MOST_POINTS = 30  # points in a curve
 MOST_HEAD = 2**16  # bytes of a page up to its lines
 MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
 MOST_SETTINGS = 60
-MOST_CONFIG = 300  # settings of a reproduced run, which are compared but not listed
 MOST_TEXT = 200  # characters in a text
-PLACES = ("dataset.path", "dataset.root")  # keys that locate the user's own data
 
 STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files on which an entry depends
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Entry = dict[str, Any]
+Row = dict[str, float]
 
 
 def update(run: str | Path, *, draws: bool = True) -> None:
@@ -106,11 +103,8 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
             lock.wait_for(file, PATIENCE)
         before, _, rest = text_of(folder).partition(START)
         lines, _, after = rest.partition(END)
-        if draws:  # only the page's lines are reused
-            html = render(NAME, version=version())
-            before, _, after = html.partition(START + END)
-        elif version() not in before:
-            return folder / NAME
+        if draws or not before:  # only the page's lines are reused
+            before, _, after = render(NAME).partition(START + END)
         listed = []
         room = MOST_BYTES - len(before) - len(after)
         for line in updated(folder, lines, time.monotonic() + seconds):
@@ -119,12 +113,6 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
                 listed.append(line)
         files.write_text(folder / NAME, f"{before}{START}{''.join(listed)}{END}{after}")
     return folder / NAME
-
-
-def version() -> str:
-    """Return a name for the page without its lines, which changes with any of its sources."""
-    text = source("base.html", NAME, "style.css", "index.css", "script.js", "chart.js", "index.js")
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
@@ -182,96 +170,43 @@ def entry_of(path: Path, names: set[str]) -> Entry:
 
 def entry_of_run(path: Path, names: set[str]) -> Entry:
     """Return what the page shows about a run; templates/index.js turns it into columns."""
-    result = RunResult.read(path)
-    config = config_of(path)
-    times = status.Status.read(path)
-    started = times.started
-    state = status.state_of(path, result)
-    entry: Entry = {
-        "status": state,
-        "seconds": None if state == "running" else seconds_of(path, times),
-        "time": started if started and 0 < started < 1e11 else path.stat().st_mtime,
-        "data": data_of(config),
-        "model": name_of(config, "model"),
-        "settings": settings_of(path, config),
-        "report": directory.REPORT if directory.REPORT in names else None,
-    }
-    if entry["settings"].get("task") == "reproduce":  # nothing else was typed
-        entry["config"] = shown_pairs(texts_of(config), MOST_CONFIG)
-    monitored = None
-    if result is not None:
-        if result.seconds is not None:
-            entry["seconds"] = result.seconds
-        entry["note"] = shown(result.error or result.stopped or "")
-        tests = list(result.tests().items())
-        entry["test"] = tests[0] if tests else None
-        if result.best is not None:
-            monitored = result.best.name
-            entry["best"] = [shown(monitored), result.best.value, result.best.mode == "min"]
-    elif directory.METRICS in names:
-        from stoker.runs.report import inputs
+    from stoker.runs.report import inputs, summary
 
-        best = inputs.best_so_far(config, inputs.read_rows(path / directory.METRICS))
-        if best is not None:
-            monitored = best.name
-            entry["best"] = [shown(monitored), best.value, not best.is_high]
-    entry["curves"] = curves_of(path / directory.METRICS, monitored)
-    return entry
-
-
-def seconds_of(path: Path, times: status.Status) -> float | None:
-    """Return how long a run trained since it was last started, if its files tell."""
-    metrics = path / directory.METRICS
-    ended = times.ended
-    if ended is None and metrics.exists():  # a process that was killed
-        ended = metrics.stat().st_mtime
-    seconds = (ended or 0) - (times.resumed or 0)
-    return seconds if times.resumed and 0 <= seconds < 1e9 else None
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    """Return the flat config of a run; {} if it cannot be read."""
     try:
-        return dotted.flat(saved_config.load_config("run", path))
-    except UserError:
-        return {}
+        run = inputs.read_run(path)
+    except UserError:  # its config is damaged
+        run = inputs.Run(path)
+    times = run.status
+    seconds = run.result.seconds
+    if seconds is None and times.resumed is not None and times.ended is not None:
+        seconds = times.ended - times.resumed
+    tests = list(run.result.tests().items())
+    best = run.best
+    return {
+        "status": run.state,
+        "seconds": seconds,
+        "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
+        "data": shown(summary.data_name(run)),
+        "model": shown(summary.target_name(run, "model")),
+        "settings": settings_of(run.config, run.overrides),
+        "report": directory.REPORT if directory.REPORT in names else None,
+        "note": shown(run.result.error or run.result.stopped or ""),
+        "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
+        "best": [shown(best.name), best.value, best.mode == "min"] if best else None,
+        "curves": curves_of(run.rows, best.name if best else "val/loss"),
+    }
 
 
-def name_of(config: dict[str, Any], group: str) -> str:
-    """Return the name of the class or function that a group of the config builds."""
-    return shown(config.get(f"{group}._target_") or "").rpartition(".")[2]
-
-
-def data_of(config: dict[str, Any]) -> str:
-    """Return the name of a run's data: that of its file or folder for your own."""
-    for key in PLACES:
-        place = config.get(key)
-        if isinstance(place, str) and "${" not in place:
-            return shown(Path(place).name)
-    return name_of(config, "dataset")
-
-
-def settings_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return {key: value}: what was typed for a run, or all settings of a script."""
-    typed = saved_config.overrides_in(path)
-    return shown_pairs(texts_of(config) if typed is None else pairs(typed))
-
-
-def texts_of(config: dict[str, Any]) -> dict[str, str]:
-    """Return all settings as they would be typed."""
-    return {key: as_typed(value) for key, value in config.items()}
-
-
-def shown_pairs(values: dict[str, str], most: int = MOST_SETTINGS) -> dict[str, str]:
-    """Return settings for the page: some of them, shortened, without the folder."""
-    keys = [key for key in values if key != "run_dir"]
-    return {shown(key): shown(values[key]) for key in keys[:most]}
-
-
-def pairs(typed: list[str]) -> dict[str, str]:
-    """Return typed settings as {key: value}."""
-    split = (override.lstrip("+").partition("=") for override in typed)
-    return {key: value for key, equals, value in split if equals}
+def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
+    """Return {key: value}: what was typed for a run, or all settings of a script or a reproduced
+    run, which has others than those typed.
+    """
+    pairs = {key: as_typed(value) for key, value in config.items()}
+    if typed is not None and "task=reproduce" not in typed:
+        split = (override.lstrip("+").partition("=") for override in typed)
+        pairs = {key: value for key, equals, value in split if equals}
+    pairs.pop("run_dir", None)
+    return {shown(key): shown(pairs[key]) for key in list(pairs)[:MOST_SETTINGS]}
 
 
 def shown(value: object) -> str:
@@ -279,76 +214,46 @@ def shown(value: object) -> str:
     return printable(" ".join(str(value).split()))[:MOST_TEXT]
 
 
-def curves_of(path: Path, name: str | None) -> dict[str, list[list[float]]]:
-    """Return {metric: [steps, values]} for the losses and for `name`, or else another metric."""
-    try:
-        lines = files.read(path, MOST_BYTES).splitlines()
-    except OSError:
-        return {}
-    evaluations = [line for line in lines if b'"val/' in line]
-    others = [line for line in lines if b'"val/' not in line]
-    rows = [*parsed(thinned(others)), *parsed(thinned(evaluations))]
-    names = dict.fromkeys(["train/loss", "val/loss"])
-    if name is not None:
-        names[name] = None
-    else:
-        metrics = [key for row in rows for key in row if key.startswith("val/")]
-        names.update(dict.fromkeys(metrics[:2]))
+def curves_of(rows: list[Row], name: str) -> dict[str, list[list[float]]]:
+    """Return {metric: [steps, values]} for the losses and for `name`."""
+    from stoker.runs.plots import thin
+
     curves = {}
-    for key in names:
-        points = [row for row in rows if isinstance(row.get(key), float)]
+    for key in dict.fromkeys(["train/loss", "val/loss", name]):
+        points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
-            values = [float(f"{row[key]:.4g}") for row in points]
-            curves[key] = [[row["step"] for row in points], values]
+            values = [float(f"{value:.4g}") for _, value in points]
+            curves[shown(key)] = [[step for step, _ in points], values]
     return curves
-
-
-def thinned(lines: list[bytes]) -> list[bytes]:
-    """Return at most MOST_POINTS of the lines, the first and the last among them."""
-    if len(lines) <= MOST_POINTS:
-        return lines
-    return [lines[i * (len(lines) - 1) // (MOST_POINTS - 1)] for i in range(MOST_POINTS)]
-
-
-def parsed(lines: list[bytes]) -> Iterator[Row]:
-    """Yield the rows in these lines that have a step."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                metrics = metrics_in(row)
-                if "step" in metrics:
-                    yield metrics
 
 
 def entry_of_sweep(path: Path) -> Entry:
     """Return what the page shows of a sweep: how many jobs have ended, and the best one."""
     record = read_json(path / SWEEP) or {}
+    planned = record.get("jobs")
+    command = record.get("typed")
     jobs = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     jobs.sort(key=lambda job: natural(job.name))
     results = {job: RunResult.read(job) for job in jobs}
     ended = [result for result in results.values() if result is not None]
-    failed = sum(not result.is_finished for result in ended)
-    total = max(len(jobs), record["jobs"] if is_count(record.get("jobs")) else 0)
-    best = best_of(results)
-    example = best or next(iter(jobs), None)
-    entry: Entry = {"data": "", "model": "", "curves": {}}
-    if example is not None:
-        entry = entry_of_run(example, set(os.listdir(example)))
-    if best is not None:
-        entry["job"] = shown(best.name)
-    typed: Any = record.get("typed")
+    states = [status.state_of(job, result) for job, result in results.items()]
+    total = max(len(jobs), planned if isinstance(planned, int) else 0)
+    failed = states.count("failed")
     state = "failed" if failed else "done"
     if len(ended) < total:
-        state = "stopped"
-    if any(result is None and lock.is_held(job) for job, result in results.items()):
-        state = "running"
+        state = "running" if "running" in states else "stopped"
+    entry: Entry = {"data": "", "model": "", "curves": {}}
+    best = best_of(results)
+    if jobs:
+        example = best or jobs[0]
+        entry = entry_of_run(example, set(os.listdir(example)))
     return entry | {
         "sweep": True,
+        "job": shown(best.name) if best else None,
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
         "seconds": sum(result.seconds or 0 for result in ended),
-        "settings": shown_pairs(pairs(typed) if are_overrides(typed) else {}),
+        "settings": settings_of({}, command if are_overrides(command) else []),
         "note": f"{len(ended)} of {total} jobs" + (f", {failed} failed" if failed else ""),
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }
@@ -357,16 +262,12 @@ def entry_of_sweep(path: Path) -> Entry:
 def best_of(results: dict[Path, RunResult | None]) -> Path | None:
     """Return the folder of the best job, by the metric of the first one that has a best."""
     bests = {job: result.best for job, result in results.items() if result and result.best}
-    first = next(iter(bests.values()), None)
-    if first is None:
+    if not bests:
         return None
-    sign = 1 if first.mode == "max" else -1
-    values = {job: sign * best.value for job, best in bests.items() if best.name == first.name}
-    return max(values, key=lambda job: values[job])
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    first = next(iter(bests.values()))
+    choose = min if first.mode == "min" else max
+    jobs = [job for job, best in bests.items() if best.name == first.name]
+    return choose(jobs, key=lambda job: bests[job].value)
 
 
 def main(arguments: list[str]) -> int:

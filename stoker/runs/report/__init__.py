@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
-from stoker.runs.confusion import confusion
+from stoker.runs.confusion import by_recall, classes_of, most_confused
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.readable import duration, seconds
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
 from stoker.trainer.errors import UserError
-from stoker.trainer.readable import number
+from stoker.trainer.readable import brief, number
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
@@ -36,50 +37,40 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
-    """Return the page. Beyond MOST_PAGE bytes it loses its pictures, and then its settings."""
+    """Return the page. Beyond MOST_PAGE bytes it loses its pictures, settings and classes."""
     from stoker.runs.page import render
 
     shown = facts(inputs.read_run(folder, state))
     text = render("report.html", **shown)
-    for names in (["hardest"], ["settings", "confusion"]):
-        if len(text.encode()) < MOST_PAGE:
-            break
-        shown.update(dict.fromkeys(names))
+    if len(text.encode()) >= MOST_PAGE:
+        shown |= {"hardest": [], "settings": None, "classes": []}
         text = render("report.html", **shown)
     return text
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:
     """Return what the template shows; a part that is not known is None or empty."""
-    seen = run.evaluation
-    best = run.best
     drawn = time.time()
-    is_running = run.state == "running"
-    return {
+    shown = {
         "run": run,
         "result": run.result,
-        "evaluation": seen,
-        "best": best,
+        "evaluation": run.evaluation,
+        "best": run.best,
         "words": words,
+        "brief": brief,
         "number": number,
         "seconds": seconds,
         "duration": duration,
         "about": summary.about(run),
         "progress": summary.progress(run, drawn),
         "times": summary.times(run),
-        "reload": RELOAD if is_running else None,
-        "drawn": round(drawn) if is_running else None,
+        "reload": RELOAD if run.state == "running" else None,
+        "drawn": drawn,
         "as_of": time.strftime("%H:%M:%S", time.localtime(drawn)),
         "doctor": run.result.doctor or run.status.doctor,
         "verdict": summary.quality_verdict(run),
-        "chosen_by": seen and seen.split == "val" and best and best.name.startswith("val/"),
-        "split": inputs.SPLITS[seen.split] if seen else None,
-        "tests": summary.tests_in_units(run),
+        "tests": run.result.tests(),
         "curves": curves.frames(run),
-        "confusion": confusion(seen) if seen else None,
-        "probabilities": evaluation.probabilities(seen) if seen else [],
-        "regression": evaluation.regression(seen) if seen else [],
-        "hardest": evaluation.hardest(seen) if seen else [],
         "time": parts(run.result.time, STAGES),
         "memory": parts(run.result.memory_mib, MEMORY),
         "settings": setup.settings(run),
@@ -87,16 +78,29 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "commands": setup.commands(run),
         "trusted": setup.trusted(run),
     }
+    return shown | facts_of(run.evaluation)
+
+
+def facts_of(seen: Evaluation | None) -> dict[str, Any]:
+    """Return what the template shows of an evaluation."""
+    if seen is None:
+        seen = Evaluation("test", "regression", 0)  # its parts are empty
+    classes = classes_of(seen)
+    return {
+        "split": inputs.SPLITS[seen.split],
+        "classes": classes,
+        "confused": most_confused(classes) if len(classes) > 20 else None,
+        "by_recall": by_recall(classes) if len(classes) > 40 else None,
+        "probabilities": evaluation.probabilities(seen),
+        "regression": evaluation.regression(seen),
+        "hardest": evaluation.hardest(seen),
+    }
 
 
 def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
     """Return the values of these names that are above 0: the parts of a bar."""
-    known = {}
-    for name in names:
-        value = (values or {}).get(name) or 0
-        if value > 0:
-            known[name] = value
-    return known
+    known = {name: (values or {}).get(name) or 0 for name in names}
+    return {name: value for name, value in known.items() if value > 0}
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ the page is left out.
 """
 
 import base64
+import functools
 import io
 import json
 import math
@@ -13,34 +14,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from stoker.command import dotted
 from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.words import one_line, shortened
-from stoker.runs.result import RunResult
+from stoker.runs.result import Best, RunResult
 from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names, files
 from stoker.trainer.typed import is_number, typed
 
 MOST_BYTES = 2**25  # size of a metrics.jsonl that is read in full
 MOST_ROWS = 100_000  # of a larger file, keep the evaluation rows and some of the others
-MOST_TEXTS = 5  # a language model's texts, from the first to the last
+MOST_TEXTS = 5  # a language model's texts
 MOST_SAMPLE = 2000  # characters in each text
 MOST_JSON = 2**24  # bytes in an evaluation.json: 1,000 classes take 2 MB
 MOST_TYPED = 10_000  # characters in the overrides
 MOST_NAME = 100  # characters in a class name, which appears in several places
-MOST_SAMPLES = 24  # worst samples, and as many uncertain ones
-MOST_NUMBERS = 100  # targets in a regression
-MOST_BINS = 1000  # bins for a probability
 MOST_PNG = 2**15  # bytes in a picture
 MOST_SIDE = 256  # pixels in a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
-MOST_TOKENS = 200  # tokens in a sequence
-MOST_TOKEN = 20  # characters in a token
-UNITS = ("samples", "tokens", "pixels")  # things that a class can be predicted for
-LISTS = ("worst", "uncertain", "random")  # lists of samples
 SPLITS = {"train": "training", "val": "validation", "test": "test"}  # names of the splits
-BETTER = {
+MODES = {
     "val/perplexity": "min",
     "val/miou": "max",
     "val/acc": "max",
@@ -48,18 +44,7 @@ BETTER = {
     "val/loss": "min",
 }  # metrics that monitor=auto chooses from
 
-Row = dict[str, float]  # a row of metrics.jsonl, numbers only; it has an "epoch"
-
-
-@dataclass
-class Best:
-    """The best evaluation of a run; `epoch` and `step` are None if no row has it."""
-
-    name: str
-    value: float
-    is_high: bool | None  # whether higher is better, if known
-    epoch: float | None
-    step: float | None = None
+Row = dict[str, float]  # a row of metrics.jsonl, numbers only; it has a "step" and an "epoch"
 
 
 @dataclass
@@ -72,17 +57,24 @@ class Run:
     has_ended: bool = False  # whether result.json exists
     state: str = "stopped"  # or "running", "failed", "done"
     status: Status = field(default_factory=Status)
-    rows: list[Row] = field(default_factory=list)
-    texts: list[tuple[float, str]] = field(default_factory=list)  # (epoch, text)
-    evaluation: Evaluation | None = None
     overrides: list[str] | None = None
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        return read_rows(self.folder / directory.METRICS)
+
+    @functools.cached_property
+    def texts(self) -> list[tuple[float, str]]:
+        return read_texts(self.folder / directory.SAMPLES)
+
+    @functools.cached_property
+    def evaluation(self) -> Evaluation | None:
+        return read_evaluation(self.folder / directory.EVALUATION)
 
     @property
     def best(self) -> Best | None:
-        """The evaluation whose weights were kept; None if unknown."""
-        if self.has_ended:
-            return best_of(self.result, self.rows)
-        return best_so_far(self.config, self.rows)
+        """The evaluation whose weights were kept, or the best one so far; None if unknown."""
+        return self.result.best if self.has_ended else best_so_far(self.config, self.rows)
 
     @property
     def total_steps(self) -> int | None:
@@ -116,9 +108,6 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
         has_ended=result is not None,
         state=state or status.state_of(folder, result),
         status=Status.read(folder),
-        rows=read_rows(folder / directory.METRICS),
-        texts=read_texts(folder / directory.SAMPLES),
-        evaluation=read_evaluation(folder / directory.EVALUATION),
         overrides=overrides,
     )
 
@@ -133,22 +122,18 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for entries in read_lines(path):
         row = {name: value for name, value in entries.items() if is_number(value)}
-        has_epoch = row.get("epoch", -1) >= 0
-        if has_epoch and row.get("step", -1) >= 0:
+        if row.get("epoch", -1) >= 0 and row.get("step", -1) >= 0:
             rows.append(row)
     return rows
 
 
 def read_texts(path: Path) -> list[tuple[float, str]]:
-    """Return (epoch, text) of at most MOST_TEXTS rows of a samples.jsonl, spread over all."""
+    """Return (epoch, text) of a samples.jsonl: of more than MOST_TEXTS the first and the last."""
     texts = []
     for row in read_lines(path):
         if is_number(row.get("epoch")) and isinstance(row.get("text"), str):
             texts.append((row["epoch"], shortened(row["text"], MOST_SAMPLE)))
-    if len(texts) <= MOST_TEXTS:
-        return texts
-    every = (len(texts) - 1) / (MOST_TEXTS - 1)
-    return [texts[round(i * every)] for i in range(MOST_TEXTS)]
+    return texts if len(texts) <= MOST_TEXTS else [texts[0], *texts[1 - MOST_TEXTS :]]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -168,37 +153,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield entries
 
 
-def best_of(result: RunResult, rows: list[Row]) -> Best | None:
-    """Return the best evaluation of a run that has ended."""
-    best = result.best
-    if best is None or best.step is None:
-        return None
-    shown = Best(best.name, best.value, best.mode == "max", None, best.step)
-    for row in rows:
-        if row["step"] == best.step and best.name in row:
-            shown.epoch = row["epoch"]
-            break
-    return shown
-
-
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
     """Return the best evaluation by the run's monitor, if it is known whether higher is better."""
-    name = config.get("monitor")
-    mode = config.get("monitor_mode")
-    names = BETTER if name == "auto" else [str(name)]
-    for name in names:
+    monitor = str(config.get("monitor"))
+    for name in MODES if monitor == "auto" else [monitor]:
         evaluated = [row for row in rows if name in row]
-        if evaluated:
-            break
-    else:
-        return None
-    if mode == "auto":
-        mode = BETTER.get(name)
-    if mode not in ("max", "min"):
-        return None
-    choose = max if mode == "max" else min
-    row = choose(evaluated, key=lambda row: row[name])
-    return Best(name, row[name], mode == "max", row["epoch"], row.get("step"))
+        mode = config.get("monitor_mode")
+        if mode == "auto":
+            mode = MODES.get(name)
+        if evaluated and mode in ("max", "min"):
+            choose = max if mode == "max" else min
+            row = choose(evaluated, key=lambda row: row[name])
+            return Best(name, mode, int(row["step"]), row[name])
+    return None
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
@@ -212,29 +179,26 @@ def read_evaluation(path: Path) -> Evaluation | None:
 def evaluation_of(entries: Any) -> Evaluation:
     """Return the evaluation in a JSON object; TypeError or ValueError if it is malformed.
 
-    Malformed points and samples are left out, such as predictions that are not finite.
+    Points and samples that do not fit are left out, such as predictions that are not finite.
     """
-    lists = dict.fromkeys(LISTS)
-    evaluation: Evaluation = typed({"unit": UNITS[0], **entries, **lists}, Evaluation)
-    classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
+    evaluation: Evaluation = typed(entries, Evaluation)
+    classes = [shortened(name, MOST_NAME) for name in evaluation.classes]
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
-    if evaluation.kind == "regression":
-        evaluation.points = list(filter(is_pair, evaluation.points or []))
+    evaluation.points = list(filter(is_pair, evaluation.points))
     is_known = [
         evaluation.split in SPLITS,
-        evaluation.samples > 0,
-        evaluation.unit in UNITS,
+        evaluation.unit in ("samples", "tokens", "pixels"),
         evaluation.kind == "regression" or (evaluation.kind == "classification" and classes),
         evaluation.confusion is None or is_confusion(evaluation.confusion, len(classes)),
         evaluation.confidence is None or are_bins(evaluation.confidence),
         evaluation.second is None or (are_bins(evaluation.second) and len(classes) == 2),
-        evaluation.chance is None or 0 < evaluation.chance <= 1,
     ]
     if not all(is_known):
         raise ValueError
-    for name in LISTS:
-        setattr(evaluation, name, samples_of(entries.get(name), evaluation))
+    for name in ("worst", "uncertain", "random"):
+        samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
+        setattr(evaluation, name, samples)
     return evaluation
 
 
@@ -244,66 +208,35 @@ def is_pair(value: Any) -> bool:
         true, predicted = typed(value, list[list[float]])
     except (TypeError, ValueError):
         return False
-    return len(true) == len(predicted) <= MOST_NUMBERS
+    return len(true) == len(predicted)
 
 
 def is_confusion(counts: list[list[int]], size: int) -> bool:
-    """Whether these are counts of each pair of classes, not all of them 0."""
-    if len(counts) != size:
-        return False
-    for row in counts:
-        if len(row) != size or min(row) < 0:
-            return False
-    return sum(map(sum, counts)) > 0
+    """Whether these are counts of each pair of classes."""
+    matrix = numpy.array(counts, dtype=float)
+    return matrix.shape == (size, size) and bool((matrix >= 0).all())
 
 
 def are_bins(counts: list[list[int]]) -> bool:
     """Whether these are the sample counts of bins, and counts of some of those samples."""
-    if len(counts) != 2:
+    bins = numpy.array(counts, dtype=float)
+    if bins.ndim != 2 or len(bins) != 2 or bins.shape[1] % 10:
         return False
-    wholes, parts = counts
-    if len(wholes) != len(parts) or not 10 <= len(wholes) <= MOST_BINS:
+    return bool((bins[1] >= 0).all() and (bins[1] <= bins[0]).all())
+
+
+def fits(sample: Sample, evaluation: Evaluation) -> bool:
+    """Whether a sample has what is shown of its kind."""
+    if len(sample.masks) not in (0, 2) or not all(map(is_small_png, sample.masks)):
         return False
-    return all(0 <= part <= whole for whole, part in zip(wholes, parts, strict=True))
-
-
-def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
-    """Return the samples that are well-formed."""
-    samples = []
-    for entry in typed(entries or [], list[Any])[:MOST_SAMPLES]:
-        try:
-            sample: Sample = typed(entry, Sample)
-        except TypeError:
-            continue
-        if has_sound_labels(sample, evaluation) and has_sound_positions(sample):
-            samples.append(sample)
-    return samples
-
-
-def has_sound_labels(sample: Sample, evaluation: Evaluation) -> bool:
-    """Whether the true and the predicted label are numbers of a target, or classes."""
+    if len(sample.tokens) != len(sample.losses):
+        return False
     if evaluation.kind == "regression":
         return is_pair([sample.true, sample.predicted])
     if evaluation.unit != "samples":
         return True
-    places = range(len(evaluation.classes or []))
-    for label in (sample.true, sample.predicted):
-        if not isinstance(label, int) or label not in places:
-            return False
-    return True
-
-
-def has_sound_positions(sample: Sample) -> bool:
-    """Whether its tokens, if any, have one loss each, and its masks are two pictures or none."""
-    tokens = [shortened(token, MOST_TOKEN) for token in sample.tokens or []]
-    sample.tokens = tokens[:MOST_TOKENS]
-    losses = sample.losses or []
-    if len(sample.tokens) != len(losses):
-        return False
-    masks = sample.masks or []
-    if len(masks) not in (0, 2):
-        return False
-    return all(map(is_small_png, masks))
+    places = range(len(evaluation.classes))
+    return all(type(label) is int and label in places for label in (sample.true, sample.predicted))
 
 
 def is_small_png(text: str) -> bool:

@@ -66,33 +66,21 @@ def origin(run: Run) -> list[tuple[str, str]]:
         return [("Started by a script, which also resumes it", script)]
     if run.overrides is None:
         return []
-    started = command(run.overrides)
-    again = resume(run.overrides, run)
-    commands = [("Started by", started)]
+    commands = [("Started by", command(run.overrides))]
+    again = command(run.overrides, setting("run_dir", run.folder))
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
         left_out = ("optimizer.lr=", "run_dir=")
         slower = [one for one in run.overrides if not one.startswith(left_out)]
         tenth = f"{rate / 10:g}".replace("e+", "e")
         slower.append(f"optimizer.lr={tenth}")
-        purpose = "Train it with a tenth of the learning rate"
-        commands.append((purpose, command(slower)))
+        commands.append(("Train it with a tenth of the learning rate", command(slower)))
     elif run.state == "failed" and run.result.code == exit_codes.FAILED:
-        if again == started:
-            commands = [("Started by this command; type it again once the cause is fixed", started)]
-        else:
-            commands.append(("Resume it once the cause is fixed", again))
+        commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":
-        if again == started:
-            commands = [("Started by this command; type it again to resume", started)]
-        else:
-            commands.append(("Resume it", again))
+        commands.append(("Resume it", again))
     _, more = words.without_commands(run.result.error or "")
     return [*commands, *more]
-
-
-def resume(typed: list[str], run: Run) -> str:
-    return command(typed, setting("run_dir", run.folder))
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
@@ -100,31 +88,25 @@ def commands(run: Run) -> list[tuple[str, str]]:
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
     samples = run.result.samples or {}
-    packages = trusted(run)
-    tasks = {"Evaluate it": ["evaluate"]}
-    if samples and "test" not in samples:
-        tasks["Evaluate it"].append("split=val")
+    part = next((name for name in ("test", "val") if name in samples), "train")
     dataset = str(run.config.get("dataset._target_"))
+    tasks = [("Evaluate it", "evaluate", "split=val" if part == "val" else "")]
     if dataset.startswith(OF_TEXT):
-        tasks["Generate with it"] = ["generate"]
+        tasks.append(("Generate with it", "generate", ""))
     elif re.match(OF_FILES, dataset):
-        tasks["Predict with it"] = ["predict", "input=PATH"]
+        tasks.append(("Predict with it", "predict", "input=PATH"))
     else:
-        part = "train"
-        for name in ("val", "test"):
-            if name in samples:
-                part = name
-        tasks["Predict with it"] = ["predict", f"split={part}"]
+        tasks.append(("Predict with it", "predict", f"split={part}"))
     if dataset.startswith("stoker.") or run.evaluation is not None:
         # The inputs of a model for arbitrary samples are unknown.
-        tasks["Export it"] = ["export", "format=onnx"]
-    commands = []
-    for purpose, typed in tasks.items():
-        typed.insert(1, setting("run", run.folder))
-        if packages:
-            typed.append(f"trusted=[{','.join(packages)}]")
-        commands.append((purpose, command(typed)))
-    return commands
+        tasks.append(("Export it", "export", "format=onnx"))
+    packages = trusted(run)
+    trust = f"trusted=[{','.join(packages)}]" if packages else ""
+    place = setting("run", run.folder)
+    return [
+        (purpose, command(list(filter(None, [task, place, option, trust]))))
+        for purpose, task, option in tasks
+    ]
 
 
 def trusted(run: Run) -> list[str]:

@@ -195,10 +195,6 @@ function drawOverlay(place, name, shown) {
   svg.onpointerleave = () => { tip.style.display = "none"; };
 }
 
-function setting(run, key) { // a reproduced run has the settings of its config
-  return run.settings[key] ?? (run.config ? run.config[key] ?? "" : "(default)");
-}
-
 function tabulate(chosen) {
   const table = document.getElementById("differences");
   table.replaceChildren();
@@ -206,7 +202,7 @@ function tabulate(chosen) {
   put(head, "th");
   for (const run of chosen) put(put(head, "th"), "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
   const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
-  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => setting(run, key);
+  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? "(default)";
   for (const key in values) {
     const texts = chosen.map(values[key]);
     const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 is 0.002

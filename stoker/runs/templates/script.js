@@ -50,9 +50,8 @@ function curvesOf(plot) {
 }
 
 function scaleOf(text) {
-  const [low, high, start, end, isLog] = text.split(",").map(Number);
-  const of = isLog ? Math.log10 : value => value;
-  return value => start + (of(value) - of(low)) / (of(high) - of(low)) * (end - start);
+  const [low, high, start, end] = text.split(",").map(Number);
+  return value => start + (value - low) / (high - low) * (end - start);
 }
 
 const short = value => {
@@ -72,7 +71,7 @@ document.addEventListener("pointermove", event => {
   if (!curves.length) return;
   const box = plot.getBoundingClientRect(), {width, height} = plot.viewBox.baseVal;
   const place = (event.clientX - box.left) / box.width * width;
-  const x = scaleOf(plot.dataset.x), [bottom, top] = plot.dataset.y.split(",").slice(2);
+  const x = scaleOf(plot.dataset.x), [bottom, top] = plot.dataset.y.split(",");
   const near = (a, b) => Math.abs(x(a[0]) - place) <= Math.abs(x(b[0]) - place) ? a : b;
   const nearest = curves.map(curve => curve.points.reduce(near));
   const at = nearest.reduce(near)[0];
