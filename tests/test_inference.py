@@ -297,7 +297,7 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
     with pytest.raises(UserError, match="this target is not allowed"):  # it was for that call
         package.load(tmp_path / "run")
-    typed = RunResult.parse(result(runs, "digits"))
+    typed = RunResult.read(runs / "digits")
     typed.overrides = ["model._target_=nets_of_mine.Net"]
     weights = dict(found.module.state_dict())
     card.write(tmp_path / "run", weights, found.module, datasets.digits(), typed)

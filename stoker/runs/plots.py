@@ -68,13 +68,9 @@ class Plot:
         self.y.start = HEIGHT - 34
         self.y.end = 8
 
-    def mark(
-        self, kind: str, path: str, colour: str = "", name: str = "", values: str = ""
-    ) -> None:
-        """Draw a path; `name` and `values` are those of a curve that can be read."""
-        self.marks.append(
-            {"kind": kind, "path": path, "colour": colour, "name": name, "values": values}
-        )
+    def mark(self, kind: str, path: str, **attributes: str) -> None:
+        """Draw a path, with a `colour`, and a `name` and `points` if it is a curve to be read."""
+        self.marks.append({"kind": kind, "path": path, **attributes})
 
     def places(self, points: Points) -> list[str]:
         """Return the points in pixels."""
