@@ -1059,7 +1059,7 @@ def test_a_step_near_zero_leaves_the_time_unknown():
 
 
 def test_the_train_loss_is_drawn_without_rows_of_few_samples():
-    windows = [(1, 0.9, 640), (1.2, 0.1, 64), (2.2, 0.8, 640), (2.7, 0.7, 320), (3, 0.9, 192)]
+    windows = [(1, 0.9, 640), (1.2, 0.1, 64), (2.2, 0.8, 640), (2.7, 0.7, 192), (3, 0.9, 128)]
     rows = [
         {"step": step, "train/loss": loss, "train/samples": samples}
         for step, loss, samples in windows
