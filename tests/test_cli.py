@@ -415,7 +415,7 @@ LATE = [
     ("device=gpu", "error: device=gpu: this machine has no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
-        "error: strategy=dp:0+1: there is no GPU",
+        "error: strategy=dp:0+1: torch.nn.DataParallel needs an uncompiled model",
         "Type strategy=single",
     ),  # typed as the help has it
     (

@@ -731,7 +731,7 @@ def test_a_loss_that_would_train_wrongly_is_refused(loss, message):
 def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
     assert_same(trained(strategy="dp"), trained())
     assert [record.getMessage() for record in caplog.records] == [
-        "strategy=dp has no effect: this run has no GPU."
+        "strategy=dp has no effect with fewer than two GPUs."
     ]
 
 

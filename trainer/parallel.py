@@ -181,21 +181,16 @@ def replicated(
     """Return the module in torch.nn.DataParallel, if there are two GPUs for it."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     indices = listed or list(range(count))
-    reason = None
-    if not set(indices) <= set(range(count)):
-        reason = f"there is no GPU {max(indices)}; this run can use {count} on {device.type}"
-    elif len(indices) < 2:
-        gpus = "one GPU" if count else "this run has no GPU"
-        log.warning("strategy=dp has no effect: %s.", gpus)
+    if listed is None and count < 2:
+        log.warning("strategy=dp has no effect with fewer than two GPUs.")
         return module
-    elif device.type not in REPLICAS:
-        reason = f"torch.nn.DataParallel does not work on {device.type}"
-    elif device.index not in indices:
-        reason = f"device={device} is not one of its GPUs"
-    elif is_compiled(module):
-        reason = "replicas cannot be compiled, but compile=true was given"
-    if reason is not None:
-        raise UserError(f"strategy={strategy}: {reason}.\nType strategy=single, or strategy=ddp.")
+    can_replicate = device.type in REPLICAS and not is_compiled(module)
+    if not can_replicate or device.index not in indices or max(indices) >= count:
+        raise UserError(
+            f"strategy={strategy}: torch.nn.DataParallel needs an uncompiled model on one of its "
+            f"GPUs, with CUDA; this run can use {count} on {device.type}.\n"
+            "Type strategy=single, or strategy=ddp."
+        )
     # DataParallel gathers on its first device, which has to hold the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
@@ -284,9 +279,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+        return SumOverRanks.forward(ctx, gradient)
 
 
 class OverRanks(torch.nn.SyncBatchNorm):
@@ -307,11 +300,6 @@ class OverRanks(torch.nn.SyncBatchNorm):
         sums = SumOverRanks.apply(torch.cat([values, wide.sum(dims)]))
         count = sums[:1]
         total = sums[1:]
-        if count.item() == 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, "
-                f"got input size {input.shape}"
-            )
         mean = total / count
         centred = wide - mean.view(shape)
         variance = SumOverRanks.apply((centred**2).sum(dims)) / count
@@ -463,13 +451,11 @@ def check_same_weights(model: torch.nn.Module) -> None:
         lengths = [
             torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in named.values()
         ]
-    norms = torch.stack(lengths).cpu().double()
-    extremes = torch.cat([norms, -norms])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    most, negated = extremes.chunk(2)
-    differs = most + negated > DRIFT * most
-    for name, apart in zip(named, differs.tolist(), strict=True):
-        if apart:
+    norms = torch.stack(lengths).cpu()
+    for theirs in from_all(norms):
+        apart = (theirs - norms).abs() > DRIFT * theirs
+        if apart.any():
+            name = list(named)[int(apart.nonzero()[0])]
             raise TrainingError(
                 f"The weights of {name} differ between processes: their gradients were not "
                 "exchanged.\n"
@@ -505,21 +491,13 @@ def add_up(value: Summable) -> Summable:
     """Return the sum of a number or a tensor over all processes; None adds nothing."""
     if ranks() == 1:
         return value
-    if isinstance(value, (int, float)):
-        number = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(number)
-        return type(value)(number.item())
-    # A rank with None gets the shape from the others.
-    forms = from_all(None if value is None else (value.shape, value.dtype))
-    known = [form for form in forms if form is not None]
-    if not known:
-        return value
-    if value is None:
-        shape, dtype = known[0]
-        value = torch.zeros(shape, dtype=dtype)
-    total = value.detach().cpu().clone()
-    dist.all_reduce(total)
-    return total.to(value.device)
+    here = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    values = [part for part in from_all(here) if part is not None]
+    total: Any = sum(values[1:], values[0]) if values else None
+    if isinstance(value, torch.Tensor):
+        total = total.to(value.device)
+    summed: Summable = total
+    return summed
 
 
 def from_all(value: Any) -> list[Any]:
