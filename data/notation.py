@@ -2,21 +2,23 @@
 
 import contextlib
 import re
-import unicodedata
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow
 from pyarrow import compute
 
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number in a table, since float32 ends at 3.4e38
 DIGITS = 15  # digits of a whole number that a float can hold
 FEW = 0.05  # share of a column's values, if nearly all others are numbers
-# A number with its prefix and suffix, as in $1,234.50, 12 kg or 1'234.
-IN_UNITS = re.compile(r"\W*[-+]?\d(?:[\d.,'\u2019\s]*\d)?\D*")
+FEW_KINDS = 20  # distinct values that may be categories or classes, however few rows there are
+# A number in any notation, with a currency or percent sign, as in $1,234.50, 45% or 1'234.
+IN_SIGNS = (
+    r"^[\p{Sc} ]*[-+]?[\p{Sc} ]*(\d+|\d{1,3}([., '\x{2019}]\d{3})+)([.,]\d+)?"
+    r"[\p{Sc} %\x{2030}UNITS]*$"
+)
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
 CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float can hold
@@ -43,13 +45,9 @@ class Notation:
     marks: str = ""
 
     def __post_init__(self) -> None:
-        if self.decimal not in (".", ","):
-            raise UserError(f"dataset.decimal={self.decimal}: must be a point or a comma.")
-        for mark in self.marks:
-            if mark.isdigit() or mark in "+-" or mark == self.decimal:
-                raise UserError(
-                    f"dataset.marks={self.marks}: {mark!r} is part of a number. Remove it."
-                )
+        check_choice("dataset.decimal", self.decimal, (".", ","))
+        if set(self.marks) & set(f"0123456789+-{self.decimal}"):
+            raise UserError(f"dataset.marks={self.marks}: digits, signs and the decimal sign stay.")
 
     def numbers(self, texts: Texts) -> Any:
         """Return float64, null where a text is not a number or too large to be used.
@@ -73,16 +71,6 @@ class Notation:
         numbers = compute.replace_substring(texts, self.decimal, ".").cast(pyarrow.float64())
         return usable(numbers)
 
-    def settings(self) -> str:
-        """Return what to type for this notation."""
-        typed = []
-        if self.marks:
-            marks = self.marks.replace("'", "\\'")
-            typed.append(f"\"dataset.marks='{marks}'\"")
-        if self.decimal == "," or not self.marks:
-            typed.append(f"\"dataset.decimal='{self.decimal}'\"")
-        return " ".join(typed)
-
 
 def dates(texts: Texts) -> Any:
     """Return days since 1970-01-01 as float64, null where a text is not a date such as 2024-01-31
@@ -98,24 +86,11 @@ def dates(texts: Texts) -> Any:
     return compute.divide(moments.cast(pyarrow.float64(), safe=False), MICROSECONDS)
 
 
-def fitting(texts: Collection[str], few: int) -> Notation | None:
-    """Return the notation that reads nearly all distinct texts as numbers; None if none does.
+def are_numbers(texts: Texts) -> bool:
+    """Return whether nearly all of these distinct texts are numbers in some notation.
 
-    Letters are a unit only if there are more than `few` texts: 1st and 2nd are names.
+    Letters are a unit, as in 12 kg, only in more than a few texts: 1st and 2nd are names.
     """
-    in_units = [text for text in texts if IN_UNITS.fullmatch(text)]
-    marks = set("".join(in_units)) - set("0123456789+-")
-    if len(in_units) < (1 - FEW) * len(texts) or not all(map(_is_mark, marks)):
-        return None
-    if len(texts) <= few and any(map(str.isalpha, marks)):
-        return None
-    for decimal in (".", ","):
-        notation = Notation(decimal, "".join(sorted(marks - {decimal})))
-        if notation.numbers(pyarrow.array(in_units)).null_count <= FEW * len(texts):
-            return notation
-    return None
-
-
-def _is_mark(character: str) -> bool:
-    is_currency = unicodedata.category(character) == "Sc"
-    return is_currency or character.isalpha() or character in ".,'\u2019 %‰°²³/"
+    units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
+    matches = compute.match_substring_regex(texts, IN_SIGNS.replace("UNITS", units))
+    return bool(compute.mean(matches).as_py() >= 1 - FEW)

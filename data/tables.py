@@ -5,7 +5,6 @@ pyarrow reads the file, and its columns become numbers one at a time.
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ try:
     from pyarrow import compute, parquet
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, open_csv
 
-    from stoker.data.notation import CODE, FEW, Notation, dates, fitting, only
+    from stoker.data.notation import CODE, FEW, FEW_KINDS, Notation, are_numbers, dates, only
 except ModuleNotFoundError as error:
     if error.name != "pyarrow":
         raise
@@ -36,7 +35,6 @@ PIECE = 2**18  # bytes of a csv file read at once
 ROWS = 2**12  # rows of a parquet file read at once
 LONGEST = 2**20  # bytes in a header
 MOST_NUMBERS = 2**28  # values in a table
-FEW_KINDS = 20  # distinct values that may be categories or classes, however few rows there are
 EMPTY = ("", "?")  # a missing value, in any column
 WORDS = ("na", "n/a", "nan", "null", "none")  # also these, except in a text target
 MISSING = (*EMPTY, *WORDS)
@@ -94,10 +92,6 @@ def csv(
     for key, name in (("split_group", split_group), ("split_time", split_time)):
         if name is not None:
             divided_by += table.check(f"dataset.{key}=", str(name))
-            if target in divided_by:
-                raise UserError(
-                    f"dataset.{key}={target}: this is the target. Choose a different column."
-                )
     columns: list[Column] = []
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
@@ -110,13 +104,18 @@ def csv(
         categorical = [column["name"] for column in columns if "categories" in column]
     if not names:
         raise UserError(f"{table.shown} has no column besides the target {target}.")
-    values = table.read([target, *names, *divided_by], [target, *categorical])
-    if missing == "error" and trained is None:
-        for name in names:
-            check_values(name, values[name])  # which neither a mean nor other rows can replace
-    answers = values.pop(target)
-    kind, classes, targets = _read_target(target, answers, table, kind, trained)
-    rows = table.complete({target: targets.isnan(), **gaps_in(values)}, target)
+    used = list(dict.fromkeys([target, *names, *divided_by]))
+    values = table.read(used, [target, *categorical])
+    kind, classes, targets = _read_target(target, values[target], table, kind, trained)
+    answers = pyarrow.array(targets.numpy(), from_pandas=True)  # with null for NaN
+    rows = table.complete({**values, target: answers})
+    if len(rows) < len(targets):
+        log.warning(
+            "%s: %d of %d rows have missing values and are left out.",
+            table.shown,
+            len(targets) - len(rows),
+            len(targets),
+        )
     targets = targets[rows]
     if classes is not None:
         targets = targets.long()
@@ -139,12 +138,11 @@ def csv(
             center = trained["target_mean"]
             scale = trained["target_scale"]
         targets = ((targets - center) / scale).float().unsqueeze(1)
-    if trained is not None:
-        table.warn_of_unknown(columns, values)
-    else:
+    if trained is None:
         train = rows[parts[0]]
         for name in names:
             columns.append(table.describe(name, values[name], train, name in categorical))
+        table.warned.update(names)  # only a run can meet unknown categories
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
     sizes = [len(part) for part in parts]
@@ -174,22 +172,21 @@ def csv(
 class Table:
     """A csv or parquet file, and how it is read; UserError for what cannot be.
 
-    `reading` has "missing", "delimiter", "decimal" and "marks", as in the configuration. Lines
-    count rows as a spreadsheet does: the header is line 1. A table has at least two columns, or one
-    of the name `alone`.
+    `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
+    Lines count rows as a spreadsheet does: the header is line 1.
 
     Attributes:
         names: of its columns.
         notation: how it writes numbers.
         shown: its path, as messages show it.
+        warned: names of the columns whose unknown categories need no further warning.
     """
 
-    def __init__(
-        self, path: str, reading: dict[str, Any], key: str = "dataset.path", alone: str = ""
-    ) -> None:
+    def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
         self.path = os.path.expanduser(path)
         self.shown = printable(path)
         self.key = key
+        self.warned: set[str] = set()
         if pyarrow is None:
             raise UserError(
                 f"{key}={self.shown}: reading tables needs pyarrow.\nInstall it with pip install "
@@ -206,20 +203,13 @@ class Table:
                 f"dataset.delimiter={self.delimiter!r}: must be a single character, such as "
                 "',' or ';', or the word tab."
             )
-        with self._open([]) as (written, _):
-            self.written = {name.strip(): name for name in written}
+        with self._open([]) as (header, _):
+            self.written = {name.strip(): name for name in header}
         self.names = list(self.written)
-        for name, count in Counter(map(str.strip, written)).items():
-            if count > 1 or name == "":
-                raise UserError(
-                    f"{self.shown}: the header has the column {name!r} {count} times. "
-                    "Give each column a unique name; to_csv(index=False) leaves out the index."
-                )
-        if len(written) == 1 and self.names != [alone]:
+        if len(self.names) < len(header) or "" in self.names:
             raise UserError(
-                f"{self.shown} has only one column, {self.names[0][:50]!r}.\n"
-                "If another character separates its columns, "
-                "type \"dataset.delimiter=';'\", or tab."
+                f"{self.shown}: the header has an empty name or the same name twice. Give each "
+                "column a unique name; to_csv(index=False) leaves out the index."
             )
 
     @contextlib.contextmanager
@@ -250,12 +240,10 @@ class Table:
         except UserError:
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            advice = ""
-            if "UTF8" in str(error) or isinstance(error, UnicodeDecodeError):
-                advice = "\nSave it as UTF-8, for example with iconv -f cp1252 -t utf-8."
             raise UserError(
                 f"{self.key}={self.shown}: cannot be read as a table "
-                f"({printable(error)[:300]}).{advice}"
+                f"({printable(error)[:300]}).\n"
+                "A table is a csv file in UTF-8 with a header, or a parquet file."
             ) from None
 
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, Texts]]:
@@ -277,12 +265,9 @@ class Table:
                 column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
             texts = column.cast(pyarrow.string())
         except pyarrow.ArrowException:
-            advice = f"Type dataset.ignore=[{name}]."
-            if name == self.target:
-                advice = "Choose another target."
             raise UserError(
                 f"{self.shown}: the column {name!r} holds {printable(column.type)}, "
-                f"which is neither numbers nor text.\n{advice}"
+                f"which is neither numbers nor text.\nType dataset.ignore=[{name}]."
             ) from None
         if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
             texts = compute.replace_substring(texts, ".", self.notation.decimal)
@@ -307,21 +292,13 @@ class Table:
             raise UserError(f"{self.shown} is empty: it needs a header and a row.")
         columns = {}
         for name in names:
-            column = pieces.pop(name)
+            values = pyarrow.concat_arrays(pieces.pop(name))
             if name not in texts:
-                column = self._as_numbers(column)
-            columns[name] = pyarrow.concat_arrays(column)
+                numbers = self.notation.numbers(values)
+                if numbers.null_count == values.null_count:
+                    values = numbers
+            columns[name] = values
         return columns
-
-    def _as_numbers(self, column: list[Texts]) -> list[Any]:
-        """Return the pieces of a column as float64 if all values are numbers, else as they are."""
-        numbers = []
-        for values in column:
-            amounts = self.notation.numbers(values)
-            if amounts.null_count > values.null_count:
-                return column
-            numbers.append(amounts)
-        return numbers
 
     def check(self, where: str, names: str | Sequence[str]) -> list[str]:
         """Return the names of columns as a list; UserError for one that the table lacks."""
@@ -330,7 +307,8 @@ class Table:
             if name not in self.written:
                 raise UserError(
                     f"{where}{name}: {self.shown} has no such column."
-                    f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}."
+                    f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}.\n"
+                    "If these are not separated, type \"dataset.delimiter=';'\" or tab."
                 )
         return names
 
@@ -339,38 +317,20 @@ class Table:
         names = [column["name"] for column in columns]
         return self.check("The run was trained on the column ", names)
 
-    def complete(
-        self, lacking: dict[str, Tensor], target: str | None = None, line: int = FIRST
-    ) -> Tensor:
+    def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
         """Return the places of the rows that are used: all, or those that lack no value."""
-        gappy = {name: mask for name, mask in lacking.items() if mask.any()}
-        rows = len(next(iter(lacking.values())))
-        if not gappy or (self.missing == "mean" and target not in gappy):
-            return torch.arange(rows)
-        if self.missing == "drop":
-            kept = ~torch.stack(list(gappy.values())).any(0)
-            if target is not None and not kept.any():
+        is_used = torch.ones(len(next(iter(columns.values()))), dtype=torch.bool)
+        for name, values in columns.items():
+            gaps = tensor_of(values.is_null())
+            if self.missing == "drop":
+                is_used &= ~gaps
+            elif gaps.any() and (self.missing == "error" or name == self.target):
+                fill = "" if name == self.target else "dataset.missing=mean to fill it in, or "
                 raise UserError(
-                    "dataset.missing=drop would drop all rows, since each has a missing value. "
-                    "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
+                    f"{self.shown}, line {line + int(gaps.int().argmax())}: the column {name!r} "
+                    f"has no value.\nType {fill}dataset.missing=drop to leave out such rows."
                 )
-            if target is not None:
-                dropped = rows - int(kept.sum())
-                log.warning(
-                    "%s: %d of %d rows have missing values and are left out.",
-                    self.shown,
-                    dropped,
-                    rows,
-                )
-            return kept.nonzero().view(-1)
-        name, mask = next(iter(gappy.items()))
-        shown = [f"{name!r} in {int(mask.sum())}" for name, mask in gappy.items()]
-        fill = "" if target in gappy else "dataset.missing=mean to fill them in, or "
-        raise UserError(
-            f"{self.shown}, line {line + int(mask.nonzero()[0])}: the column {name!r} has no value."
-            f"\nValues are missing: {first_few(shown, 3)} of {rows} rows.\n"
-            f"Type {fill}dataset.missing=drop to leave those rows out."
-        )
+        return is_used.nonzero().view(-1)
 
     def amounts(self, values: Any, is_date: bool = False) -> Tensor:
         """Return the numbers, or the days, of values in float64; NaN where there is none."""
@@ -400,107 +360,73 @@ class Table:
         {"name", "categories"} of another, by the rows `train`.
         """
         learned = values.take(pyarrow.array(train.numpy()))
-        check_values(name, learned)
+        if learned.null_count == len(learned):
+            raise UserError(
+                f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
+            )
         for is_date in () if categorical else (False, True):
-            amounts = self.amounts(values, is_date)
-            if amounts.isnan().sum() == values.null_count:
+            if self.amounts(values, is_date).isnan().sum() == values.null_count:
                 mean, std = mean_and_std(self.amounts(learned.drop_null(), is_date))
                 return {"name": name, "mean": mean, "std": std, "date": is_date}
         categories = sorted(learned.unique().drop_null().to_pylist())
-        column = {"name": name, "categories": categories}
-        if categorical:
-            return column
-        instead = f", or type dataset.ignore=[{name}] or dataset.categorical=[{name}]"
-        are_mistakes, reason = self.look_at_odd(f"Column {name!r}", values, instead)
-        is_text = len(categories) > max(FEW_KINDS, len(train) / 2)
-        if are_mistakes or is_text:
-            raise UserError(
-                f"Column {name!r} has {len(categories)} different values, and {reason}.\n"
-                f"{CORRECT}{instead}."
-            )
-        return column
+        if not categorical:
+            is_text = len(categories) <= max(FEW_KINDS, len(train) / 2)
+            instead = f"dataset.ignore=[{name}] or dataset.categorical=[{name}]"
+            self.check_text(f"Column {name!r}", values, is_text, instead)
+        return {"name": name, "categories": categories}
 
-    def look_at_odd(self, where: str, texts: Texts, instead: str) -> tuple[bool, str]:
-        """Tell whether the values that are not numbers are mistakes, and describe them; UserError
-        if they are numbers in another notation, with the settings that read them.
+    def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
+        """Raise UserError for values that are numbers in another notation, or with mistakes among
+        them; also unless `is_text`.
         """
-        odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
-        count = int(odd.sum())
+        is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
+        odd = texts.filter(pyarrow.array(is_odd.numpy()))
         present = len(texts) - texts.null_count
-        place = int(odd.int().argmax())
-        first = f"{str(texts[place])[:50]!r} in line {FIRST + place}"
-        few = count <= max(1, FEW * present)
-        distinct = texts.unique().drop_null().to_pylist()
-        notation = None if few else fitting(distinct, FEW_KINDS)
-        # If a comma was typed, points belong to other columns.
-        if notation is not None and self.notation.decimal != ",":
+        first = f"{str(odd[0])[:50]!r} in line {FIRST + int(is_odd.int().argmax())}"
+        if are_numbers(odd.unique()):
             raise UserError(
-                f"{where} has numbers in a different notation, such as {first}.\n"
-                f"Type {notation.settings()}{instead}."
+                f"{where}: some numbers are in a different notation, such as {first}.\n"
+                "Type dataset.decimal=',' if that is their decimal sign, and "
+                "\"dataset.marks='%$'\" for\n"
+                f"characters to leave out, or type {instead}."
             )
-        swapped = Notation("." if self.notation.decimal == "," else ",")
-        if swapped.numbers(texts.filter(pyarrow.array(odd.numpy()))).null_count == 0:
+        is_few = len(odd) <= max(1, FEW * present)
+        has_mistakes = is_few or len(texts.unique()) > FEW_KINDS
+        if not is_text or (has_mistakes and len(odd) < present / 2):
             raise UserError(
-                f"{where} has {first}, in a different notation from other numbers in the file.\n"
-                f"Write one notation everywhere, such as 1234.5{instead}."
+                f"{where}: {len(odd)} of {present} values cannot be read as a number, the first "
+                f"{first}.\n{CORRECT}, or type {instead}."
             )
-        are_mistakes = count < present / 2 and (few or len(distinct) > FEW_KINDS)
-        return (
-            are_mistakes,
-            f"{count} of {present} values cannot be read as a number, the first {first}",
-        )
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
         """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
-        categories).
+        categories), all zeros where one is missing or unknown.
         """
         categories = column.get("categories")
-        if categories is not None:
-            places = compute.index_in(values, pyarrow.array(categories)).fill_null(-1)
-            return (tensor_of(places).unsqueeze(1) == torch.arange(len(categories))).double()
-        amounts = self.amounts(values, column.get("date", False))
-        odd = amounts.isnan() & tensor_of(values.is_valid())
-        if odd.any():
-            place = int(odd.int().argmax())
-            raise UserError(
-                f"{self.shown}, line {line + place}: {str(values[place])[:50]!r} in the column "
-                f"{column['name']!r} is not a number or date, unlike in the run.\n{CORRECT}."
-            )
-        return amounts.unsqueeze(1)
-
-    def warn_of_unknown(
-        self, columns: list[Column], values: dict[str, Any], line: int = FIRST
-    ) -> list[Column]:
-        """Warn of the first value of each column that is not among the categories of the run, and
-        return the columns that have none.
-        """
-        clean = []
-        for column in columns:
-            texts = values[column["name"]]
-            place = -1
-            if "categories" in column:
-                known = pyarrow.array([*column["categories"], None])
-                place = compute.index(compute.is_in(texts, known), False).as_py()
-            if place < 0:
-                clean.append(column)
-                continue
+        if categories is None:
+            numbers = self.amounts(values, column.get("date", False))
+        else:
+            numbers = labels_of(values, categories)
+        name = column["name"]
+        is_odd = numbers.isnan() & tensor_of(values.is_valid())
+        if is_odd.any() and name not in self.warned:
+            place = int(is_odd.int().argmax())
+            value = f"{self.shown}, line {line + place}: {str(values[place])[:50]!r}"
+            if categories is None:
+                raise UserError(
+                    f"{value} in the column {name!r} is not a number or date, unlike in the run.\n"
+                    f"{CORRECT}."
+                )
             log.warning(
-                "%s, line %d: %r in the column %r was not in the training data; such values count "
-                "as unknown.",
-                self.shown,
-                line + place,
-                str(texts[place])[:50],
-                column["name"],
+                "%s in the column %r was not in the training data; such values count as unknown.",
+                value,
+                name,
             )
-        return clean
-
-
-def check_values(name: str, values: Any) -> None:
-    """Raise UserError for a column without any value to learn from."""
-    if values.null_count == len(values):
-        raise UserError(
-            f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
-        )
+            self.warned.add(name)
+        numbers = numbers.unsqueeze(1)
+        if categories is None:
+            return numbers
+        return (numbers == torch.arange(len(categories))).double()
 
 
 def tensor_of(array: Any) -> Tensor:
@@ -517,11 +443,6 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
 def numbered(values: Any) -> Tensor:
     """Return a number for each different value."""
     return tensor_of(values.dictionary_encode().indices.fill_null(-1))
-
-
-def gaps_in(columns: dict[str, Any]) -> dict[str, Tensor]:
-    """Tell where values are missing."""
-    return {name: tensor_of(values.is_null()) for name, values in columns.items()}
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
@@ -568,7 +489,7 @@ def _read_target(
     """Return (kind, class names or None, targets): float64 (N,), numbers or labels, NaN where one
     is missing.
 
-    Words such as none are missing among numbers, and classes among texts, with a warning.
+    Words such as none are missing among numbers, and classes among texts.
     """
     present = without(texts, WORDS)
     if trained is not None and trained["classes"] is not None:
@@ -582,25 +503,12 @@ def _read_target(
     where = f"dataset.target={name}"
     numbers = table.amounts(present)
     is_text = bool(numbers.isnan().sum() > present.null_count)
-    if is_text and kind != "classification":
-        instead = "" if trained else ", or type dataset.kind=classification"
-        if kind == "regression" and dates(present).null_count == present.null_count:
-            raise UserError(
-                f"{where}: the column holds dates, which can only be inputs.\n"
-                f"Write numbers instead, such as days{instead}."
-            )
-        are_mistakes, reason = table.look_at_odd(f"{where}: the column", present, instead)
-        if kind == "regression" or are_mistakes:
-            raise UserError(f"{where}: {reason}.\n{CORRECT}{instead}.")
     if not is_text:
         texts = present
+    elif kind != "classification":
+        table.check_text(where, present, kind == "auto", "dataset.kind=classification")
     names = sorted(texts.unique().drop_null().to_pylist())
     rows = len(texts) - texts.null_count
-    if len(names) < 2 and trained is None:
-        raise UserError(
-            f"{where}: all {rows} rows have the same value, {''.join(names)!r}. "
-            "There is nothing to learn."
-        )
     if kind == "auto":
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
         whole = (numbers == numbers.floor()) | numbers.isnan()
@@ -610,24 +518,13 @@ def _read_target(
     if kind == "regression":
         return kind, None, numbers
     if len(names) > max(2, rows / 2):
-        advice = "Choose another column."
-        if not is_text:
-            advice = "Type dataset.kind=regression, or choose another column."
         raise UserError(
             f"{where}: {rows} rows have {len(names)} different values, too many for classes.\n"
-            f"{advice}"
+            "Choose another column, or type dataset.kind=regression to predict a number."
         )
     if not is_text:
         amounts = table.notation.numbers(pyarrow.array(names)).to_pylist()
         names = [name for _, name in sorted(zip(amounts, names, strict=True))]
-    elif present.null_count > texts.null_count:
-        words = [name for name in names if name.lower() in WORDS]
-        log.warning(
-            "%s: %r counts as a class like the others. If it stands for a missing value, leave "
-            "those values empty in the file.",
-            where,
-            words[0],
-        )
     return kind, names, labels_of(texts, names)
 
 
@@ -638,12 +535,8 @@ def labels_of(texts: Texts, classes: list[str]) -> Tensor:
 
 def check_table(trained: Description) -> dict[str, Any]:
     """Return the table of a run's description; UserError if it was trained on something else."""
-    if not is_description(trained):
-        raise UserError("dataset.trained: only a run sets this key. Remove it.")
-    if trained["table"] is None:
-        raise UserError(
-            f"dataset: the run was trained on {trained['dataset']}, which is not a table."
-        )
+    if not is_description(trained) or trained["table"] is None:
+        raise UserError("dataset: the run was not trained on a table.")
     table: dict[str, Any] = trained["table"]
     return table
 
@@ -662,21 +555,13 @@ def read_batches(
     mean. `about`: the table of the run's description. `typed`: another `missing`, `delimiter`,
     `decimal` or `marks` than it has, unless None. UserError for what cannot be read.
     """
-    if os.path.isdir(path):
-        raise UserError(
-            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
-            f"Type {key}=FILE.csv."
-        )
     given = {name: value for name, value in typed.items() if value is not None}
     columns: list[Column] = about["columns"]
-    alone = columns[0]["name"] if len(columns) == 1 else ""
-    table = Table(path, {**about, **given}, key, alone)
+    table = Table(path, {**about, **given}, key)
     names = table.check_trained(columns)
-    unwarned = columns
     line = FIRST
     for texts in table.pieces(names):
-        rows = table.complete(gaps_in(texts), line=line)
-        unwarned = table.warn_of_unknown(unwarned, texts, line)
+        rows = table.complete(texts, line)
         blocks = []
         for column in columns:
             block = table.encode(column, texts[column["name"]], line)
