@@ -16,7 +16,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import lr_find as search
 from stoker.diagnostics.lr_find import lr_find
 from stoker.runs.loggers import JSONL, TensorBoard
-from stoker.trainer import callbacks, checkpoint
+from stoker.trainer import checkpoint, progress
 from stoker.trainer.callbacks import (
     EMA,
     Callback,
@@ -517,16 +517,6 @@ def test_an_epoch_whose_last_targets_are_ignored_counts(tmp_path, log_every):
     assert stopping.best == saver.best == {"step": 5, "value": pytest.approx(means[0], rel=1e-5)}
 
 
-def test_the_state_of_an_epoch_is_checked():
-    trainer, watcher = make_trainer(), EarlyStopping(3)
-    watcher.check_state(
-        trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "weight": 8.0}}, "it"
-    )
-    for epoch in (None, {"loss": 0.5}, {"loss": "x", "weight": 8.0}, {"loss": 0.5, "weight": -8.0}):
-        with pytest.raises(UserError, match="it.epoch"):
-            watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": epoch}, "it")
-
-
 # Progress and loggers
 
 
@@ -561,15 +551,14 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
 
 
 def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(callbacks, "SILENCE", -1)  # seconds: after each step
+    monkeypatch.setattr(progress, "SILENCE", -1)  # seconds: after each step
     make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()[3:]]
     assert [line[0] for line in lines] == [
-        *(f"step {i}/8" for i in range(1, 8)),
+        *(f"epoch {i / 8:.2f}/1" for i in range(1, 8)),
         "epoch 1/1",
-        "step 8/8",
     ]
-    assert [line[1][:5] for line in lines[2:-1]] == ["loss "] * 6  # of what has been logged by then
+    assert [line[1][:5] for line in lines[2:]] == ["loss "] * 6  # of what has been logged by then
     assert lines[0][1:] == []
 
 
@@ -765,7 +754,7 @@ def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):
 
 def test_an_average_that_the_checkpoint_has_not_is_refused(tmp_path):
     make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
-    with pytest.raises(UserError, match="no state for the callback EMA"):
+    with pytest.raises(UserError, match="callbacks.EMA is missing"):
         make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(
             *loaders(), resume=checkpoint.newest(tmp_path)[0]
         )

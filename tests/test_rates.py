@@ -117,7 +117,7 @@ def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule, how):
 )
 def test_a_resume_with_another_rate_is_refused_with_the_way_to_change_it(tmp_path, schedule):
     changed(None, "set_lr", schedule, tmp_path)
-    with pytest.raises(UserError, match=r"learning rate 0\.5; this fit has 0\.02\.\nSet it"):
+    with pytest.raises(UserError, match=r"is \[0\.5\], not \[0\.02\]\.\n.*trainer.set_lr\("):
         changed("before", "by hand", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
     again = changed(None, "set_lr", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
     assert again.step == 8

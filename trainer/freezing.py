@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import launch, settings
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.groups import matching, named
 from stoker.trainer.parallel import NORMS

@@ -16,7 +16,7 @@ from stoker.trainer.batch import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
-from stoker.trainer.state import check_like, require
+from stoker.trainer.state import ANYTHING, Either
 
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes by which DataLoaders and samplers wrap others
@@ -328,24 +328,25 @@ class IterableLoader(Seekable):
         """Continue there with the next `seek`; {} changes nothing.
 
         Raises:
-            UserError: This is not a place, or the iterable does not take its state.
+            UserError: The iterable does not take its state.
         """
         if state == {}:
             return
-        require(isinstance(state, dict), state, "a dict", "loader")
-        for name in ("passes", "number"):
-            require(type(state.get(name)) is int, state.get(name), "a number", f"loader.{name}")
-        place = Place(state["passes"], drop=state["number"])
+        self.loaded = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
-            check_like(state.get("generator"), torch.get_rng_state(), "loader.generator")
-            place = Place(state["passes"], state["number"], generator=state["generator"])
+            self.loaded = Place(state["passes"], state["number"], generator=state["generator"])
             try:
                 self.loader.load_state_dict(state["loader"])
             except Exception as error:
                 raise UserError(
                     f"The checkpoint does not fit the loader, {self.name}: {cause(error)}."
                 ) from error
-        self.loaded = place
+
+    def state_form(self) -> Any:
+        """Return the form of the states that can be loaded, as in `trainer/state.py`."""
+        place = {"passes": int, "number": int}
+        stateful = {**place, "generator": torch.get_rng_state(), "loader": ANYTHING}
+        return Either([{}, place, stateful])
 
     def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and of the DataLoaders and samplers inside it.

@@ -19,7 +19,7 @@ from stoker.trainer import (
     parallel,
     settings,
 )
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callback import Callback
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import (
     NotFinite,

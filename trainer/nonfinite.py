@@ -8,21 +8,101 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 
 from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
-from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
+from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.errors import NotFinite, cause, log
+from stoker.trainer.loading import by_name
+from stoker.trainer.monitoring import Monitor, TimeLimit
 from stoker.trainer.readable import brief, number
+from stoker.trainer.saving import Checkpoint
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-State = dict[str, Any]
+
+class NaNGuard(Callback):
+    """Raise NotFinite at the first logged loss or gradient norm that is not finite.
+
+    `fit` then replays the steps since the last good row or checkpoint, to find the first bad step
+    and whether its batch, its loss or its gradients were not finite. That batch is saved in
+    `folder`, with a checkpoint of the state before the step. Until a Checkpoint has saved a state
+    of the fit, a copy of its first state is kept in CPU memory, unless the weights are sharded.
+    """
+
+    finite_until: int  # the step of the last row with finite training numbers
+    first_step: int  # when the fit began
+    first_state: State | None = None  # the Trainer's state at that step, on the CPU
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        self.finite_until = trainer.step
+        self.first_step = trainer.step
+        if not any(map(parallel.is_shard, trainer.module.parameters())):  # too large to gather
+            self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        self.first_state = None
+
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
+        for name, value in row.items():
+            is_watched = name.endswith("/loss") or name == "train/grad_norm"
+            if is_watched and not math.isfinite(value):
+                self.fail(trainer, name, value)
+        if "train/loss" in row:
+            self.finite_until = trainer.step
+            if self.is_saved(trainer):
+                self.first_state = None
+
+    def fail(self, trainer: "Trainer", name: str, value: float) -> NoReturn:
+        """Raise NotFinite for this number."""
+        symptom = f"{name} is {value} {self.where(trainer, name)}"
+        broken = checkpoint.first_nonfinite(trainer.module)
+        split, _, _ = name.partition("/")
+        if broken is not None:
+            reason = f"the weights of {broken} are not finite"
+        elif split in by_name(trainer.val_loader):
+            raise NotFinite(
+                f"{symptom}, and all weights are finite.\n"
+                f"Check the data and the targets of {split}."
+            )
+        else:
+            reason = "all weights are finite, so check the inputs, the targets and the loss"
+        is_explained = split == "train" or broken is not None
+        raise NotFinite(
+            f"{symptom} (learning rate {brief(trainer.lr)}); {reason}.\n"
+            f"Type {self.advice(trainer)}.",
+            symptom if is_explained else "",
+        )
+
+    def is_saved(self, trainer: "Trainer") -> bool:
+        """Return whether a Checkpoint has saved a state of this fit, where a replay can start."""
+        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
+        return any(saver.saved > self.first_step for saver in savers)
+
+    def where(self, trainer: "Trainer", name: str) -> str:
+        """Return the steps that the number covers: a training loss is a mean over several steps."""
+        first = self.finite_until + 1
+        if name.startswith("train/") and first < trainer.step:
+            return f"in steps {first:,} to {trainer.step:,}"
+        return f"at step {trainer.step:,}"
+
+    @staticmethod
+    def advice(trainer: "Trainer") -> str:
+        advice = ["a lower optimizer.lr"]
+        if trainer.max_grad_norm is None:
+            advice.append("max_grad_norm=1")
+        if trainer.scaler.is_enabled():
+            advice.append("precision=bf16")
+        return " or ".join(advice)
+
 
 SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop training or write files
 

@@ -7,21 +7,14 @@ from typing import Any
 import torch
 
 from stoker.trainer import checkpoint, copies, schedules
-from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import TrainingError, UserError, first_line
+from stoker.trainer.callback import Callback
+from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.micro_batch import MicroBatch
-from stoker.trainer.state import check, freeze, frozen, require, shown
+from stoker.trainer.state import AtLeast, Exactly, compare, form_of, freeze, frozen
 from stoker.trainer.window import Window
 
 COUNTS = ("step", "steps_per_epoch", "epochs_before")
-# The entries of every checkpoint, with their types.
-KINDS = {
-    **dict.fromkeys(COUNTS, int),
-    "evaluation_due": bool,
-    "callbacks": dict,
-    "frozen": list,
-}
 
 
 class Stateful:
@@ -122,12 +115,12 @@ class Stateful:
         """Load what `state_dict` returned, and the place of `loader`, for a fit about to begin.
 
         Raises:
-            UserError: The state is of another model or optimizer; nothing was loaded.
-            TrainingError: It was written by another Trainer; nothing was loaded.
+            UserError: The state is of another model, optimizer or Trainer; nothing was loaded.
         """
-        self.check_state(state)
         if loader is None:
             loader = self.train_loader
+        compare(state, AtLeast(callbacks=dict), "state")
+        compare(state, self.form(state, loader), "state")
         if isinstance(loader, IterableLoader):
             loader.load_state_dict(state.get("loader", {}))
         for name, part in self.stateful().items():
@@ -151,33 +144,22 @@ class Stateful:
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
 
-    def check_state(self, state: Any) -> None:
-        """Check a whole state before any of it is loaded."""
+    def form(self, state: dict[str, Any], loader: Any) -> Any:
+        """Return the form of the states that can be loaded; `state` is the one to compare."""
         trainer: Any = self  # for the callbacks
-        parts = self.stateful()
-        for name in [*KINDS, *parts]:
-            if not isinstance(state, dict) or name not in state:
-                raise TrainingError(
-                    f"The checkpoint has no {name!r}: it was written by a different Trainer."
-                )
-        for name, kind in KINDS.items():
-            require(type(state[name]) is kind, state[name], f"of type {kind.__name__}", name)
-        name = type(self.optimizer).__name__
-        saved = state.get("optimizer_class", name)  # older checkpoints do not have it
-        if self.optimizer is not None and saved != name:
-            raise UserError(
-                f"The checkpoint was written with the optimizer {shown(saved)}, not {name}."
-            )
-        for name, part in parts.items():
-            check(part, state[name], name)
+        form: dict[str, Any] = AtLeast({**dict.fromkeys(COUNTS, int), "evaluation_due": bool})
+        form["frozen"] = list
+        for name, part in self.stateful().items():
+            form[name] = form_of(part, name)
+        if self.optimizer is not None:
+            form["optimizer_class"] = Exactly([type(self.optimizer).__name__])
+        if isinstance(loader, IterableLoader) and "loader" in state:
+            form["loader"] = loader.state_form()
+        form["callbacks"] = AtLeast()
         for name, callback in self.named_callbacks().items():
-            if name in state["callbacks"]:
-                callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
-            elif callback.state_dict():
-                raise UserError(
-                    f"The checkpoint has no state for the callback {name}, which its run did not "
-                    "use. Remove it from callbacks."
-                )
+            if name in state["callbacks"] or callback.state_dict():
+                form["callbacks"][name] = callback.state_form(trainer)
+        return form
 
     def named_callbacks(self) -> dict[str, Callback]:
         """Return {class name: callback}, the second of a class being "Name.1"."""

@@ -22,7 +22,7 @@ from stoker.trainer import (
     steps,
 )
 from stoker.trainer import device as devices
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callback import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks

@@ -25,7 +25,7 @@ from stoker.runs.rows import Row, lines_of
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, first_line, log, printable
 from stoker.trainer.files import open_plain, read, replacing, write_text
-from stoker.trainer.state import check_like
+from stoker.trainer.state import Either
 from stoker.trainer.trainer import Trainer
 
 PATIENCE = 30  # seconds to wait for a logger's server
@@ -89,8 +89,8 @@ class JSONL(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows} if self.rows else {}
 
-    def check_state(self, trainer: Trainer, state: dict[str, Any], name: str) -> None:
-        check_like(state, {"rows": 0} if state else {}, name)
+    def state_form(self, trainer: Trainer) -> Any:
+        return Either([{}, {"rows": int}])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = state.get("rows", 0)

@@ -1,0 +1,237 @@
+"""Callbacks that keep averages of the weights."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from stoker.trainer import checkpoint, launch, parallel, settings
+from stoker.trainer.callback import Callback, State
+from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.state import Either, Exactly, frozen
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ShadowWeights(Callback):
+    """A callback that keeps a second set of the weights and of BatchNorm's statistics.
+
+    Subclasses define `update`, which brings the set up to the trainer's step. It is called at the
+    end of each step, and before the step's evaluation.
+    """
+
+    key: str  # the set's key in a checkpoint
+
+    def __init__(self) -> None:
+        self.shadow: Tensors | None = None
+        self.step = 0  # the step of the last update
+        # Outside of a fit: the module whose weights these are, and their checksum.
+        self.module: weakref.ref[torch.nn.Module] | None = None
+        self.sum: str | None = None
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        if hasattr(trainer.optimizer, "eval"):
+            name = type(self).__name__
+            raise UserError(
+                f"{name}: {type(trainer.optimizer).__name__} already evaluates with averaged "
+                f"weights. Leave {name} out."
+            )
+        self.module = None
+        self.sum = None
+        current = floating_state(trainer.module)
+        if self.shadow is None or not trainer.step:
+            self.shadow = current
+            self.step = trainer.step
+        # Copied to the devices and layouts of the model: a checkpoint's tensors are on the CPU.
+        copies: Tensors = {}
+        for name, tensor in current.items():
+            value = parallel.like(self.shadow[name], tensor)
+            copies[name] = torch.empty_like(tensor).copy_(value)
+        self.shadow = copies
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        self.update(trainer)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        # The device of a failed fit may not work any more; the module is None if it was closed.
+        if not trainer.failed and trainer.module is not None:
+            self.module = weakref.ref(trainer.module)
+            self.sum = self.current_sum()
+
+    def on_eval_start(self, trainer: "Trainer") -> None:
+        self.forget_if_changed()
+        if self.shadow is not None:  # None if evaluated before any training
+            self.update(trainer)
+
+    def forget_if_changed(self) -> None:
+        """Discard the set if its fit is over and the weights have changed since."""
+        if self.shadow is None or self.sum is None:
+            return
+        is_changed = self.current_sum() not in (None, self.sum)
+        if not parallel.add_up(int(is_changed)):
+            return
+        self.shadow = None
+        self.step = 0
+        launch.warn(
+            f"{type(self).__name__}: the weights have changed since the fit or checkpoint, "
+            f"so the {self.key} weights are discarded."
+        )
+
+    def current_sum(self) -> str | None:
+        """Return the checksum of the module; None in a fit, or if the module is gone."""
+        module = None if self.module is None else self.module()
+        return None if module is None else checksum(module)
+
+    def update(self, trainer: "Trainer") -> None:
+        """Bring the set up to `trainer.step`, once per step."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def average(self, trainer: "Trainer", decay: float) -> Tensors:
+        """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
+
+        A frozen weight is its own average, even if it is trained again later. It is copied at every
+        step, since any code may set it.
+        """
+        assert self.shadow is not None
+        trained = floating_state(trainer.module)
+        fixed: Tensors = {}
+        for name in frozen(trainer.module):
+            if name in trained:
+                fixed[name] = trained.pop(name)
+        copy_into({name: self.shadow[name] for name in fixed}, fixed)
+        if trained:
+            shadow = parallel.local(self.shadow[name] for name in trained)
+            average = get_ema_multi_avg_fn(decay)
+            average(shadow, parallel.local(trained.values()), None)
+        self.step = trainer.step
+        return trained
+
+    def state_dict(self) -> State:
+        self.forget_if_changed()
+        return {self.key: self.shadow, "step": self.step}
+
+    def load_state_dict(self, state: State) -> None:
+        self.shadow = state[self.key]
+        self.step = state["step"]
+        self.sum = self.current_sum()
+
+    def state_form(self, trainer: "Trainer") -> Any:
+        in_fit = trainer.train_loader is not None
+        self.module = None if in_fit else weakref.ref(trainer.module)
+        untrained = {self.key: Exactly([None]), "step": Exactly([0])}
+        return Either([untrained, {self.key: floating_state(trainer.module), "step": int}])
+
+
+class Lookahead(ShadowWeights):
+    """Every `every` steps, move slow weights towards the trained ones and continue from them.
+
+    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; this also happens at the
+    last step. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
+    2404.00498, section 3.4). With power 0 it is constant (Zhang 2019, arXiv 1907.08610, algorithm
+    1, where 1 - d is called alpha).
+    """
+
+    key = "slow"
+
+    def __init__(self, every: int = 5, decay: float = 0.5, power: float = 0) -> None:
+        super().__init__()
+        self.every: int = check_number("callbacks.lookahead.every", every, whole=True, least=1)
+        self.decay: float = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
+        self.power: float = check_number("callbacks.lookahead.power", power, least=0)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Raise UserError if an EMA comes first: it would hand over averages, not weights."""
+        before = trainer.callbacks[: trainer.callbacks.index(self)]
+        if any(isinstance(callback, EMA) for callback in before):
+            raise UserError(
+                "callbacks: Lookahead changes the weights that EMA averages. Put it before EMA."
+            )
+        super().on_fit_start(trainer)
+
+    @torch.no_grad()
+    def update(self, trainer: "Trainer") -> None:
+        if self.step == trainer.step or not trainer.is_time(self.every):
+            return
+        decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+        trained = self.average(trainer, decay)
+        assert self.shadow is not None
+        copy_into(trained, self.shadow)
+
+
+class EMA(ShadowWeights):
+    """Evaluate and predict with an exponential moving average of weights and BatchNorm statistics.
+
+    The decay is min(decay, (1 + step) / (10 + step)), so that the average is already useful in the
+    first epoch (as in tf.train.ExponentialMovingAverage).
+    """
+
+    key = "average"
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = settings.check("ema", decay)
+        self.raw: Tensors | None = None  # the trained weights, during an evaluation
+
+    def update(self, trainer: "Trainer") -> None:
+        if self.step != trainer.step:
+            step = trainer.step
+            self.average(trainer, min(self.decay, (1 + step) / (10 + step)))
+
+    def on_eval_start(self, trainer: "Trainer") -> None:
+        super().on_eval_start(trainer)
+        if self.shadow is not None:
+            current = floating_state(trainer.module)
+            self.raw = {name: tensor.clone() for name, tensor in current.items()}
+            copy_into(current, self.shadow)
+
+    def on_eval_end(self, trainer: "Trainer") -> None:
+        if self.raw is not None:
+            copy_into(floating_state(trainer.module), self.raw)
+            self.raw = None
+
+    def state_dict(self) -> State:
+        self.check_weights()
+        return super().state_dict()
+
+    def state_form(self, trainer: "Trainer") -> Any:
+        self.check_weights()
+        return super().state_form(trainer)
+
+    def check_weights(self) -> None:
+        """Raise UserError unless the model holds the trained weights now."""
+        if self.raw is not None:
+            raise UserError(
+                "EMA: during an evaluation the model holds the averages, not the trained weights. "
+                "Save and load the run's state before or after it."
+            )
+
+
+def checksum(module: torch.nn.Module) -> str:
+    """Return a checksum of the weights and floating-point statistics of this process."""
+    state = {**floating_state(module), **dict(module.named_parameters())}
+    tensors = [tensor.detach().cpu().contiguous() for tensor in parallel.local(state.values())]
+    return checkpoint.digest(dict(zip(state, tensors, strict=True)), "")
+
+
+def floating_state(module: torch.nn.Module) -> Tensors:
+    """Return the live floating-point weights and statistics by name."""
+    state: Tensors = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            state[name] = tensor
+    return state
+
+
+@torch.no_grad()
+def copy_into(tensors: Tensors, values: Tensors) -> None:
+    """Copy the values into the tensors of the same names.
+
+    In place: sharded modules ignore tensors that are swapped by `.data`.
+    """
+    for name, tensor in tensors.items():
+        tensor.copy_(parallel.like(values[name], tensor))

@@ -1,0 +1,212 @@
+"""Callbacks that watch a logged number or the time, and may stop the training."""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from stoker.trainer import launch, settings
+from stoker.trainer.callback import Callback, Row, State
+from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, is_one_slip
+from stoker.trainer.history import weight_of
+from stoker.trainer.loading import by_name
+from stoker.trainer.readable import number
+from stoker.trainer.state import Either, Exactly
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+
+class Monitor(Callback):
+    """A callback that monitors one logged number.
+
+    `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
+    or else the validation loss, or else the training loss. The training loss counts as its mean
+    over an epoch.
+
+    With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
+    """
+
+    name: str  # the monitored number, set by `on_fit_start`
+    sign: int  # 1 if high is good, -1 if low is good
+    warned: bool  # whether the warning about a non-finite number was given
+    is_missing: bool = False  # whether the number was not logged so far
+
+    def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
+        self.monitor = monitor
+        self.mode = settings.check("monitor_mode", mode)
+        self.forget()
+
+    def forget(self) -> None:
+        self.best: dict[str, float] | None = None  # {"step", "value"}
+        self.epoch_loss = 0.0  # summed over the samples of this epoch
+        self.epoch_weight = 0.0
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Choose the number to monitor.
+
+        Raises:
+            UserError: The number is never logged, or has no direction.
+        """
+        if not trainer.step:
+            self.forget()  # the results of an earlier fit
+        higher_is_better: dict[str, bool | None] = {}
+        splits = by_name(trainer.val_loader)
+        for split in splits:
+            for name, metric in trainer.metrics.items():
+                higher_is_better[f"{split}/{name}"] = getattr(metric, "higher_is_better", None)
+        for split in [*splits, "train"]:
+            higher_is_better[f"{split}/loss"] = False
+        self.name = self.monitor
+        if self.monitor == "auto":
+            self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
+        if self.name not in higher_is_better and not self.may_be_logged(higher_is_better):
+            raise UserError(
+                f"monitor={as_typed(self.name)}: no such number is logged."
+                f"{did_you_mean(self.name, higher_is_better)}\n"
+                f"Choose one of: {', '.join(higher_is_better)}.\n"
+                "For a number that you log, such as my/number, also type monitor_mode=max or min."
+            )
+        higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
+        if higher is None:
+            raise UserError(
+                f"monitor={self.name}: the metric does not say whether higher or lower is better.\n"
+                "Type monitor_mode=max or monitor_mode=min."
+            )
+        self.sign = 1 if higher else -1
+        self.warned = False
+        self.is_missing = self.best is None
+
+    def may_be_logged(self, usual: Iterable[str]) -> bool:
+        """Return whether this is a valid name for a number passed to `trainer.log`."""
+        is_typo = any(is_one_slip(self.name, name) for name in usual)
+        return self.mode != "auto" and "/" in self.name and not is_typo
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Warn if a whole fit never logged the number."""
+        if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
+            launch.warn(
+                f"{type(self).__name__}: monitor={self.name} was not logged, "
+                "so nothing counts as the best."
+            )
+
+    def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
+        """Return whether the row's number beats the best by more than `min_delta`; then keep it.
+
+        A number that is not finite never does, and causes one warning per fit. Return None if the
+        row does not have the number, or covers only part of its epoch.
+        """
+        if self.name == "train/loss" and "train/samples" in row:
+            value = self.over_epoch(trainer, row)
+        else:
+            value = row.get(self.name)
+        if value is None:
+            return None
+        self.is_missing = False
+        if isinstance(value, list):
+            raise UserError(f"monitor={self.name}: this is a list. Monitor a single number.")
+        if not math.isfinite(value):
+            if not self.warned:
+                launch.warn(
+                    f"{type(self).__name__}: {self.name} is {value} at step {trainer.step:,}, "
+                    "which never counts as the best."
+                )
+            self.warned = True
+            return False
+        if self.best is not None and self.sign * (value - self.best["value"]) <= min_delta:
+            return False
+        self.best = {"step": trainer.step, "value": value}
+        return True
+
+    def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
+        """Return the mean training loss of the epoch if this row ends it, else None.
+
+        Training for less than one epoch counts as one epoch. If all targets of a row are ignored it
+        has no loss, and an epoch of such rows has no mean.
+        """
+        if "train/loss" in row:
+            weight = weight_of(row)
+            self.epoch_loss += weight * row["train/loss"]
+            self.epoch_weight += weight
+        ends_fit = trainer.step >= trainer.total_steps
+        if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
+            return None
+        mean = self.epoch_loss / self.epoch_weight if self.epoch_weight else None
+        self.epoch_loss = 0.0
+        self.epoch_weight = 0.0
+        return mean
+
+    def state_dict(self) -> State:
+        epoch = {"loss": self.epoch_loss, "weight": self.epoch_weight}
+        return {"best": self.best, "epoch": epoch}
+
+    def load_state_dict(self, state: State) -> None:
+        self.best = state["best"]
+        self.epoch_loss = state["epoch"]["loss"]
+        self.epoch_weight = state["epoch"]["weight"]
+
+    def state_form(self, trainer: "Trainer") -> Any:
+        best = Either([Exactly([None]), {"step": int, "value": 0.0}])
+        return {"best": best, "epoch": {"loss": 0.0, "weight": 0.0}}
+
+
+class EarlyStopping(Monitor):
+    """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
+
+    def __init__(
+        self,
+        patience: int,
+        min_delta: float = 0.0,
+        monitor: str = "auto",
+        mode: str = "auto",
+    ) -> None:
+        super().__init__(monitor, mode)
+        self.patience = settings.check("patience", patience)
+        self.min_delta: float = check_number("min_delta", min_delta, least=0)
+        self.waited = 0  # evaluations since the best
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        super().on_fit_start(trainer)
+        if not trainer.step:
+            self.waited = 0
+        self.stop_when_due(trainer)  # a run that stopped early stays stopped
+
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
+        better = self.improved(trainer, row, self.min_delta)
+        if better is not None:
+            self.waited = 0 if better else self.waited + 1
+            self.stop_when_due(trainer)
+
+    def stop_when_due(self, trainer: "Trainer") -> None:
+        if self.waited < self.patience:
+            return
+        reason = f"{self.name} was not finite in {self.waited} evaluations"
+        if self.best:
+            best = number(self.best["value"])
+            reason = f"{self.name} was not better than {best} for {self.waited} evaluations"
+        trainer.stop(reason, "early_stopping")
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "waited": self.waited}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.waited = state["waited"]
+
+    def state_form(self, trainer: "Trainer") -> Any:
+        return {**super().state_form(trainer), "waited": int}
+
+
+class TimeLimit(Callback):
+    """Stop after `minutes`. The schedule keeps its full length: resume the run to complete it."""
+
+    end: float  # by the clock of `trainer.agreement`
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = settings.check("max_minutes", minutes)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        self.end = trainer.agreement.now() + 60 * self.minutes
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.agreement.now() >= self.end:
+            trainer.stop(f"reached the time limit (max_minutes={self.minutes:g})", "time_limit")

@@ -1,0 +1,171 @@
+"""The callback that saves checkpoints."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.trainer import checkpoint, launch, parallel, settings
+from stoker.trainer.callback import Row, State
+from stoker.trainer.errors import NotFinite, UserError
+from stoker.trainer.monitoring import Monitor
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+
+class Checkpoint(Monitor):
+    """Save the whole state to `folder`/step_<number>.ckpt; keep the last `keep` and the best.
+
+    It saves every `every` steps, every `epochs` epochs and every `minutes` (None means never), when
+    the monitored number is the best so far, and at the end. Put it last in the list, so that it
+    saves the state of the other callbacks after this step. Training only waits while the state is
+    copied; a thread writes the copy. The plain values in `about`, such as the config, are saved
+    with it.
+    """
+
+    saved: int  # the step of the last copy
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every: int | None = None,
+        epochs: int | None = 1,
+        minutes: float | None = None,
+        keep: int = 2,
+        monitor: str = "auto",
+        mode: str = "auto",
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(monitor, mode)
+        self.folder = Path(folder)
+        self.overwrite = overwrite
+        self.about: State = {}
+        self.every = settings.check("checkpoint.every", every)
+        self.epochs = settings.check("checkpoint.epochs", epochs)
+        self.minutes = settings.check("checkpoint.minutes", minutes)
+        self.keep = settings.check("checkpoint.keep", keep)
+        self.due = False
+        self.metrics: Row = {}  # the last value of each logged number
+        self.last_time = 0.0  # of the last copy, by `trainer.agreement`'s clock
+        self.writer: ThreadPoolExecutor | None = None
+        self.writing: Future[None] | None = None
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Raise UserError if the folder holds the checkpoints of another run."""
+        super().on_fit_start(trainer)
+        is_gone = False
+        if launch.is_first():
+            self.check_folder(trainer)
+            checkpoint.go_back(self.folder, trainer.step)
+            if self.best:
+                path = checkpoint.path_of(self.folder, int(self.best["step"]))
+                is_gone = not path.exists()
+        if parallel.add_up(int(is_gone)):
+            self.best = None  # it belongs to another folder
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.saved = trainer.step
+        self.due = False
+        self.last_time = trainer.agreement.now()
+        if not trainer.step:
+            self.metrics = {}
+
+    def check_folder(self, trainer: "Trainer") -> None:
+        """Raise UserError unless the folder is free for this run."""
+        if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
+            raise UserError(
+                f"{self.folder} already has checkpoints: pass a different folder, or resume from "
+                f"them with fit(..., resume={str(self.folder)!r})."
+            )
+        is_file = self.folder.exists() and not self.folder.is_dir()
+        if is_file or self.folder.is_symlink():  # a link may point anywhere
+            raise UserError(
+                f"{self.folder} is not a folder, and checkpoints need one. Remove it, or move it "
+                "away."
+            )
+
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
+        if self.improved(trainer, row):
+            self.due = True
+        self.metrics.update(row)
+        # Not part of a run's result.
+        for name in ("train/seconds", "train/samples", "device/memory_mib"):
+            self.metrics.pop(name, None)
+
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        if self.epochs and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0:
+            self.due = True
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if self.writing is not None and self.writing.done():
+            self.wait()  # raises its error
+        due = self.due or trainer.should_stop or trainer.step == trainer.total_steps
+        if self.every and trainer.step % self.every == 0:
+            due = True
+        if self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes:
+            due = True
+        if due:
+            with trainer.spans["checkpoint"]:
+                self.save(trainer)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        # Interrupted in the step's evaluation, or after this callback was called. After an error
+        # the state of the run is unknown.
+        if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
+            with trainer.spans["checkpoint"]:
+                self.save(trainer)
+        if self.writer is not None:
+            self.writer.shutdown()
+            self.wait()
+        super().on_fit_end(trainer)
+
+    def save(self, trainer: "Trainer") -> None:
+        """Copy the state and write it in a thread, one copy at a time.
+
+        All processes have to call this, since each may hold a part of the state; rank 0 writes.
+
+        Raises:
+            NotFinite: A weight is not finite.
+            TrainingError: The last copy could not be written.
+        """
+        self.wait()
+        self.due = False
+        self.saved = trainer.step
+        self.last_time = trainer.agreement.now()
+        name = checkpoint.first_nonfinite(trainer.module)
+        if name is not None:
+            symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
+            raise NotFinite(
+                f"{symptom}, so no checkpoint is saved.\n"
+                "Type a lower optimizer.lr, or max_grad_norm=1.",
+                symptom,
+            )
+        state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
+        if launch.is_first():
+            assert self.writer is not None
+            path = checkpoint.path_of(self.folder, trainer.step)
+            self.writing = self.writer.submit(self.write, path, state, self.best)
+
+    def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
+        """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
+        checkpoint.save(path, state)
+        old = list(checkpoint.files(self.folder).items())[self.keep :]
+        for step, old_path in old:
+            if best is None or step != best["step"]:
+                old_path.unlink()
+
+    def wait(self) -> None:
+        """Wait until everything is written; raise the thread's error if there is one."""
+        if self.writing is not None:
+            writing = self.writing
+            self.writing = None
+            writing.result()
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "metrics": dict(sorted(self.metrics.items()))}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.metrics = dict(state["metrics"])
+
+    def state_form(self, trainer: "Trainer") -> Any:
+        return {**super().state_form(trainer), "metrics": dict}
