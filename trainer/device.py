@@ -52,11 +52,6 @@ def choose(name: object = "auto") -> torch.device:
         name = names[1] if len(names) > 1 else "cpu"
     kind, _, number = name.partition(":")
     processes = launch.local_world_size()
-    if number and processes > 1:
-        raise UserError(
-            f"device={name}: each of the {processes} processes gets its own GPU. Type "
-            f"device={kind}."
-        )
     is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
     if name not in names and not is_only_one:
         reason = f": {no_cuda()}" if kind == "cuda" and kind not in names else ""
@@ -68,10 +63,10 @@ def choose(name: object = "auto") -> torch.device:
         return torch.device(kind)
     index = int(number or launch.local_rank())
     count = torch.accelerator.device_count()
-    if index >= count:
+    if index >= count or (number and processes > 1):
         raise UserError(
-            f"device={name}: {processes} processes on a machine with {count} GPUs. "
-            f"Start {count} at most."
+            f"device={name}: each of the {processes} processes here needs its own GPU, of {count}. "
+            f"Type device={kind}, and start {count} processes at most."
         )
     # This comes before anything else uses a GPU, or else device 0 would get a context.
     torch.accelerator.set_device_index(index)
@@ -101,12 +96,10 @@ def describe(device: torch.device) -> str:
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
     backend = torch.get_device_module(device)
-    facts = []
-    if hasattr(backend, "get_device_name"):
-        facts.append(backend.get_device_name(device))
+    facts = [backend.get_device_name(device)] if hasattr(backend, "get_device_name") else []
     free, _ = memory.memory_info(device)
     if free is not None:
-        facts.append(f"{free / 2**30:.0f} GiB free")
+        facts.append(f"{memory.gib(free)} GiB free")
     return f"{device} ({', '.join(facts)})" if facts else str(device)
 
 
@@ -251,20 +244,18 @@ def check_compiler(device: torch.device) -> None:
 
     TorchInductor needs a C++ compiler on the CPU, nothing on mps, and Triton elsewhere.
     """
-    missing = None
+    works = True
     if device.type == "cpu":
-        compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
-        if not any(map(shutil.which, compilers)):
-            missing = "a C++ compiler (g++, clang++ or cl) on the PATH"
+        works = any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl")))
     elif device.type != "mps":
         # private: torch.utils._triton.has_triton, no public check exists, torch 2.15
         from torch.utils._triton import has_triton
 
-        if not has_triton():
-            missing = "Triton (pip install triton)"
-    if missing is not None:
+        works = has_triton()
+    if not works:
         raise UserError(
-            f"compile=true: {device} needs {missing}.\nInstall it, or type compile=false."
+            f"compile=true: {device} needs a C++ compiler (g++, clang++ or cl) on the PATH for the "
+            "CPU, or Triton for a GPU.\nInstall it, or type compile=false."
         )
 
 

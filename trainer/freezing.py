@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import launch, settings
+from stoker.trainer import settings
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.groups import matching, named
@@ -33,7 +33,6 @@ class Freeze(Callback):
                 f"freeze={as_typed(match)}: give a list of name patterns, "
                 "as in 'freeze=[\"backbone.*\"]'."
             )
-        self.thaw_at = thaw_at
         self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
         self.parameters: list[torch.Tensor] = []
         self.norms: dict[torch.nn.Module, Any] = {}  # those that keep their statistics, with a hook
@@ -45,9 +44,7 @@ class Freeze(Callback):
             UserError: A pattern matches no parameter, or nothing is left to train.
         """
         names = named(trainer.module)
-        frozen: set[torch.Tensor] = set()
-        for pattern in self.patterns:
-            frozen |= matching(names, pattern, "freeze")
+        frozen = set().union(*[matching(names, pattern, "freeze") for pattern in self.patterns])
         if not any(p.requires_grad for p in names if p not in frozen):
             raise UserError(
                 f"freeze={as_typed(list(self.patterns))}: these are all parameters, so nothing is "
@@ -57,11 +54,6 @@ class Freeze(Callback):
         self.thaw_step = math.inf
         if self.count is not None:
             self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
-            if self.thaw_step >= trainer.total_steps:
-                launch.warn(
-                    f"freeze: thaw_at={self.thaw_at} is not before the last step, "
-                    f"{trainer.total_steps}, so nothing is thawed."
-                )
         is_frozen = trainer.step < self.thaw_step
         self.set_trained(not is_frozen)
         if is_frozen:

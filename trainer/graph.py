@@ -13,7 +13,6 @@ from stoker.trainer.errors import UserError, log
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
 MOST = 4  # graphs kept; each holds the memory of a step
-REMEMBERED = 64  # kinds of steps remembered; one is captured when it repeats
 PATIENCE = 20  # steps after which a fit without a graph warns
 # Keys of a parameter group that do not affect the kind of a step.
 CHANGES = ("params", "lr", "initial_lr")
@@ -38,7 +37,7 @@ class Captured:
         self.state = optimizer.state  # the graphs use its tensors
         self.device = device
         self.steps: int = 0  # without a graph
-        self.kinds: dict[Kind, None] = {}  # the most recent ones, the newest last
+        self.kinds: set[Kind] = set()  # those that ran; one is captured when it repeats
         self.graphs: dict[Kind, tuple[Sequence[torch.Tensor], Callable[[], Any]]] = {}
 
     def __call__(self, work: Work, batch: Any) -> Any:
@@ -49,8 +48,8 @@ class Captured:
         if captured is None:
             self.steps += 1
             is_known = kind in self.kinds
+            self.kinds.add(kind)
             if not is_known or self.steps <= WARMUP or len(self.graphs) == MOST:
-                self.remember(kind)
                 return self.eager(work, batch)
             inputs = batches.walk(lambda _, tensor: tensor.clone(), batch)
             captured = form_of(inputs)[1], devices.record(work, inputs, self.device)
@@ -76,6 +75,12 @@ class Captured:
 
     def eager(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)` without a graph; raise if a graph could not repeat it."""
+        if self.steps == PATIENCE and not self.graphs:
+            log.warning(
+                "compile=graph: the first %d steps ran without a graph, because the shapes of the "
+                "batches, the trained parameters or the optimizer's settings keep changing.",
+                self.steps,
+            )
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
         if not may_be_captured:  # the first step may do one-time work
             return devices.beside(work, batch, self.device)
@@ -89,18 +94,6 @@ class Captured:
                 "(torch.rand(..., device=...)), or type compile=false."
             )
         return result
-
-    def remember(self, kind: Kind) -> None:
-        """Remember a kind of step; warn if none has repeated for a long time."""
-        if self.steps == PATIENCE and not self.graphs:
-            log.warning(
-                "compile=graph: the first %d steps ran without a graph, because the shapes of the "
-                "batches, the trained parameters or the optimizer's settings keep changing.",
-                self.steps,
-            )
-        self.kinds[kind] = None
-        if len(self.kinds) > REMEMBERED:
-            del self.kinds[next(iter(self.kinds))]
 
 
 def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:

@@ -128,11 +128,11 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
     """Raise UserError for an option of a rule that the optimizer does not have."""
     for group in groups:
         rule = group.get("name", REST).partition(" ")[0]
-        options = {key: value for key, value in group.items() if key not in ("params", "name")}
         if rule == REST:
             continue
-        for key, value in options.items():
-            if key not in known and value:  # every optimizer supports a decay of 0
+        for key, value in group.items():
+            # Every optimizer supports a decay of 0.
+            if key not in ("params", "name", *known) and value:
                 raise UserError(
                     f"groups: the optimizer has no {key}, which the rule {rule} sets."
                     f"{did_you_mean(key, [*known, *RULE])}"

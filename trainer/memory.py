@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import gc
 import math
+import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -52,12 +54,12 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
 
 def host_memory() -> tuple[int | None, int | None]:
     """Return `memory_info` of the machine."""
-    sizes: dict[str, int] = {}
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            name, size = line.split()[:2]
-            sizes[name] = int(size) * 1024
-    return sizes.get("MemAvailable:"), sizes.get("MemTotal:")
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None, None
+    sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE))
+    return int(sizes["MemAvailable"]) * 1024, int(sizes["MemTotal"]) * 1024
 
 
 def counted(name: str, device: torch.device) -> float:
@@ -95,10 +97,8 @@ def peak_memory(device: torch.device) -> float:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset `peak_memory`, if the device can."""
-    if device.type != "cpu":
-        backend = torch.get_device_module(device)
-        if hasattr(backend, "reset_peak_memory_stats"):
-            backend.reset_peak_memory_stats(device)
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

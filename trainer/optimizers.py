@@ -51,9 +51,10 @@ def build(
     is_sharded = any(map(parallel.is_shard, parameters))
     options: dict[str, Any] = {"module": module} if "module" in settings else {}
     if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
-        children = [] if module is None else module.modules()
-        sparse = any(getattr(child, "sparse", False) for child in children)
-        if not sparse and all(p.is_floating_point() for p in parameters):
+        is_sparse = module is not None and any(
+            getattr(m, "sparse", False) for m in module.modules()
+        )
+        if not is_sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
     kind = getattr(factory, "func", factory)
     is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
@@ -67,10 +68,11 @@ def build(
         raise
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
-    check(optimizer, is_sharded)
+    if is_sharded:
+        check_sharded(optimizer)
     for part in parts(optimizer):
-        trained = {id(parameter) for group in part.param_groups for parameter in group["params"]}
-        theirs = [group for group in as_ruled if trained & set(map(id, group["params"]))]
+        trained = {parameter for group in part.param_groups for parameter in group["params"]}
+        theirs = [group for group in as_ruled if not trained.isdisjoint(group["params"])]
         check_options(theirs, {*settings, *part.defaults})
     if not isinstance(optimizer, Combined):
         merge(optimizer.param_groups, groups)
@@ -87,23 +89,16 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
     It may have a part of the parameters only. Its rates are as they are now,
     whatever another scheduler began with.
     """
-    kind = type(optimizer).__name__
-    factory = f"optimizer=functools.partial({kind}, lr=...)"
-    if any(map(parallel.is_shard, module.parameters())):
-        raise UserError(
-            f"strategy=fsdp replaces the parameters that this {kind} has. "
-            f"Pass a factory instead: {factory}."
-        )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = set(module.parameters())
-    foreign = sum(parameter not in trained for parameter in parameters)
-    if foreign:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not trained.issuperset(parameters):
+        kind = type(optimizer).__name__
         raise UserError(
-            f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} do not "
-            f"belong to the model.\nBuild it from the Trainer's model, {kind}(model.parameters(), "
-            f"...), or pass a factory: {factory}."
+            f"optimizer: this {kind} has parameters that do not belong to the Trainer's model "
+            "(strategy=fsdp replaces them).\n"
+            f"Build it from the model, {kind}(model.parameters(), ...), or pass a factory: "
+            f"optimizer=functools.partial({kind}, lr=...)."
         )
-    check(optimizer, is_sharded=False)
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
@@ -115,11 +110,10 @@ def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
     return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
 
 
-def check(optimizer: Any, is_sharded: bool) -> None:
-    """Raise UserError for an optimizer that does not work in this Trainer."""
-    for part in parts(optimizer):
-        kind = type(part)
-        if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
+def check_sharded(optimizer: Any) -> None:
+    """Raise UserError for an optimizer that `strategy=fsdp` does not work with."""
+    for kind in map(type, parts(optimizer)):
+        if is_torchs(kind) and kind.__name__ in OF_MATRICES:
             raise UserError(
                 f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
                 "only a part of them. Type optimizer=adamw, or strategy=ddp."
