@@ -326,7 +326,10 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
             "error: sweep/pruner=mediann: not a valid choice. Did you mean 'median'?",
         ),
         (["hydra/sweeper/sampler=grid"], "Type sweep=grid.\n"),
-        (["hydra.sweeper.direction=maximize"], "a search ignores this key. Type monitor_mode=, "),
+        (
+            ["hydra.sweeper.direction=maximize"],
+            "a search ignores this key. Type monitor_mode=, sweep.space=, ",
+        ),
         (
             ["hydra.sweeper.storage=nowhere"],
             "error: hydra.sweeper.storage: this cannot be opened (",

@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.command import invocation, settings
 from stoker.runs import index, status
-from stoker.runs.directory import ENDING
+from stoker.runs.directory import ENDING, WRITTEN
 from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
@@ -398,7 +398,7 @@ def write_id(path: Path, name: str) -> str:
 class ConfigFile(Callback):
     """Write the config to `path` when training begins: put it last, after callbacks that check.
 
-    A run that begins at step 0 removes the `stale` files of an older run beside it; a resumed run
+    A run that begins at step 0 removes the files of an older run beside it; a resumed run
     removes those on how it ended before. `beside` gives the text of each further file, by its name.
     """
 
@@ -408,18 +408,16 @@ class ConfigFile(Callback):
         self,
         path: str | os.PathLike[str],
         config: str,
-        stale: tuple[str, ...] = (),
-        beside: Callable[[], Mapping[str, str]] = dict,
+        beside: Callable[[], Mapping[str, str]],
     ) -> None:
         self.path = Path(path)
         self.config = config
-        self.stale = stale
         self.beside = beside
 
     def on_fit_start(self, trainer: Trainer) -> None:
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        outdated = self.stale
+        outdated: tuple[str, ...] = WRITTEN
         if trainer.step:
             continues = trainer.step < trainer.total_steps or has_failed(folder)
             outdated = ENDING if continues else ()

@@ -11,10 +11,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from stoker import configs
 from stoker.command import arguments, check, defaults, dotted, settings
 from stoker.command.build import (
-    arguments_of,
     check_nested,
     check_node,
     is_on,
@@ -34,6 +32,8 @@ MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, and 0x... may have any number
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks a script's run, whose other keys are only informative
+# The folder of our data sets, in configs/dataset/: each machine has its own.
+DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8 times as fast
@@ -122,10 +122,10 @@ def changed(cfg: DictConfig, changes: Config) -> Config:
 def check_inside(key: str, node: Any, run_dir: str) -> None:
     """Raise UserError for a callback that would write outside of the run directory."""
     check_node(key, node)
-    names, _ = arguments_of(key, node["_target_"])
-    given = {**dict(zip(names, node.get("_args_", []), strict=False)), **node}
+    if "_args_" in node:
+        raise UserError(f"{key}._args_: give these arguments by name.")
     for name in ("path", "folder"):
-        value = given.get(name)
+        value = node.get(name)
         place = Path(str(value)).resolve()
         if value is not None and not place.is_relative_to(Path(run_dir).resolve()):
             raise UserError(f"{key}.{name}={value}: this path is outside the run directory.")
@@ -137,15 +137,13 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     A value that the run took from the environment has to be typed. A prediction for a part of the
     run's data takes what an evaluation of it takes.
     """
-    task = cfg.task
-    tasks = {task, "evaluate"} if task == "predict" and cfg.split is not None else {task}
+    tasks = {cfg.task}
+    if cfg.task == "predict" and cfg.split is not None:
+        tasks.add("evaluate")
     before = dotted.flat(saved)
     for key in sorted(arguments.typed_keys()):
         if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
-            takes = ", ".join(f"{name}=" for name in settings.keys_of(task))
-            raise UserError(
-                f"{key}: task={task} uses the run's settings. It accepts device=, {takes}."
-            )
+            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Leave this out.")
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
@@ -302,8 +300,8 @@ def resolved(
     value.
 
     UserError for any other ${...}: a resolver such as ${oc.env:NAME} would take something of this
-    machine into somebody's config. It stays only where this project's own config has the very same
-    text for the key. OmegaConf cannot do this, since it follows chains of any length.
+    machine into somebody's config. Only our own DATA_ROOT stays. OmegaConf cannot do this, since it
+    follows chains of any length.
     """
     values = dotted.flat(config)
 
@@ -312,7 +310,7 @@ def resolved(
             return {part: resolve(f"{name}.{part}", item) for part, item in value.items()}
         if isinstance(value, list):
             return [resolve(name, item) for item in value]
-        if not dotted.is_interpolation(value) or is_ours(name, value):
+        if not dotted.is_interpolation(value) or (name, value) == DATA_ROOT:
             return value
         result = expanded(value, values)
         # Also if "$" and "{" come from two keys, since the next reader would resolve the result.
@@ -348,19 +346,7 @@ def for_reading(config: Any) -> Config:
     Any other ${...}, such as one that reads the environment, stays as it is written.
     """
     values = dotted.flat(config)
-    for name in values:
-        for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
-            followed = check.followed_key(values[name])
-            if followed not in values:
-                break
-            values[name] = values[followed]
+    for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
+        for name, value in values.items():
+            values[name] = values.get(check.followed_key(value) or "", value)
     return values
-
-
-def is_ours(name: str, text: str) -> bool:
-    """Whether a file in configs/ has the same text for this key, such as our dataset.root."""
-    group, _, key = name.partition(".")
-    if not re.fullmatch(r"\w+\.\w+", name):
-        return False
-    paths = (configs.FOLDER / group).glob("*.yaml")
-    return any(f"\n{key}: {text} " in path.read_text(encoding="utf-8") for path in paths)

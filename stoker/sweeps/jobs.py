@@ -13,21 +13,19 @@ from pathlib import Path
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
-from stoker.runs import readable
 from stoker.runs import result as results
 from stoker.runs.directory import METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
-from stoker.runs.rows import last_values, read_rows
+from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.typed import typed
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
-PROGRESS_LETTERS = 1000  # characters printed of a row
 
 
 @dataclass
@@ -118,15 +116,11 @@ def overrides_in(folder: Path) -> list[str] | None:
 
 
 def progress(folder: Path) -> str:
-    """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job."""
-    rows = []
+    """Return 'at step 140', from the last row of a job."""
     with contextlib.suppress(OSError):
-        rows = read_rows(folder / METRICS)
-    if not rows:
-        return "no row yet"
-    values = last_values(rows)
-    shown = readable.numbers({k: v for k, v in values.items() if k.startswith("val/")})
-    return f"at step {rows[-1]['step']}, {shown}"[:PROGRESS_LETTERS]
+        for row in reversed(read_rows(folder / METRICS)):
+            return f"at step {row['step']}"
+    return "no row yet"
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:

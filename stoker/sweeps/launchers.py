@@ -1,7 +1,6 @@
 """Jobs in separate processes: devices, threads and signals, which Hydra's launchers ignore."""
 
 import contextlib
-import functools
 import importlib.util
 import os
 import signal
@@ -18,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from stoker import project
 from stoker.command import exit_codes, invocation, settings, signals
 from stoker.runs import lock
-from stoker.runs.directory import RESULT, remove_empty
+from stoker.runs.directory import remove_empty
 from stoker.sweeps import progress
-from stoker.sweeps.jobs import Job, read_job
+from stoker.sweeps.jobs import Job
 from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number
 from stoker.trainer.launch import cores
@@ -192,33 +191,17 @@ class Jobs(Callback):
             ) from None
         self.locks = self.launcher != "submitit_slurm" and lock.is_held(self.folder)
         stopping.gentle = self.stop
-        ends = {path: path.stat().st_mtime_ns for path in self.results()}
-        look = functools.partial(self.look_for_ends, ends)
-        holding.callback(look)
-        poll(look, holding)
+        holding.callback(self.look_for_ends)
+        poll(self.look_for_ends, holding)
         if self.launcher != "submitit_slurm":
             print(f"jobs     {self.jobs} at once, {self.threads} threads each", flush=True)
 
-    def results(self) -> list[Path]:
-        return sorted(self.sweep.glob(f"*/{RESULT}"))
-
-    def look_for_ends(self, ends: dict[Path, int]) -> bool:
-        """Print a line for each job whose result is newer than in `ends`.
-
-        A failed one raises a signal if sweep.on_error=stop.
-        """
-        for path in self.results():
-            with contextlib.suppress(OSError):  # the file may be being replaced
-                ended_at = path.stat().st_mtime_ns
-                if ended_at == ends.get(path):
-                    continue
-                ends[path] = ended_at
-                job = read_job(path.parent)
-                if progress.ends is not None:
-                    print(progress.ends.line(job), flush=True)
-                if job.status == "failed" and self.on_error == "stop" and not failed:
-                    failed.append(job)
-                    signal.raise_signal(signal.SIGTERM)
+    def look_for_ends(self) -> bool:
+        """Print a line for each new result; a failure raises a signal if sweep.on_error=stop."""
+        for job in progress.ends.show_new() if progress.ends else []:
+            if job.status == "failed" and self.on_error == "stop" and not failed:
+                failed.append(job)
+                signal.raise_signal(signal.SIGTERM)
         return False
 
     def stop(self, _: str) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.runs.lock import held
+from stoker.runs.result import RunResult
 from stoker.sweeps import jobs, progress, search
 from stoker.sweeps.search import check_mode
 from stoker.trainer import launch, parallel
@@ -37,7 +37,6 @@ from stoker.trainer.trainer import Trainer
 
 # targets that a config may name
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
-STATES = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 # Maps a job's number to its overrides; None if the job must not run.
 Trials = dict[int, list[str] | None]
 
@@ -55,18 +54,8 @@ class OptunaSearch(Sweeper):
 
     config: DictConfig
 
-    def __init__(
-        self,
-        sampler: DictConfig,
-        custom_search_space: str | None,
-        params: DictConfig | None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, sampler: DictConfig, **_: Any) -> None:
         self.sampler = sampler
-        self.keys: Mapping[str, Any] = params or {}  # the search space in Hydra's own settings
-        self.extend: Callable[[DictConfig, optuna.Trial], None] | None = None
-        if custom_search_space:
-            self.extend = instantiate({"_target_": custom_search_space, "_partial_": True})
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -83,9 +72,7 @@ class OptunaSearch(Sweeper):
         self.trials = search.trials_of(cfg)
         self.maximize = search.maximizes(cfg)
         count = search.at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(
-            search.space_of(cfg, arguments, self.keys)
-        )
+        parsed = OverridesParser.create().parse_overrides(search.space_of(cfg, arguments))
         last = {override.key_or_group: override for override in parsed}
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
@@ -111,19 +98,22 @@ class OptunaSearch(Sweeper):
         todo = {
             number: [*typed, *self.fixed]
             for number, typed in trials.items()
-            if typed is not None and search.outcome(self.folder / str(number)) is None
+            if typed is not None and RunResult.read(self.folder / str(number)) is None
         }
         # A launcher numbers its jobs consecutively: one launch for each consecutive range.
         for _, group in itertools.groupby(enumerate(todo), lambda pair: pair[1] - pair[0]):
             numbers = [number for _, number in group]
             self.launcher.launch([todo[number] for number in numbers], initial_job_idx=numbers[0])
         for number in trials:
-            state, best = search.outcome(self.folder / str(number)) or ("failed", None)
-            if best is None:
-                self.tell(number, state, None)
+            result = RunResult.read(self.folder / str(number))
+            if result is None or not result.is_finished or result.best is None:
+                self.study.tell(number, state=TrialState.FAIL)
+                continue
+            check_mode(self.maximize, result.best.name, result.best.mode)
+            if result.stopped_by("pruned"):  # its value is the last one it reported
+                self.study.tell(number, state=TrialState.PRUNED)
             else:
-                check_mode(self.maximize, best.name, best.mode)
-                self.tell(number, state, best.value)
+                self.study.tell(number, result.best.value)
 
     def define(self, searched: dict[str, Override]) -> list[str]:
         """Take the overrides to search, by key, and return the overrides of an example trial."""
@@ -161,19 +151,10 @@ class OptunaSearch(Sweeper):
             proposed[trial.number] = typed(trial)
         return proposed
 
-    def tell(self, number: int, state: str, value: float | None) -> None:
-        """Record the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
-        if state == "complete":
-            self.study.tell(number, value)
-        else:  # a pruned trial's value is the last one it reported
-            self.study.tell(number, state=STATES[state])
-
     def draw(self, study: optuna.Study) -> optuna.Trial:
         """Return the next trial of the study, with its values."""
         study.sampler = self.make_sampler(len(study.trials))
         trial = study.ask(self.space)
-        if self.extend:
-            self.extend(self.config, trial)
         trial.set_user_attr("folder", str(self.folder))
         return trial
 

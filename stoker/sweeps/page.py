@@ -1,5 +1,6 @@
 """The page of a sweep: its table, and what templates/sweep.js draws its plots from."""
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from stoker.sweeps.jobs import Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
+from stoker.trainer.typed import is_number
 
 MOST_SETTINGS = 24  # curves plotted
 MOST_POINTS = 20_000  # points in all curves together
@@ -116,16 +118,11 @@ def axis(key: str, values: list[str]) -> dict[str, Any]:
 
 def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
     """Return (epoch, value) of the monitored metric, with at most about `most` points."""
-    try:
-        rows = read_rows(sweep.folder / job.name / METRICS)
-    except OSError:
-        return []
     points = []
-    for row in map(metrics_in, rows):
-        x = row.get("epoch")
-        y = row.get(sweep.name)
-        if isinstance(x, int | float) and isinstance(y, int | float):
-            points.append((round(x, 4), float(f"{y:.5g}")))
+    with contextlib.suppress(OSError):
+        for row in map(metrics_in, read_rows(sweep.folder / job.name / METRICS)):
+            if is_number(row.get("epoch")) and is_number(row.get(sweep.name)):
+                points.append((round(row["epoch"], 4), float(f"{row[sweep.name]:.5g}")))
     return list(thin(points, max(4, most)))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from stoker.command import arguments
 from stoker.runs import index
+from stoker.runs.directory import RESULT
 from stoker.runs.readable import seconds
-from stoker.sweeps.jobs import Job, SweepRecord, read_jobs, typed_for
+from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
 from stoker.sweeps.table import short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
@@ -25,15 +26,32 @@ class Ends:
     """
 
     def __init__(self, folder: Path, total: int | None, keys: list[str]) -> None:
+        self.folder = folder
         self.total = total
         self.keys = keys
         self.best: Job | None = None
         self.start = time.monotonic()
+        self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         self.names: set[str] = set()
         for job in read_jobs(folder):
             if job.status in ("done", "pruned"):
                 self.add(job)
         self.earlier = len(self.names)
+
+    def results(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*/{RESULT}"))
+
+    def show_new(self) -> list[Job]:
+        """Print a line for each job that has ended since the last call, and return these jobs."""
+        ended = []
+        for path in self.results():
+            with contextlib.suppress(OSError):  # the file may be being replaced
+                time_ns = path.stat().st_mtime_ns
+                if time_ns != self.times.get(path):
+                    self.times[path] = time_ns
+                    ended.append(read_job(path.parent))
+                    terminal.show(self.line(ended[-1]))
+        return ended
 
     def add(self, job: Job) -> None:
         """Count a job that has ended, and keep it if it is the best so far."""

@@ -1,18 +1,24 @@
 """The settings of a search, and how its trials ended."""
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
-from stoker.runs.result import Best, RunResult
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
 
-# Hydra's keys that our keys replace.
-REPLACED = ("direction", "n_trials", "n_jobs", "max_batch_size", "max_failure_rate")
+# Keys of Hydra's sweeper that keys of ours replace.
+REPLACED = (
+    "direction",
+    "n_trials",
+    "n_jobs",
+    "max_batch_size",
+    "max_failure_rate",
+    "custom_search_space",
+    "params",
+)
 # The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
 PREDICTS_TOKENS = ("stoker.data.text.text",)
 
@@ -20,11 +26,11 @@ PREDICTS_TOKENS = ("stoker.data.text.text",)
 def trials_of(cfg: DictConfig) -> int:
     """Return how many trials to run; UserError for a key of Hydra that one of ours replaces."""
     for override in cfg.hydra.overrides.hydra:
-        key, _, _ = override.lstrip("+").partition("=")
-        if key.removeprefix("hydra.sweeper.") in REPLACED:
+        key = re.match(r"\+*hydra\.sweeper\.(\w+)", override)
+        if key and key[1] in REPLACED:
             raise UserError(
-                f"{override}: a search ignores this key. "
-                "Type monitor_mode=, sweep.trials=, sweep.at_once= or sweep.on_error= instead."
+                f"{override}: a search ignores this key. Type monitor_mode=, sweep.space=, "
+                "sweep.trials=, sweep.at_once= or sweep.on_error= instead."
             )
     return settings.check("sweep.trials", cfg.sweep.trials)
 
@@ -65,16 +71,13 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
         )
 
 
-def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list[str]:
-    """Return the overrides of a search: what fits of `sweep.space` and `more`, then typed ones."""
-    values = {}
-    for override in typed:
-        key, _, value = override.partition("=")
-        values[key] = value
+def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
+    """Return the overrides of a search: what fits of `sweep.space`, then the typed ones."""
+    values = dict(override.split("=", 1) for override in typed if "=" in override)
     groups = cfg.hydra.runtime.choices
     kept = []
     left = []
-    for key, space in {**cfg.sweep.space, **more}.items():
+    for key, space in cfg.sweep.space.items():
         group = key.partition(".")[0]
         is_of_one_option = group in groups and "," in values.get(group, "")
         if key in values:
@@ -102,16 +105,3 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
             job.overrides,
             lambda key: key not in searched and jobs.changes_results(key),
         )
-
-
-def outcome(folder: Path) -> tuple[str, Best | None] | None:
-    """Return the state of a trial and its best value; None if it has no result.
-
-    A trial is "complete" or "pruned" with a best value, or "failed" without.
-    """
-    result = RunResult.read(folder)
-    if result is None:
-        return None
-    if not result.is_finished or result.best is None:
-        return "failed", None
-    return "pruned" if result.stopped_by("pruned") else "complete", result.best

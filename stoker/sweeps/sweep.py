@@ -19,7 +19,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import exit_codes, invocation, settings, subcommand
+from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command
 from stoker.runs import index
 from stoker.runs.directory import CONFIG, RESULT, make, remove_empty
@@ -48,11 +48,7 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid; a search does so when it knows its keys."""
         if launch.world_size() > 1:
-            program = " ".join(invocation.program())
-            raise UserError(
-                f"-m: a sweep needs a single process. Type {program} -m ... devices=N, without "
-                "torchrun."
-            )
+            raise UserError("-m: a sweep is one process. Type devices=N instead of torchrun.")
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = Path(config.hydra.sweep.dir)
         make(folder, PLACE)
@@ -68,18 +64,16 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Write the output of a run in this process to its file."""
-        if is_training_here(config):
+        is_here = progress.ends is not None and not launchers.apart
+        if is_here and config.task == "train" and config.overfit is None:
             folder = Path(config.hydra.runtime.output_dir)
             progress.redirect(folder.parent, folder.name)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
-        """Print the line of a job, unless it was done earlier."""
+        """Print the line of a job."""
         progress.output.close()
-        if is_training_here(config):
-            assert progress.ends is not None
-            folder = Path(config.hydra.runtime.output_dir)
-            if folder.name not in progress.ends.names:
-                terminal.show(progress.ends.line(jobs.read_job(folder)))
+        if progress.ends is not None and not launchers.apart:
+            progress.ends.show_new()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -96,12 +90,6 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
-
-
-def is_training_here(config: DictConfig) -> bool:
-    """Whether a job of this process's sweep is a training run, and runs in this process."""
-    is_here = progress.ends is not None and not launchers.apart
-    return is_here and config.task == "train" and config.overfit is None
 
 
 def forget_refused(folder: Path, sweep: Sweep) -> bool:

@@ -119,7 +119,7 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
     }
     text = yaml.safe_dump(config, sort_keys=False)
     code = provenance.of_project()
-    file = ConfigFile(folder / directory.CONFIG, text, directory.WRITTEN, code.files)
+    file = ConfigFile(folder / directory.CONFIG, text, code.files)
     trainer.callbacks = with_files(trainer.callbacks, saver, folder, file)
     parts = Parts(trainer, data, loaders)
     run = running.Run(folder, parts, saver, state, started, code, draws=True, script=command())

@@ -128,7 +128,7 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
 
     typed = json.dumps(arguments.typed())
     text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
-    return ConfigFile(folder / "config.yaml", text, directory.WRITTEN, code.files)
+    return ConfigFile(folder / "config.yaml", text, code.files)
 
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
