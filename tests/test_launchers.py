@@ -128,14 +128,9 @@ def alone(folder, *arguments):
 
 
 def test_each_job_has_its_own_slot_first():
-    # One trial a GPU on four: job number % 4. Two on each of two: both GPUs have one before one of
-    # them has two.
-    for gpus, per_gpu in ((4, 1), (2, 2)):
-        jobs, _ = launchers.how_many("auto", per_gpu, gpus, cores=16)
+    for gpus in (4, 2):
         names = ["cpu", "cuda", *(f"cuda:{i}" for i in range(gpus))]
-        assert jobs == 4 and [device_in(i % jobs, names) for i in range(8)] == [
-            f"cuda:{i % gpus}" for i in range(8)
-        ]
+        assert [device_in(i, names) for i in range(8)] == [f"cuda:{i % gpus}" for i in range(8)]
 
 
 def device_in(slot, names, name="auto"):
@@ -154,12 +149,17 @@ def test_only_auto_is_dealt_out_and_only_where_there_are_several():
     )
 
 
-def test_how_many_jobs_and_threads():
-    assert launchers.how_many("auto", 1, 0, cores=8) == (8, 1)
-    assert launchers.how_many("auto", 3, 2, cores=8) == (6, 1)
-    assert launchers.how_many("auto", 1, 2, cores=9) == (2, 4)
-    assert launchers.how_many(3, 1, 0, cores=8) == (3, 2)
-    assert launchers.how_many(16, 1, 0, cores=8) == (16, 1)
+def test_how_many_jobs(monkeypatch):
+    for at_once, per_gpu, gpus, jobs in (
+        ("auto", 1, 0, 8),
+        ("auto", 3, 2, 6),
+        ("auto", 1, 2, 2),
+        (3, 1, 0, 3),
+        (16, 1, 0, 16),
+    ):
+        monkeypatch.setattr(launchers, "cores", lambda: 8)
+        monkeypatch.setattr(launchers, "count_gpus", lambda device, gpus=gpus: gpus)
+        assert launchers.jobs_at_once(at_once, per_gpu, "auto") == jobs
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """Untrusted JSON files: read with a limit on their size, written whole or not at all."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from stoker.trainer import files
+from stoker.trainer.typed import typed
 
+T = TypeVar("T")
 MOST_BYTES = 2**24  # a result.json takes 2 KB, a confusion matrix of 1,000 classes 8 MB
 
 
@@ -17,6 +20,13 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None
     except (OSError, ValueError, RecursionError):
         return None
     return contents if isinstance(contents, dict) else None
+
+
+def read_record(path: str | Path, record: type[T]) -> T:
+    """Return the object in a JSON file as this dataclass, with its defaults if it is malformed."""
+    with contextlib.suppress(TypeError):
+        return cast(T, typed(read_json(path) or {}, record))
+    return record()
 
 
 def write_json(path: Path, contents: Any) -> None:

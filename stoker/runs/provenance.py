@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stoker import __version__, project
@@ -65,15 +66,19 @@ class Code:
     """The state of a project's git repository; git looks while the run is built."""
 
     def __init__(self, folder: Path) -> None:
-        self.status = Git(
-            folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal"
+        pool = ThreadPoolExecutor(2)
+        self.status = pool.submit(
+            git, folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal"
         )
-        self.diff = Git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+        self.diff = pool.submit(
+            git, folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color"
+        )
+        pool.shutdown(wait=False)
 
     def revision(self) -> Revision | None:
         """Return the current revision; None if there is none. Untracked files do not count."""
-        status = self.status.output()
-        self.diff.output()  # reap this process too
+        status = self.status.result()
+        self.diff.result()  # no thread and no process may be left when the training begins
         commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
         if commit is None:
             return None
@@ -84,13 +89,13 @@ class Code:
         listed = [f"{name}=={version}\n" for name, version in packages().items()]
         texts = {PACKAGES: "".join(listed)}
         revision = self.revision()
-        untracked = re.findall(r"^\? (.*)$", self.status.output(), re.MULTILINE)
+        untracked = re.findall(r"^\? (.*)$", self.status.result(), re.MULTILINE)
         if revision is not None and (revision.dirty or untracked):
             texts[CHANGES] = (
                 f"# changes since {revision.revision}: "
                 f"without binary files, at most {MOST_CHANGES:,} characters\n"
                 f"# not tracked, left out: {first_few(untracked, MOST_NAMES)}\n"
-                f"{self.diff.output()[:MOST_CHANGES]}"
+                f"{self.diff.result()[:MOST_CHANGES]}"
             )
         return texts
 
@@ -100,28 +105,16 @@ def of_project() -> Code:
     return Code(project.current().root)
 
 
-class Git:
-    """A git command that runs beside this process."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.text: str | None = None
-        try:
-            self.process = subprocess.Popen(
-                ["git", "--no-optional-locks", "-C", str(folder), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError:  # git is not installed
-            self.text = ""
-
-    def output(self) -> str:
-        """Return what git printed, once it has ended; "" if it failed."""
-        if self.text is None:
-            try:
-                printed, _ = self.process.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                printed, _ = self.process.communicate()
-            self.text = "" if self.process.returncode else printed.decode(errors="replace")
-        return self.text
+def git(folder: Path, *words: str) -> str:
+    """Return what a git command prints; "" if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")

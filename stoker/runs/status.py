@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from stoker.runs import json_files, lock
 from stoker.runs.directory import STATUS
 from stoker.runs.result import RunResult
-from stoker.trainer.typed import typed
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -34,12 +33,7 @@ class Status:
     @classmethod
     def read(cls, folder: Path) -> "Status":
         """Read the status of an untrusted run directory; what is malformed is None."""
-        contents = json_files.read_json(folder / STATUS) or {}
-        try:
-            status: Status = typed(contents, cls)
-        except TypeError:
-            return cls()
-        return status
+        return json_files.read_record(folder / STATUS, cls)
 
 
 def begin(folder: Path, trainer: "Trainer") -> None:

@@ -15,13 +15,12 @@ from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
 from stoker.runs.directory import METRICS, RESULT
-from stoker.runs.json_files import read_json, write_json
+from stoker.runs.json_files import read_json, read_record, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
-from stoker.trainer.typed import typed
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
@@ -62,11 +61,7 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
-        try:
-            record: SweepRecord = typed(read_json(folder / SWEEP) or {}, cls)
-        except TypeError:
-            return cls()
-        return record
+        return read_record(folder / SWEEP, cls)
 
     def write(self, folder: Path) -> None:
         write_json(folder / SWEEP, vars(self))
@@ -185,9 +180,7 @@ def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) 
 def command_to_continue(folder: Path) -> str:
     """Return the command line that continues the sweep."""
     place = setting("hydra.sweep.dir", folder)
-    typed = SweepRecord.read(folder).typed
-    if typed is None:
-        return f"the same command with {place}"
+    typed = SweepRecord.read(folder).typed or []
     typed = [override for override in typed if not override.startswith("hydra.sweep.dir=")]
     return shlex.join([*invocation.program(), *typed, place])
 

@@ -56,16 +56,6 @@ def check_installed(launcher: str) -> None:
         )
 
 
-def how_many(at_once: int | str, per_gpu: int, gpus: int, cores: int) -> tuple[int, int]:
-    """Return (simultaneous jobs, threads of each).
-
-    `auto` is as many as the GPUs hold, or one job per core. The jobs share the cores, and each has
-    at least one.
-    """
-    jobs = (gpus * per_gpu or cores) if at_once == "auto" else int(at_once)
-    return jobs, max(1, cores // jobs)
-
-
 def count_gpus(device: str) -> int:
     """Return how many GPUs there are for jobs with this `device`."""
     if device == "cpu" or ":" in device:
@@ -79,8 +69,10 @@ def count_gpus(device: str) -> int:
 
 
 def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    jobs, _ = how_many(at_once, per_gpu, count_gpus(device), cores())
-    return jobs
+    """Return how many jobs run at once; `auto` is as many as the GPUs hold, or one per core."""
+    if at_once == "auto":
+        return count_gpus(device) * per_gpu or cores()
+    return int(at_once)
 
 
 # Used in configs/hydra/launcher/, which must be complete before the sweep begins.
@@ -169,8 +161,8 @@ class Jobs(Callback):
         """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
             self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
-        gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
-        self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
+        self.jobs = jobs_at_once(self.at_once, self.per_gpu, self.device)
+        self.threads = max(1, cores() // self.jobs)
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
         # Job processes need it to import the packages beside train.py.
         here = project.current().import_folders()

@@ -5,13 +5,13 @@ end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and swee
 are written.
 """
 
-import importlib
 import itertools
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: the jobs of a grid
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,7 +56,8 @@ class SweepCallback(Callback):
         check_goes_on(folder, planned or [])
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
-            register(sweeper)
+            # Hydra knows only the sweepers in hydra_plugins.
+            Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
             count = len(planned) if planned else None
             varied = jobs.varied([jobs.settings_of(typed) for typed in planned or []])
@@ -107,15 +108,6 @@ def forget_refused(folder: Path, sweep: Sweep) -> bool:
     return True
 
 
-def register(sweeper: str) -> None:
-    """Make one of our sweepers known to Hydra, which knows only those in hydra_plugins."""
-    module, _, name = sweeper.rpartition(".")
-    try:
-        Plugins.instance().register(getattr(importlib.import_module(module), name))
-    except ImportError as error:
-        raise UserError(f"sweep: its sweeper cannot be imported ({error}).") from None
-
-
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
     """Return the overrides of each job of a grid, in order; None for a search.
 
@@ -144,8 +136,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     for name, typed in enumerate(planned):
         place = folder / str(name)
         before = jobs.overrides_in(place)
-        has_begun = (place / CONFIG).exists() or (place / "checkpoints").exists()
-        if before is not None and has_begun:
+        if before is not None and (place / CONFIG).exists():
             jobs.check_same(
                 folder,
                 str(name),
