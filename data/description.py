@@ -2,38 +2,75 @@
 file that may be untrusted.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from stoker.trainer.errors import first_few, printable
 from stoker.trainer.loading import length_of
+from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-KEYS = (
-    "dataset",
-    "kind",
-    "in_shape",
-    "dtype",
-    "num_classes",
-    "classes",
-    "mean",
-    "std",
-    "target_mean",
-    "target_scale",
-    "table",
-    "tokens",
-    "resize",
-)
-TOKENS = ("characters", "bytes", "ids")  # kinds of tokens in a text
 # Most values in one sample, and most classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
 # A column of a table: {"name", "mean", "std"} if it is numeric, else {"name", "categories"}.
 Column = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Numbers:
+    """The entries of a numeric column."""
+
+    name: str
+    mean: float
+    std: float
+
+
+@dataclasses.dataclass
+class Categories:
+    """The entries of a column of categories."""
+
+    name: str
+    categories: list[str]
+
+
+@dataclasses.dataclass
+class TableEntries:
+    """The entries of a description's table."""
+
+    target: str
+    missing: str
+    delimiter: str
+    columns: list[Categories | Numbers]
+    decimal: str = "."
+    marks: str = ""
+
+
+@dataclasses.dataclass
+class Entries:
+    """The entries of a description."""
+
+    dataset: str
+    kind: Literal["classification", "regression"]
+    in_shape: list[int]
+    dtype: str
+    num_classes: int
+    classes: list[str] | None
+    mean: list[float] | None
+    std: list[float] | None
+    target_mean: float | list[float]
+    target_scale: float | list[float]
+    table: TableEntries | None
+    tokens: Literal["characters", "bytes", "ids"] | None = None
+    resize: bool | int | None = None
+
+
+KEYS = [field.name for field in dataclasses.fields(Entries)]
 
 
 def names_of(column: Column) -> list[str]:
@@ -49,136 +86,73 @@ def columns_line(about: Description) -> str:
     categories: town (3)".
     """
     classes = about["classes"]
-    columns = about["table"]["columns"]
     meaning = "a number to predict"
     if classes is not None:
         meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
-    parts = [f"{printable(about['table']['target'])}: {meaning}"]
     numbers = []
     categories = []
-    for column in columns:
+    for column in about["table"]["columns"]:
         if "categories" in column:
             categories.append(f"{column['name']} ({len(column['categories'])})")
         else:
             numbers.append(column["name"])
-    if numbers:
-        parts.append(f"numbers: {first_few(numbers, 10)}")
-    if categories:
-        parts.append(f"categories: {first_few(categories, 10)}")
-    return "; ".join(parts)
+    line = f"{printable(about['table']['target'])}: {meaning}"
+    for kind, names in (("numbers", numbers), ("categories", categories)):
+        if names:
+            line += f"; {kind}: {first_few(names, 10)}"
+    return line
 
 
-def is_description(about: object) -> bool:
+def is_description(about: Any) -> bool:
     """Tell whether this has the form of `Data.description()`, with numbers that can be used."""
     try:
-        return _has_form(about)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        if about["kind"] == "other":
+            known = {key for key in KEYS if about.get(key) is not None}
+            return known == {"dataset", "kind"} and isinstance(about["dataset"], str)
+        return _is_consistent(typed(about, Entries))
+    except (LookupError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def _has_form(about: Any) -> bool:
-    """Do the work of `is_description`; a missing or odd part may also raise."""
-    if about["kind"] == "other":
-        known = {key for key in KEYS if about.get(key) is not None}
-        return known == {"dataset", "kind"} and isinstance(about["dataset"], str)
-    shape = about["in_shape"]
-    outputs = about["num_classes"]
-    kind = about["kind"]
-    classes = about["classes"]
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 8:
-        return False
+def _is_consistent(about: Entries) -> bool:
+    """Tell whether the sizes in a description are possible and fit together."""
+    shape = about.in_shape
+    outputs = about.num_classes
+    sizes = [outputs, *shape, int(about.resize or 1)]
     # Checked in this order, since the product of untrusted values may take any amount of memory.
-    if not all(map(_is_size, [outputs, *shape])) or math.prod(shape) > MOST_NUMBERS:
+    if not all(1 <= size <= MOST_NUMBERS for size in sizes) or not 1 <= len(shape) <= 8:
         return False
-    if kind not in KINDS or not isinstance(about["dataset"], str):
+    if math.prod(shape) > MOST_NUMBERS or not isinstance(getattr(torch, about.dtype), torch.dtype):
         return False
-    if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
+    is_classification = about.kind == "classification"
+    if about.classes is not None and not (is_classification and len(about.classes) == outputs):
         return False
-    resize = about.get("resize")
-    if not (resize is None or isinstance(resize, bool) or _is_size(resize)):
-        return False
-    if classes is not None:
-        if kind != "classification" or not _are(str, classes):
+    for values in (about.mean, about.std):
+        if values is not None and len(values) != shape[0]:
             return False
-        if len(classes) != outputs:
+    scales = list(about.std or ())
+    for units in (about.target_mean, about.target_scale):
+        if isinstance(units, list) and len(units) not in (1, outputs):
             return False
-    lengths = {
-        "mean": (shape[0],),
-        "std": (shape[0],),
-        "target_mean": (1, outputs),
-        "target_scale": (1, outputs),
-    }
-    for key, fitting in lengths.items():
-        values = about[key]
-        if values is None and key in ("mean", "std"):
-            continue
-        if not isinstance(values, list) and key.startswith("target"):
-            values = [values]
-        is_positive = key in ("std", "target_scale")
-        if not _are_numbers(values, positive=is_positive) or len(values) not in fitting:
+    scales += torch.tensor(about.target_scale).view(-1).tolist()
+    if about.tokens is not None:
+        has_ids = is_classification and about.dtype == "int64"
+        letters = about.classes if about.tokens == "characters" else ()
+        if not has_ids or letters is None or any(len(letter) != 1 for letter in letters):
             return False
-    tokens = about.get("tokens")  # older files lack it
-    if tokens is not None and not (_is_text(about) and about["dtype"] == "int64"):
-        return False
-    table = about["table"]
-    if table is None:
-        return True
-    return _is_table(table) and about["dtype"] == "float32" and shape == [_width(table)]
-
-
-def _is_text(about: Any) -> bool:
-    """Tell whether a description of tokens has the vocabulary that they are read with."""
-    if about["tokens"] not in TOKENS or about["kind"] != "classification":
-        return False
-    if about["tokens"] == "characters":
-        return all(len(letter) == 1 for letter in about["classes"])
-    return bool(about["tokens"] == "ids" or about["num_classes"] == 256)
-
-
-def _is_table(table: Any) -> bool:
-    """Tell whether this has the form of a description's table."""
-    texts = [table["target"], table["missing"], table["delimiter"]]
-    texts += [table.get("decimal", "."), table.get("marks", "")]
-    if not _are(str, texts) or not _are(dict, table["columns"]):
-        return False
-    return all(map(_is_column, table["columns"]))
-
-
-def _is_column(column: Column) -> bool:
-    categories = column.get("categories")
-    if not isinstance(column["name"], str):
-        return False
-    if categories is not None:
-        return _are(str, categories) and len(categories) > 0
-    return _are_numbers([column["mean"]]) and _are_numbers([column["std"]], positive=True)
-
-
-def _width(table: dict[str, Any]) -> int:
-    return sum(len(names_of(column)) for column in table["columns"])
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MOST_NUMBERS
-
-
-def _are(kind: type, values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
-
-
-def _are_numbers(values: object, positive: bool = False) -> bool:
-    """Tell whether this is a list of finite numbers, all of them above 0 if they have to be
-    `positive`.
-    """
-    if not isinstance(values, list):
-        return False
-    for value in values:
-        if type(value) not in (int, float):
+        if about.tokens == "bytes" and outputs != 256:
             return False
-        if not abs(value) < 2**1023:  # NaN is not finite either
+    if about.table is not None:
+        width = 0
+        for column in about.table.columns:
+            if isinstance(column, Numbers):
+                width += 1
+                scales.append(column.std)
+            else:
+                width += len(column.categories)
+        if about.dtype != "float32" or shape != [width]:
             return False
-        if positive and value <= 0:
-            return False
-    return True
+    return all(scale > 0 for scale in scales)
 
 
 def samples_in(loader: Any) -> int | None:
@@ -192,27 +166,18 @@ def samples_in(loader: Any) -> int | None:
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
     """Return the line on the data that is used; `whole` if the one part is all of it."""
     counts = []
-    unknown = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
-        if samples is None:
-            unknown.append(name)
-            continue
-        all_samples = getattr(loader, "whole", samples)
-        of = f" of {all_samples:,}" if all_samples != samples else ""
-        count = f"{samples:,}{of}"
+        count = "?" if samples is None else f"{samples:,}"
+        if getattr(loader, "whole", samples) != samples:
+            count += f" of {loader.whole:,}"
         counts.append(f"all {count}" if whole else f"{count} {name}")
+    line = f"data     {data.name}: {', '.join(counts)} samples"
     if data.kind == "other":
-        parts = [f"{', '.join(counts)} samples"] if counts else []
-        if unknown:
-            parts.append(f"{', '.join(unknown)} of unknown length")
-        return f"data     {data.name}: {'; '.join(parts)}"
+        return line
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"
     cut = f", cut{data.cut}" if data.cut else ""
-    return (
-        f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
-        f"{data.num_classes:,} {classes}{cut}; {why}"
-    )
+    return f"{line} of {inputs}, {data.num_classes:,} {classes}{cut}; {why}"

@@ -3,7 +3,7 @@ it.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
@@ -76,7 +76,11 @@ class Data:
             check_number("num_classes", self.num_classes, whole=True, least=1)
         if self.classes is not None:
             self.classes = [str(name) for name in self.classes]
-            self._check_class_names(len(self.classes))
+            if len(self.classes) != self.num_classes or self.kind == "regression":
+                raise UserError(
+                    f"{self.name}: there are {len(self.classes)} class names for a "
+                    f"{self.kind} with num_classes={self.num_classes}."
+                )
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])
         self.std = _per_channel("std", self.std, self.in_shape[0])
         for name, part in self.parts().items():
@@ -85,14 +89,6 @@ class Data:
             _check_tensors(where, part, self.in_shape)
             if self.kind == "classification":
                 _check_labels(where, part, self.num_classes, self.target_shape)
-
-    def _check_class_names(self, count: int) -> None:
-        reason = f"num_classes is {self.num_classes}"
-        if self.kind == "regression":
-            reason = "a regression has none"
-        elif count == self.num_classes:
-            return
-        raise UserError(f"{self.name}: there are {count} class names, and {reason}.")
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -167,18 +163,17 @@ class Data:
 
     def _adopt_classes(self, about: Description) -> None:
         known = about["classes"]
-        names = self.classes
-        if names is None or known is None or names == known:
+        if self.classes is None or known is None or self.classes == known:
             if self.num_classes > about["num_classes"]:
                 raise UserError(
                     f"dataset: {self.name} has {self.num_classes} classes or targets, "
                     f"but the run has {about['num_classes']}."
                 )
         else:
-            for name in names:
+            for name in self.classes:
                 if name not in known:
                     raise unknown_class(name, known)
-            places = torch.tensor([known.index(name) for name in names])
+            places = torch.tensor(list(map(known.index, self.classes)))
             self._change_targets(
                 lambda targets: places[targets.clamp_min(0)].where(targets != IGNORED, IGNORED)
             )
@@ -186,18 +181,15 @@ class Data:
         self.num_classes = about["num_classes"]
 
     def _adopt_units(self, about: Description) -> None:
-        units = self.description()
-        keys = ("target_mean", "target_scale")
-        if all(units[key] == about[key] for key in keys):
+        scaled = (self.target_mean, self.target_scale, about["target_mean"], about["target_scale"])
+        mean, scale, to_mean, to_scale = (torch.as_tensor(x, dtype=torch.float64) for x in scaled)
+        if torch.equal(mean, to_mean) and torch.equal(scale, to_scale):
             return
-        mean, scale = (torch.tensor(units[key], dtype=torch.float64) for key in keys)
-        to_mean, to_scale = (torch.tensor(about[key], dtype=torch.float64) for key in keys)
-
-        def convert(targets: Tensor) -> Tensor:
-            values = targets.double() * scale + mean
-            return ((values - to_mean) / to_scale).to(targets.dtype)
-
-        self._change_targets(convert)
+        self._change_targets(
+            lambda targets: ((targets.double() * scale + mean - to_mean) / to_scale).to(
+                targets.dtype
+            )
+        )
         self.target_mean = about["target_mean"]
         self.target_scale = about["target_scale"]
 
@@ -218,12 +210,7 @@ class Data:
         "all" is the training part of data that was not divided.
         """
         parts = self.parts()
-        if split == "all":
-            if len(parts) > 1:
-                names = ", ".join(parts)
-                raise UserError(
-                    f"split=all: {self.name} is already split into parts. Choose one of: {names}."
-                )
+        if split == "all" and len(parts) == 1:
             return "train"
         if split:
             check_choice("split", split, parts)
@@ -241,19 +228,21 @@ class Data:
         """
         if self.kind != "classification" or self.target_shape:
             return
-        trained = self._class_counts("train")
-        labels = trained.nonzero().view(-1).tolist()
-        if len(labels) == 1:
+        counts = {
+            name: torch.bincount(part.targets, minlength=self.num_classes)
+            for name, part in self.parts().items()
+        }
+        is_trained = counts["train"] > 0
+        if is_trained.sum() == 1:
             raise UserError(
-                f"{self.name}: all {trained.sum()} training samples have the same class, "
-                f"{self._class_name(labels[0])}, so there is nothing to learn."
+                f"{self.name}: all training samples have the class "
+                f"{self._class_name(is_trained)}, so there is nothing to learn."
             )
-        for name in self.parts():
-            present = self._class_counts(name) > 0
-            new = (present & (trained == 0)).nonzero().view(-1).tolist()
-            if new:
+        for name, count in counts.items():
+            is_new = (count > 0) & ~is_trained
+            if is_new.any():
                 raise UserError(
-                    f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
+                    f"{self.name}: the {name} part has the class {self._class_name(is_new)}, "
                     "which the training part lacks.\n"
                     "Add training samples of this class, or choose a different "
                     "dataset.split_seed or smaller fractions."
@@ -269,24 +258,20 @@ class Data:
         """
         targets = getattr(self.train, "targets", None)
         if self.kind != "classification" or targets is None:
-            raise UserError(
-                f"loss.weight=balanced: {self.name} does not list the class of each sample. "
-                "Type a list of numbers, one per class."
-            )
-        counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
+            counts = torch.zeros(1)
+        else:
+            counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
         if not counts.all():
-            label = int(counts.argmin())
             raise UserError(
-                f"loss.weight=balanced: no training sample is of class {self._class_name(label)}. "
-                "Type a list of numbers, one per class."
+                f"loss.weight=balanced: the training part of {self.name} does not list targets of "
+                "every class.\nType a list of numbers, one per class."
             )
         weights: list[float] = (counts.sum() / (len(counts) * counts.double())).tolist()
         return weights
 
-    def _class_counts(self, part: str) -> Tensor:
-        return torch.bincount(self.parts()[part].targets, minlength=self.num_classes)
-
-    def _class_name(self, label: int) -> str:
+    def _class_name(self, mask: Tensor) -> str:
+        """Return the name of the first class in the mask."""
+        label = int(mask.int().argmax())
         return str(label) if self.classes is None else repr(printable(self.classes[label]))
 
 
@@ -338,7 +323,7 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
     """
     if values is None:
         return None
-    if isinstance(values, (str, float, int)) or len(values) != channels:
+    if not isinstance(values, Iterable) or len(list(values)) != channels:
         raise UserError(
             f"dataset.{key}={values}: give a list of {channels} numbers, one per channel."
         )
@@ -352,18 +337,13 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     needed = ["__len__", "nbytes"]
     if kind == "classification" and not hasattr(part, "target_shape"):
         needed.append("targets")
-    missing = [name for name in needed if not hasattr(part, name)]
-    wrong = ""
-    if missing:
-        wrong = f"has no {missing[0]}"
-    elif targets is not None and not isinstance(targets, Tensor):
-        wrong = f"has targets that are not a tensor but a {type(targets).__name__}"
-    if wrong:
+    if not all(hasattr(part, name) for name in needed) or not isinstance(
+        targets, (Tensor, type(None))
+    ):
         raise UserError(
-            f"{where}: this {type(part).__name__} {wrong}.\n"
-            "A part needs len(), nbytes, targets as a tensor, and must return (inputs, targets) "
-            "for a list of indices: see\n"
-            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes one "
+            f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
+            "Targets are a tensor, and a list of indices gives (inputs, targets): see\n"
+            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes a part "
             "from a torch Dataset."
         )
     if len(part) == 0:
@@ -375,16 +355,14 @@ def _check_part(where: str, part: Split, kind: str) -> None:
 def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
     """Check that samples in memory have the right shape and finite numbers."""
     inputs = getattr(part, "inputs", None)
-    if isinstance(inputs, Tensor) and tuple(inputs.shape[1:]) != in_shape:
-        raise UserError(
-            f"{where}: inputs have the shape {tuple(inputs.shape[1:])}, but should have {in_shape}."
-        )
     for name, tensor in (("inputs", inputs), ("targets", getattr(part, "targets", None))):
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor):
             continue
-        # The sum is NaN if any value is. It takes one pass and no memory.
-        low, high = tensor.aminmax()
-        if not (low.isfinite() and high.isfinite()):
+        shape = tuple(tensor.shape[1:])
+        if name == "inputs" and shape != in_shape:
+            raise UserError(f"{where}: inputs have the shape {shape}, but should have {in_shape}.")
+        # The extremes are NaN if any value is. They take one pass and no memory.
+        if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()
             raise UserError(f"{where}: {name}{place} is {value}. Give finite numbers.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.trainer.errors import UserError, cause, check_number, kind_of
+from stoker.trainer.loading import length_of
 from stoker.trainer.seeding import mix_seed, random_stream
 
 
@@ -69,8 +70,7 @@ class DatasetSplit:
     """
 
     def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
-        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not sized or len(dataset) == 0:
+        if not hasattr(dataset, "__getitem__") or length_of(dataset) in (None, 0):
             raise UserError(
                 f"DatasetSplit: this {type(dataset).__name__} is empty or has no length. "
                 "Pass a map-style Dataset."
@@ -125,8 +125,8 @@ def check_fractions(**fractions: float) -> list[float]:
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
-        given = [f"dataset.{key}={value}" for key, value in fractions.items()]
-        raise UserError(f"{' + '.join(given)}: this leaves too little to train on.")
+        names = " + ".join(f"dataset.{key}" for key in fractions)
+        raise UserError(f"{names}: above 0.95, which leaves too little to train on.")
     return list(fractions.values())
 
 
@@ -156,13 +156,7 @@ def split_indices(
         for piece, cut in zip(pieces, cuts, strict=True):
             piece.append(cut)
     parts = [torch.cat(piece).sort().values for piece in pieces]
-    for part, fraction in zip(parts, [1.0, *fractions], strict=True):
-        if fraction > 0 and len(part) == 0:
-            shares = " and ".join(f"{fraction:g}" for fraction in fractions)
-            raise UserError(
-                f"{n} samples cannot be split by the fractions {shares}: a part would be empty.\n"
-                "Choose a different dataset.val_fraction or dataset.test_fraction (0: no part)."
-            )
+    _check_sizes(parts, fractions)
     return parts
 
 
@@ -186,12 +180,7 @@ def divide(
     time stay together.
     """
     check_number("dataset.folds", folds, whole=True, least=0)
-    check_number("dataset.fold", fold, whole=True, least=0)
-    if folds == 1 or fold >= max(folds, 1):
-        raise UserError(
-            f"dataset.folds={folds} dataset.fold={fold}: give at least 2 folds, and the number of "
-            "one of them, counted from 0.\nType dataset.folds=5 dataset.fold=0."
-        )
+    check_number("dataset.fold", fold, whole=True, least=0, most=max(folds - 1, 0))
     if times is not None:
         if folds or groups is not None:
             raise UserError("dataset.split_time: leave out dataset.folds and dataset.split_group.")
@@ -203,9 +192,10 @@ def divide(
     if folds == 0:
         return split_indices(targets, fractions, seed, stratified)
     rest, test = split_indices(targets, fractions[1:], seed, stratified)
-    if len(rest) < folds:
+    if len(rest) < folds or folds == 1:
         raise UserError(
-            f"dataset.folds={folds}: there are only {len(rest)} samples or groups to split."
+            f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose 2 "
+            "to as many folds."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
@@ -226,13 +216,20 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
             part[times >= ordered[train]] = number
         train += size
     parts = [(part == number).nonzero().view(-1) for number in range(len(sizes) + 1)]
-    for members, size in zip(parts, [1, *sizes], strict=True):
-        if size > 0 and len(members) == 0:
-            raise UserError(
-                "dataset.split_time: too many samples have the same time, so a part would be "
-                "empty.\nChoose a different dataset.val_fraction or dataset.test_fraction."
-            )
+    _check_sizes(parts, fractions)
     return parts
+
+
+def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
+    """Raise UserError if a part is empty although its fraction is not 0."""
+    for part, fraction in zip(parts, [1.0, *fractions], strict=True):
+        if fraction > 0 and len(part) == 0:
+            shares = " and ".join(f"{fraction:g}" for fraction in fractions)
+            raise UserError(
+                f"{sum(map(len, parts))} samples cannot be split by the fractions {shares}: a part "
+                "would be empty.\n"
+                "Choose a different dataset.val_fraction or dataset.test_fraction (0: no part)."
+            )
 
 
 def _sizes(count: int, fractions: Sequence[float]) -> list[int]:

@@ -14,13 +14,14 @@ from torch import Tensor
 from stoker.data.description import Description
 from stoker.data.record import Data
 from stoker.data.splits import check_fractions
-from stoker.trainer.errors import UserError, check_choice, check_number, printable
+from stoker.trainer.errors import UserError, check_choice, check_number, first_few, printable
 from stoker.trainer.files import check_regular, open_plain
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
 FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
+PARTS = ("train", "val", "test")
 MOST_IDS = 2**24  # most classes; larger numbers are unlikely to be token ids
 PIECE = 2**20  # tokens checked at once
 PIECES = 256  # pieces of the text that a fingerprint covers
@@ -119,20 +120,17 @@ def _parts(
     UserError if a part has no whole window.
     """
     sizes = [round(fraction * len(ids)) for fraction in fractions]
-    sizes.insert(0, len(ids) - sum(sizes))
+    pieces = np.split(ids, np.cumsum([len(ids) - sum(sizes), *sizes])[:-1])
     parts: list[TextSplit | None] = []
-    start = 0
-    for name, fraction, size in zip(("train", "val", "test"), (1, *fractions), sizes, strict=True):
-        if fraction > 0 and size <= length:
+    for name, fraction, piece in zip(PARTS, (1, *fractions), pieces, strict=True):
+        if fraction > 0 and len(piece) <= length:
             raise UserError(
-                f"dataset.length={length}: the {name} part has {size:,} of the {len(ids):,} tokens "
-                f"in {printable(path)}, but a window and its targets take {length + 1:,}.\n"
-                "Type a shorter dataset.length, or other fractions: dataset.val_fraction, "
-                "dataset.test_fraction (0 leaves it out)."
+                f"dataset.length={length}: the {name} part of {printable(path)} has {len(piece):,} "
+                f"tokens, but a window and its targets take {length + 1:,}.\nType a shorter "
+                "dataset.length, or other dataset.val_fraction and dataset.test_fraction."
             )
-        part = TextSplit(ids[start : start + size], length, length if parts else stride)
+        part = TextSplit(piece, length, length if parts else stride)
         parts.append(part if fraction > 0 else None)
-        start += size
     return parts
 
 
@@ -197,11 +195,11 @@ def count_ids(path: str, ids: Tokens, form: str) -> int:
     lowest = int(ids.min())
     highest = int(ids.max())
     if lowest < 0 or highest >= MOST_IDS:
-        wrong = lowest if lowest < 0 else highest
-        reason = f"{wrong:,} is not a token id; they go from 0 to {MOST_IDS - 1:,}."
-        if form != "npy":  # which says itself what its numbers are
-            reason += " Is it dataset.tokens=uint16 or uint32?"
-        raise unreadable(path, reason)
+        raise unreadable(
+            path,
+            f"it has numbers from {lowest:,} to {highest:,}, but token ids go from 0 to "
+            f"{MOST_IDS - 1:,}.\nCheck dataset.tokens={form}.",
+        )
     return highest + 1
 
 
@@ -211,27 +209,20 @@ def encode(prompt: str, about: Description) -> list[int]:
         return list(prompt.encode())
     if about["tokens"] == "characters":
         places = {letter: place for place, letter in enumerate(about["classes"])}
-        for letter in prompt:
-            if letter not in places:
-                raise UserError(f"prompt: {not_known(letter)}, and {of_text(about)}")
+        unknown = [letter for letter in prompt if letter not in places]
+        if unknown:
+            raise UserError(
+                f"prompt: {not_known(unknown[0])}.\nIt has {first_few(about['classes'], 200)}."
+            )
         return [places[letter] for letter in prompt]
     ids = prompt.split()
     for number in ids:
-        is_number = number.isascii() and number.isdigit() and len(number) < 10
-        if not (is_number and int(number) < about["num_classes"]):
+        if not number.isdecimal() or len(number) > 9 or int(number) >= about["num_classes"]:
             raise UserError(
                 f"prompt: {printable(number)} is not a token id; they go from 0 to "
                 f"{about['num_classes'] - 1}."
             )
-    return [int(number) for number in ids]
-
-
-def of_text(about: Description) -> str:
-    classes = about["classes"]
-    letters = printable("".join(classes[:200]))
-    if len(classes) > 200:
-        letters += "..."
-    return f"only these {len(classes):,} characters: {letters}"
+    return list(map(int, ids))
 
 
 def decode(ids: Sequence[int], about: Description) -> str:

@@ -210,20 +210,20 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (lambda inputs, labels: Pairs(inputs, labels), "this Pairs has no nbytes"),
+        (lambda inputs, labels: Pairs(inputs, labels), "a Pairs needs __len__, nbytes, targets"),
         (
             lambda inputs, labels: TensorSplit(inputs, labels.tolist()),
-            "this TensorSplit has targets that are .* a list",
+            "a TensorSplit needs .*\nTargets are a tensor",
         ),
         (
             lambda inputs, labels: TensorSplit(inputs, labels.numpy()),
-            "this TensorSplit has targets .* a ndarray",
+            "a TensorSplit needs .*\nTargets are a tensor",
         ),
         (
             lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels),
-            "this TensorDataset has no nbytes",
+            "a TensorDataset needs __len__, nbytes, targets",
         ),
-        (lambda inputs, labels: iter(labels), "this tuple_iterator has no __len__"),
+        (lambda inputs, labels: iter(labels), "a tuple_iterator needs __len__, nbytes, targets"),
         (
             lambda inputs, labels: DatasetSplit(iter(labels)),
             "DatasetSplit: this .* or has no length",
@@ -258,9 +258,9 @@ def test_what_is_no_part_says_what_one_is(part, words):
         ({"kind": "regresion"}, "kind=regresion: .*Did you mean 'regression'"),
         (
             {"kind": "regression", "classes": ["a", "b", "c"]},
-            "mine: there are 3 class names, and a regression has",
+            "mine: there are 3 class names for a regression",
         ),
-        ({"classes": ["a", "b"]}, "mine: there are 2 class names, and num_classes is 3"),
+        ({"classes": ["a", "b"]}, "mine: there are 2 class names for .* num_classes=3"),
     ],
 )
 def test_what_would_be_refused_after_the_training_is_refused_before_it(changes, words):
@@ -332,7 +332,7 @@ def test_classes_are_checked():
     one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
     with pytest.raises(
         UserError,
-        match="mine: all 3 training samples have the same class, 'dog', so there is nothing",
+        match="mine: all training samples have the class 'dog', so there is nothing",
     ):
         Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"]).check_classes()
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))

@@ -1018,7 +1018,7 @@ def test_classes_are_matched_by_their_names():
     }
     with pytest.raises(
         UserError,
-        match="split=all: other is already split into parts. Choose one of: train, val",
+        match="split=all: not a valid choice.\nChoose one of: train, val",
     ):
         other.part_to_evaluate("all")
 
