@@ -28,7 +28,7 @@ from stoker.trainer.trainer import Trainer
 NAME = "examined"  # this metric's name during that evaluation
 MOST_CLASSES = 1000  # classes in a confusion matrix, whose size is the square of this
 MOST_SAMPLES = 16  # samples in each list: the worst, and the most uncertain
-MOST_POINTS = 2000  # (true, predicted) pairs of a regression, evenly spread over the split
+MOST_POINTS = 2000  # (true, predicted) pairs of a regression
 MOST_TARGETS = 8  # target values kept per sample of a regression
 MOST_COLUMNS = 12  # columns shown of a table's row
 SIDE = 64  # pixels on a picture's longer side
@@ -76,7 +76,7 @@ class Examination:
             self.is_usual = False
             return
         places = self.places(count, outputs.device)
-        loss, *others = self.keep(places, outputs.detach(), targets)
+        loss, *others = self.keep(outputs.detach(), targets)
         order = places * 7919 % 10007  # those of neighbors are far from each other
         columns = [wide(column).reshape(count, -1) for column in (loss, order, *others)]
         rows = torch.cat(columns, 1)
@@ -122,7 +122,7 @@ class Examination:
                 samples.append(sample)
             setattr(evaluation, name, samples)
 
-    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Return the columns of a row for each sample of a batch: its loss, and what `sample`
         needs besides the order at random, which comes second.
         """
@@ -139,8 +139,9 @@ class Highest:
     The places of their samples in the split are integers: float32 would round those above 2**24.
     """
 
-    def __init__(self, column: int) -> None:
+    def __init__(self, column: int, most: int = MOST_SAMPLES) -> None:
         self.column = column
+        self.most = most
         self.places: Tensor | None = None
         self.rows: Tensor | None = None
 
@@ -155,7 +156,7 @@ class Highest:
 
     def highest(self, rows: Tensor) -> Tensor:
         order = rows[:, self.column].argsort(descending=True, stable=True)
-        return order[:MOST_SAMPLES]
+        return order[: self.most]
 
     def over_ranks(self) -> Tensor:
         """Return the rows of all processes on the CPU, each behind the place of its sample.
@@ -185,7 +186,7 @@ class Classes(Examination):
         # the probability of the last class: all samples, and those of the second class.
         self.bins: Tensor | None = None
 
-    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         logs = wide(outputs).log_softmax(-1)
         shares = logs.exp()
         true = class_of(targets, outputs)
@@ -225,7 +226,7 @@ class Positions(Examination):
         super().reset()
         self.shape: tuple[int, ...] = ()  # shape of the part of a sample's targets that is kept
 
-    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses = functional.cross_entropy(
             outputs.float(), targets, ignore_index=IGNORED, reduction="none"
         )
@@ -275,7 +276,7 @@ def mask_png(mask: Tensor, classes: int) -> str:
 
 
 class Numbers(Examination):
-    """The samples of a regression, and evenly spread pairs (true, predicted).
+    """The samples of a regression, and pairs (true, predicted) of many at random.
 
     The loss is the mean squared error. The record has the first `MOST_TARGETS` of several targets,
     in the user's units.
@@ -283,46 +284,40 @@ class Numbers(Examination):
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.targets = min(data.num_classes, MOST_TARGETS)
-        self.every = math.ceil(loader.samples / MOST_POINTS)  # each sample is a point
         super().__init__(split, loader, data)
+        self.scale = self.per_target(data.target_scale)
+        self.mean = self.per_target(data.target_mean)
 
     def reset(self) -> None:
         super().reset()
-        self.points: Tensor | None = None  # the last row stands for samples that are not points
+        self.lists["points"] = Highest(column=1, most=MOST_POINTS)
 
-    def keep(self, places: Tensor, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
         true = wide(targets)
         predicted = wide(outputs)
         losses = (predicted - true).square().mean(1)
-        pairs = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
-        if self.points is None:
-            self.points = pairs.new_zeros(MOST_POINTS + 1, 2 * self.targets)
-        is_point = places % self.every == 0
-        self.points[(places // self.every).where(is_point, MOST_POINTS)] = pairs
-        return [losses, pairs]
+        return [losses, true[:, : self.targets], predicted[:, : self.targets]]
 
     def sample(self, row: list[float]) -> Sample:
-        true, predicted = self.in_units(torch.tensor(row[2:], dtype=torch.float64))[0]
+        true = self.in_units(row[2 : 2 + self.targets])
+        predicted = self.in_units(row[2 + self.targets :])
         return Sample(0, true, predicted, loss=row[0])
 
     def complete(self, evaluation: Evaluation) -> None:
         super().complete(evaluation)
-        points = parallel.add_up(self.points)
-        assert points is not None  # an evaluation has samples
-        count = len(range(0, evaluation.samples, self.every))
-        evaluation.points = self.in_units(points[:count])
-        evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
+        evaluation.points = [[sample.true, sample.predicted] for sample in evaluation.points]
+        evaluation.standardised = any(scale != 1 for scale in self.scale)
 
-    def in_units(self, pairs: Tensor) -> list[Any]:
-        """Return [true numbers, predicted numbers] of each row, in the user's units."""
-        pairs = pairs.cpu().double().view(-1, 2, self.targets)
-        pairs = pairs * self.per_target(self.data.target_scale)
-        return (pairs + self.per_target(self.data.target_mean)).tolist()
+    def in_units(self, values: list[float]) -> list[float]:
+        """Return the values of the targets in the user's units."""
+        units = zip(values, self.scale, self.mean, strict=True)
+        return [value * scale + mean for value, scale, mean in units]
 
-    def per_target(self, value: float | list[float] | Tensor) -> Tensor:
+    def per_target(self, value: float | list[float] | Tensor) -> list[float]:
         """Return a number or one per target as one for each that is kept."""
-        values = torch.as_tensor(value, dtype=torch.float64)
-        return values.expand(self.data.num_classes)[: self.targets]
+        values = torch.as_tensor(value, dtype=torch.float64).expand(self.data.num_classes)
+        numbers: list[float] = values[: self.targets].tolist()
+        return numbers
 
 
 def evaluate(
@@ -390,9 +385,7 @@ def show(sample: Sample, part: Split, data: Data) -> None:
     them.
     """
     index = sample.index
-    place = place_of(part, index)
-    sample.file = place.get("file")
-    sample.line = place.get("line")
+    vars(sample).update(place_of(part, index))
     with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
         inputs, _ = part[[index]]
     if not isinstance(inputs, Tensor):
@@ -404,25 +397,22 @@ def show(sample: Sample, part: Split, data: Data) -> None:
 
 
 def png(image: Tensor) -> str:
-    """Return a small PNG of an image (C, H, W), as base64: grey, or its first three channels.
+    """Return a small PNG of an image (C, H, W), as base64: gray, or its first three channels.
 
     uint8 stays as it is; floats are scaled from the lowest to the highest.
     """
     from PIL import Image
 
-    image = image.detach().cpu()
+    image = image[:3] if len(image) >= 3 else image[:1]
     if image.dtype != torch.uint8:
-        low = image.min()
-        span = image.max() - low
-        shares = (image - low) / span.clamp_min(1e-12)
-        image = (shares * 255).round().to(torch.uint8)
-    pixels = image[:3].permute(1, 2, 0) if len(image) >= 3 else image[0]
+        image = image - image.min()
+        image = (255 * image / image.max().clamp_min(1e-12)).round().to(torch.uint8)
+    pixels = image.detach().cpu().permute(1, 2, 0).squeeze(2)
     picture = Image.fromarray(pixels.numpy())
     picture.thumbnail((SIDE, SIDE))
     stream = io.BytesIO()
     picture.save(stream, "PNG")
-    png = stream.getvalue()
-    return base64.b64encode(png).decode()
+    return base64.b64encode(stream.getvalue()).decode()
 
 
 def columns(inputs: Tensor, data: Data) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Curves keep their values in `data-points`, which templates/script.js shows and saves.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,31 +18,29 @@ Points = Sequence[tuple[float, float]]
 MOST_POINTS = 400  # points in a drawn curve
 MOST_MARKED = 30  # most points for which a curve has dots
 MOST_DOTS = 800  # dots in a scatter plot
-WIDTH = 360  # pixels, nearly the size on a phone
-HEIGHT = 220
-LETTER = 6.4  # width of a digit
+# The ends of the axes, in pixels of a plot of 360 x 220, nearly the size on a phone.
+LEFT = 64
+RIGHT = 346
+FOOT = 186
+TOP = 8
 SMALLEST = 1e-100  # smaller values are drawn as 0
 
 
 @dataclass
 class Axis:
-    """A scale from values to pixels, with its ticks as (value, label)."""
+    """A scale from values to shares of an axis, with its ticks as (value, label)."""
 
     low: float
     high: float
     ticks: list[tuple[float, str]]
     is_log: bool = False
-    start: float = 0
-    end: float = 1
 
-    def place(self, value: float) -> float:
-        """Return the pixel of a value."""
+    def share(self, value: float) -> float:
         low = self.low
         high = self.high
         if self.is_log:
             low, high, value = map(math.log10, (low, high, value))
-        share = (value - low) / (high - low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return (value - low) / (high - low)
 
 
 @dataclass
@@ -61,12 +58,13 @@ class Plot:
     epochs: float = 0  # epochs per step
     marks: list[dict[str, str]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        letters = max(len(text) for _, text in self.y.ticks)
-        self.x.start = round(26 + LETTER * letters)
-        self.x.end = WIDTH - 14
-        self.y.start = HEIGHT - 34
-        self.y.end = 8
+    def across(self, x: float) -> float:
+        """Return the pixel of a value."""
+        return round(LEFT + (RIGHT - LEFT) * self.x.share(x), 1)
+
+    def up(self, y: float) -> float:
+        """Return the pixel of a value."""
+        return round(FOOT + (TOP - FOOT) * self.y.share(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
         """Draw a path, with a `colour`, and a `name` and `points` if it is a curve to be read."""
@@ -74,17 +72,17 @@ class Plot:
 
     def places(self, points: Points) -> list[str]:
         """Return the points in pixels."""
-        return [f"{self.x.place(x)} {self.y.place(y)}" for x, y in points]
+        return [f"{self.across(x)} {self.up(y)}" for x, y in points]
 
     def rule(self, value: float) -> None:
         """Draw a vertical line."""
-        self.mark("rule", f"M{self.x.place(value)} {self.y.start}V{self.y.end}")
+        self.mark("rule", f"M{self.across(value)} {FOOT}V{TOP}")
 
     def box(self, kind: str, start: float, end: float, top: float) -> None:
         """Draw a box that stands on the x axis."""
-        foot = self.y.start
-        left = self.x.place(start)
-        self.mark(kind, f"M{left} {foot}V{self.y.place(top)}H{self.x.place(end)}V{foot}z")
+        left = self.across(start)
+        right = self.across(end)
+        self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
     def line(self, name: str, points: Points, colour: str, counts: Sequence[int] = ()) -> None:
         """Draw a curve, whose points may stand for `counts` of samples; one without a name is not
@@ -105,46 +103,43 @@ class Plot:
 
     def svg(self) -> Markup:
         """Return the plot as an <svg>."""
-        text = render("plot.html", plot=self, width=WIDTH, height=HEIGHT)
+        ends = {"left": LEFT, "right": RIGHT, "foot": FOOT, "top": TOP}
+        text = render("plot.html", plot=self, **ends)
         return Markup(text.replace("\n", ""))
 
 
-def linear(values: Sequence[float], widens: bool = True) -> Axis:
-    """Return an axis with about five round ticks; one that `widens` ends at ticks."""
+def linear(values: Sequence[float]) -> Axis:
+    """Return an axis between round ticks, about five of them."""
     low = min(values)
     high = max(values)
-    most = max(abs(low), abs(high))
-    if most < SMALLEST:
-        high = low + 1
-    elif high - low <= 1e-9 * most:
-        low -= abs(low) / 10
-    least = (high - low) / (4 if widens else 5)
+    most = max(abs(low), abs(high), SMALLEST)
+    if high - low <= 1e-9 * most:
+        high = low + (most / 10 if most > SMALLEST else 1)
+    least = (high - low) / 4
     power = 10.0 ** exponent(least)
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= least * 0.999)
     first = math.floor(round(low / step, 6))
     last = math.ceil(round(high / step, 6))
     ticks = [i * step for i in range(first, last + 1)]
-    if widens:
-        low = ticks[0]
-        high = ticks[-1]
-    ticks = [tick for tick in ticks if low <= tick <= high]
     most = max(map(abs, ticks))
     notation = f",.{max(0, -exponent(step))}f"
     if step < 1e-4 or most >= 1e6:
         notation = f".{exponent(most) - exponent(step)}e"
-    return Axis(low, high, [(tick, tick_label(tick, notation)) for tick in ticks])
+    return labeled(ticks, notation)
 
 
 def exponent(value: float) -> int:
     return math.floor(math.log10(value) + 1e-9)
 
 
-def tick_label(value: float, notation: str) -> str:
-    """Return '0.05', '20,000' or '1e-5'."""
-    if not value:
-        return "0"
-    mantissa, e, power = f"{value:{notation}}".partition("e")
-    return f"{mantissa}e{int(power)}" if e else mantissa
+def labeled(ticks: list[float], notation: str, is_log: bool = False) -> Axis:
+    """Return an axis between these ticks, such as 0.05, 20,000 or 1e-5."""
+    labels = []
+    for tick in ticks:
+        mantissa, e, power = f"{tick:{notation}}".partition("e")
+        label = f"{mantissa}e{int(power)}" if e else mantissa
+        labels.append((tick, label if tick else "0"))
+    return Axis(ticks[0], ticks[-1], labels, is_log)
 
 
 def scale(values: Sequence[float], far: float) -> Axis:
@@ -158,8 +153,7 @@ def scale(values: Sequence[float], far: float) -> Axis:
     every = math.ceil((last - first) / 8)
     ticks = [10.0**i for i in range(first, last + every, every)]
     notation = ",.10g" if first >= -4 and last < 6 else ".0e"
-    labels = [(tick, tick_label(tick, notation)) for tick in ticks]
-    return Axis(ticks[0], ticks[-1], labels, is_log=True)
+    return labeled(ticks, notation, is_log=True)
 
 
 def curves(
@@ -179,10 +173,9 @@ def curves(
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
     values = [y for points in drawn.values() for _, y in points]
-    x = linear([0, *steps], widens=False)
-    plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
+    plot = Plot(linear([0, *steps]), scale(values, far), label, "step", epochs=epochs)
     if warmup:
-        plot.box("warmup", 0, min(warmup, x.high), plot.y.high)
+        plot.box("warmup", 0, min(warmup, plot.x.high), plot.y.high)
     for name, points in drawn.items():
         plot.line(name, points, colours[name])
     if best is not None:
@@ -223,7 +216,7 @@ def against(points: Points, label: str) -> Markup:
     """Draw (true, predicted) as dots, with the line on which they are the same."""
     points = points[:: math.ceil(len(points) / MOST_DOTS)]
     axis = linear([value for point in points for value in point])
-    plot = Plot(axis, dataclasses.replace(axis), label, "true", "predicted")
+    plot = Plot(axis, axis, label, "true", "predicted")
     diagonal = plot.places([(axis.low, axis.low), (axis.high, axis.high)])
     plot.mark("rule", f"M{'L'.join(diagonal)}")
     plot.dots("some", points, "val")

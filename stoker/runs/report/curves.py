@@ -39,7 +39,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
         _, _, metric = name.partition("/")
         lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
         far = LOSS_FAR if metric == "loss" else math.inf
-        drawn.append(frame(run, shortened(metric), lines, far, marked=True))
+        drawn.append(frame(run, shortened(metric), lines, far))
     drawn.append(frame(run, "learning rate", rates(rows)))
     for name, title in MEASURED.items():
         drawn.append(frame(run, title, {title: series(rows, name)}))
@@ -59,21 +59,18 @@ def names_in(rows: list[Row], start: str) -> list[str]:
     return [name for name in names if name.startswith(start)]
 
 
-def frame(
-    run: Run, title: str, lines: Lines, far: float = math.inf, marked: bool = False
-) -> dict[str, Any] | None:
-    """Draw curves over the steps, the best step `marked`; None if none of them has two points."""
+def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
+    """Draw curves over the steps, with a mark at the best step of a validation curve; None if none
+    of them has two points.
+    """
     lines = {name: points for name, points in lines.items() if points}
     if max(map(len, lines.values()), default=0) < 2:
         return None
     colours = {}
     for i, name in enumerate(lines):
         colours[name] = name if name in ("train", "val") else f"c{i}"
-    best = None
-    if marked and run.best is not None:
-        values = dict(lines.get("val", []))
-        if run.best.step in values:
-            best = (run.best.step, values[run.best.step])
+    step = run.best.step if run.best else None
+    best = next((point for point in lines.get("val", []) if point[0] == step), None)
     warmup = warmup_of(run)
     last = run.rows[-1]
     svg = plots.curves(
