@@ -5,6 +5,7 @@ errors.
 import base64
 import dataclasses
 import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -421,30 +422,19 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
     if data.table is None:
         first = enumerate(values[:MOST_COLUMNS])
         return {f"x{i}": float(f"{value:.4g}") for i, value in first}
-    fills_in = data.table.get("missing") == "mean"
+    cells = iter(values)
     row: dict[str, Any] = {}
-    place = 0
     for column in data.table["columns"][:MOST_COLUMNS]:
         categories = column.get("categories")
         if categories is None:
-            row[column["name"]] = in_file(values[place], column, fills_in)
-            place += 1
+            value = next(cells)
+            is_missing = value == 0 and data.table.get("missing") == "mean"
+            known = as_written(value, column["mean"], column["std"])
+            row[column["name"]] = "" if is_missing else known
         else:
-            end = place + len(categories)
-            block = values[place:end]
+            block = list(itertools.islice(cells, len(categories)))
             row[column["name"]] = categories[block.index(1)] if 1 in block else ""
-            place = end
     return row
-
-
-def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str:
-    """Return what a table's file has for a standardized value, which is 0 for a missing one that
-    was filled in.
-    """
-    mean = column["mean"]
-    if fills_in and value == 0:
-        return f"{mean:.6g} (the mean)"
-    return as_written(value, mean, column["std"])
 
 
 def as_written(value: float, mean: float, std: float) -> float:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import markupsafe
 
 TEMPLATES = Path(__file__).with_name("templates")
-# Matches '1,234', '60.6%', '145.2 (the mean)', '3 of 40' and an empty cell.
-NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?(%| \(the mean\)| of [\d,]+)?)?"
+# Matches '1,234', '60.6%', '3 of 40' and an empty cell.
+NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?(%| of [\d,]+)?)?"
 
 
 @dataclass

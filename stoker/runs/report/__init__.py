@@ -1,7 +1,7 @@
 """The report of a run: report.html, made from the files in its directory alone.
 
 `python -m stoker.runs.report DIR [--open]` draws it again. The order of its parts is in
-templates/report.html, and `facts` names the function that each part comes from. The directory is
+templates/report.html, which names the function that most of them come from. The directory is
 untrusted: whatever it contains is escaped as text.
 """
 
@@ -49,34 +49,24 @@ def html(folder: str | Path, state: str | None = None) -> str:
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:
-    """Return what the template shows; a part that is not known is None or empty."""
-    drawn = time.time()
+    """Return what the template shows besides what it takes from `run`."""
+    now = time.time()
     shown = {
         "run": run,
-        "result": run.result,
-        "evaluation": run.evaluation,
-        "best": run.best,
+        "summary": summary,
+        "setup": setup,
         "words": words,
         "brief": brief,
         "number": number,
         "seconds": seconds,
         "duration": duration,
-        "about": summary.about(run),
-        "progress": summary.progress(run, drawn),
-        "times": summary.times(run),
-        "reload": RELOAD if run.state == "running" else None,
-        "drawn": drawn,
-        "as_of": time.strftime("%H:%M:%S", time.localtime(drawn)),
-        "doctor": run.result.doctor or run.status.doctor,
-        "verdict": summary.quality_verdict(run),
-        "tests": run.result.tests(),
-        "curves": curves.frames(run),
+        "now": now,
+        "as_of": time.strftime("%H:%M:%S", time.localtime(now)),
+        "reload": RELOAD,
+        "frames": curves.frames(run),
         "time": parts(run.result.time, STAGES),
         "memory": parts(run.result.memory_mib, MEMORY),
         "settings": setup.settings(run),
-        "origin": setup.origin(run),
-        "commands": setup.commands(run),
-        "trusted": setup.trusted(run),
     }
     return shown | facts_of(run.evaluation)
 

@@ -48,25 +48,25 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows of a sample, as texts."""
+    """Return what the template shows of a sample; its "cells" are the row of a table."""
     labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
     elif evaluation.unit == "samples":
         labels = [evaluation.classes[label] for label in labels]
     line = f"index {sample.index:,}" if sample.line is None else f"line {sample.line}"
+    cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
+    if sample.probability is not None:
+        cells["probability"] = percent(sample.probability)
+    for name, value in list(sample.columns.items())[:MOST_COLUMNS]:
+        cells[shortened(name)] = f"{value:.12g}" if isinstance(value, float) else shortened(value)
     pictures = [sample.png] if sample.png and is_small_png(sample.png) else []
-    columns = list(sample.columns.items())[:MOST_COLUMNS]
     return {
-        "name": one_line(sample.file) or line,
+        "cells": cells,
         "is_right": sample.true == sample.predicted,
-        "true": labels[0],
-        "predicted": labels[1],
-        "probability": "" if sample.probability is None else percent(sample.probability),
         "loss": "" if sample.loss is None else number(sample.loss),
         "pictures": [*pictures, *sample.masks],
         "tokens": tokens_of(sample),
-        "columns": {shortened(name): value_of(value) for name, value in columns},
     }
 
 
@@ -80,22 +80,11 @@ def tokens_of(sample: Sample) -> list[tuple[str, int]]:
     return tokens[:MOST_TOKENS]
 
 
-def value_of(value: Any) -> str:
-    """Return the value in a table's column as text."""
-    return f"{value:.12g}" if isinstance(value, float) else shortened(value)
-
-
 def table_of(samples: list[dict[str, Any]]) -> Table:
     """Return the table of samples that are not pictures."""
-    names = ["true", "predicted", "probability"]
-    if not samples[0]["probability"]:
-        names.pop()
-    columns = list(samples[0]["columns"])
-    rows = []
-    for sample in samples:
-        row = [sample["name"], *(sample[name] for name in names)]
-        rows.append(row + [sample["columns"].get(name, "") for name in columns])
-    return Table(["", *names, *columns], rows)
+    names = list(samples[0]["cells"])
+    rows = [[sample["cells"].get(name, "") for name in names] for sample in samples]
+    return Table(names, rows)
 
 
 def figure(title: str, svg: Any, note: str = "") -> Figure:
