@@ -798,7 +798,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
-        ({}, [], {}, None, "No numbers yet."),
+        ({}, [], {}, None, "No evaluation yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No evaluation yet."),
         ({}, up[:1], {}, None, "val/acc was 0.5000 after epoch 1."),
         (
@@ -1034,7 +1034,7 @@ def test_a_histogram_counts_all_values():
     values = np.random.default_rng(0).normal(3, 2, 500).tolist()
     svg = plots.histogram(values, "x", "x")
     axis = plots.linear([*values, 0])
-    counts, _ = np.histogram(values, bins=22, range=(axis.low, axis.high))
+    counts, _ = np.histogram(values, bins=24, range=(axis.low, axis.high))
     foot, top = map(int, re.search(r'data-y="(\d+),(\d+)', svg).groups())
     heights = [foot - float(y) for y in re.findall(r'class="histogram" d="M\S+ \d+V([\d.]+)', svg)]
     expected = counts[counts > 0] / plots.linear([0, *counts]).high * (foot - top)

@@ -30,11 +30,6 @@ class Class:
         name = self.name
         return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
 
-    def strength(self, i: int, is_right: bool) -> int:
-        """Return the strength of a cell's color, in percent; even a few mistakes are visible."""
-        share = self.counts[i] / max(1, self.count)
-        return round(100 * (share if is_right else share ** (1 / 3)))
-
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
     """Return the rows of the confusion matrix; none if it is unknown."""

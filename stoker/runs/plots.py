@@ -203,8 +203,7 @@ def shares(
 def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
     """Draw how often values come, with a line at 0."""
     x = linear([*values, 0])
-    bins = min(40, max(8, round(len(values) ** 0.5)))
-    counts, edges = numpy.histogram(values, bins, (x.low, x.high))
+    counts, edges = numpy.histogram(values, 24, (x.low, x.high))
     plot = Plot(x, linear([0, *counts.tolist()]), label, xlabel)
     for i in counts.nonzero()[0]:
         plot.box("histogram", edges[i], edges[i + 1], counts[i])

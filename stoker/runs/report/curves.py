@@ -30,12 +30,8 @@ def frames(run: Run) -> list[dict[str, Any]]:
     split = "val"
     if run.best is not None and not run.best.name.startswith("train/"):
         split, _, _ = run.best.name.partition("/")
-    names = metrics_of(rows, split)
-    if run.best is not None and run.best.name in names:
-        names.remove(run.best.name)
-        names.insert(0, run.best.name)
     drawn = []
-    for name in [f"{split}/loss", *names[:MOST_METRICS]]:
+    for name in [f"{split}/loss", *metrics_of(rows, split)[:MOST_METRICS]]:
         _, _, metric = name.partition("/")
         lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
         far = LOSS_FAR if metric == "loss" else math.inf
@@ -66,9 +62,8 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
     lines = {name: points for name, points in lines.items() if points}
     if max(map(len, lines.values()), default=0) < 2:
         return None
-    colours = {}
-    for i, name in enumerate(lines):
-        colours[name] = name if name in ("train", "val") else f"c{i}"
+    colours = {name: f"c{i}" for i, name in enumerate(lines)}
+    colours |= {name: name for name in ("train", "val") if name in lines}
     step = run.best.step if run.best else None
     best = next((point for point in lines.get("val", []) if point[0] == step), None)
     warmup = warmup_of(run)

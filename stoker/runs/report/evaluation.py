@@ -59,7 +59,8 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     if sample.probability is not None:
         cells["probability"] = percent(sample.probability)
     for name, value in list(sample.columns.items())[:MOST_COLUMNS]:
-        cells[shortened(name)] = f"{value:.12g}" if isinstance(value, float) else shortened(value)
+        text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
+        cells.setdefault(shortened(name), text)
     pictures = [sample.png] if sample.png and is_small_png(sample.png) else []
     return {
         "cells": cells,

@@ -21,19 +21,14 @@ OF_TEXT = "stoker.data.text."
 
 def settings(run: Run) -> dict[str, Any]:
     """Return the settings of the run, and which differ from the defaults, if those are known."""
-    defaults = {}
-    if saved_config.script_of(run.config) is None:
-        defaults = defaults_of(run.overrides or [])
+    is_script = saved_config.script_of(run.config) is not None
+    defaults = {} if is_script else defaults_of(run.overrides or [])
     rows = []
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, MISSING)
-        is_changed = value != default
-        if not is_changed and re.fullmatch(r"\$\{\w+\}", str(value)):
+        if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
             continue  # repeats another key, which has its own line
-        if not defaults or key == "run_dir":
-            is_changed = False
-        if default == MISSING:
-            default = "(none)"
+        is_changed = bool(defaults) and value != default and key != "run_dir"
         rows.append((key, value, default, is_changed))
     return {
         "rows": rows,

@@ -1,6 +1,6 @@
 """The top of the report: a description, how far the run is, and the verdict on quality."""
 
-import datetime
+import time
 from pathlib import Path
 
 import numpy
@@ -21,16 +21,16 @@ MOST_ERROR = 600  # characters in an error, whose last line says what to type
 
 def about(run: Run) -> str:
     """'MLP on digits, cpu, fp32, 1,258 training samples'; your own data has its file's name."""
-    names = [target_name(run, "model"), data_name(run)]
-    parts = [" on ".join(filter(None, names))]
-    if run.evaluation is not None and run.evaluation.target:
-        parts.append(f"target {run.evaluation.target}")
-    parts.append(one_line(run.result.device))
-    parts.append(one_line(run.result.precision))
+    target = run.evaluation.target if run.evaluation else None
     samples = run.result.samples or {}
     counts = [f"{samples[name]:,} {word}" for name, word in SPLITS.items() if name in samples]
-    if counts:
-        parts.append(f"{' + '.join(counts)} samples")
+    parts = [
+        " on ".join(filter(None, [target_name(run, "model"), data_name(run)])),
+        f"target {target}" if target else "",
+        one_line(run.result.device),
+        one_line(run.result.precision),
+        f"{' + '.join(counts)} samples" if counts else "",
+    ]
     return ", ".join(filter(None, parts))
 
 
@@ -53,15 +53,20 @@ def progress(run: Run, now: float) -> str:
 
 def times(run: Run) -> str:
     """'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
-    parts = []
-    for name, moment in (("started", run.status.started), ("ended", run.status.ended)):
-        if moment is not None and 0 < moment < 1e11:
-            date = datetime.datetime.fromtimestamp(moment)
-            parts.append(f"{name} {date:%Y-%m-%d %H:%M}")
-    if run.status.machine:
-        parts.append(f"on {one_line(run.status.machine)}")
-    text = ", ".join(parts)
+    known = {
+        "started": date(run.status.started),
+        "ended": date(run.status.ended),
+        "on": one_line(run.status.machine),
+    }
+    text = ", ".join(f"{name} {value}" for name, value in known.items() if value)
     return text[:1].upper() + text[1:]
+
+
+def date(moment: float | None) -> str:
+    """Return seconds since 1970 as '2026-11-23 09:30'."""
+    if moment is None or not 0 < moment < 1e11:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
 
 
 def target_name(run: Run, group: str) -> str:
@@ -86,7 +91,6 @@ def quality_verdict(run: Run) -> str:
         return f"The run failed: {shortened(' '.join(error.split()), MOST_ERROR)}"
     best = run.best or latest(run.rows)
     evaluated = [row for row in run.rows if best is not None and best.name in row]
-    epochs = {row["step"]: row["epoch"] for row in reversed(evaluated)}
     text = render(
         "verdict.txt.jinja",
         words=words,
@@ -94,29 +98,29 @@ def quality_verdict(run: Run) -> str:
         number=number,
         evaluation=run.evaluation,
         split=SPLITS[run.evaluation.split] if run.evaluation else None,
+        scores=scores(run),
         tests=run.result.tests(),
         best=best,
         first=evaluated[0] if evaluated else None,
-        epoch=epochs.get(best.step) if best and best.step is not None else None,
+        epochs={row["step"]: row["epoch"] for row in reversed(evaluated)},
         evaluations=len(evaluated),
-        **scores(run),
     )
     parts = text.splitlines()
     if not parts:
-        return "No evaluation yet." if run.rows else "No numbers yet."
+        return "No evaluation yet."
     if parts[0].startswith("the "):  # the name of a metric stays as it is
         parts[0] = parts[0].replace("the", "The", 1)
     return f"{'; '.join(parts)}."
 
 
-def scores(run: Run) -> dict[str, float | None]:
-    """Return the numbers that judge the evaluated weights; None for what is not known."""
-    known = {}
-    split = run.evaluation.split if run.evaluation else ""
-    for name in ("acc", "r2", "mae"):
-        value = run.result.numbers.get(f"{split}/{name}")
-        known[name] = value if is_number(value) else None
-    if run.evaluation is not None and run.evaluation.confusion is not None:
+def scores(run: Run) -> dict[str, float]:
+    """Return what is known of "acc", "r2" and "mae" of the evaluated weights."""
+    if run.evaluation is None:
+        return {}
+    start = f"{run.evaluation.split}/"
+    numbers = run.result.numbers.items()
+    known = {name.removeprefix(start): value for name, value in numbers if is_number(value)}
+    if run.evaluation.confusion is not None:
         # Of a validation split, the result has the numbers of the last weights, not of the best.
         counts = numpy.array(run.evaluation.confusion, dtype=float)
         known["acc"] = counts.trace() / max(1, counts.sum())
