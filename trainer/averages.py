@@ -41,7 +41,6 @@ class ShadowWeights(Callback):
                 f"weights. Leave {name} out."
             )
         self.module = None
-        self.sum = None
         current = floating_state(trainer.module)
         if self.shadow is None or not trainer.step:
             self.shadow = current
@@ -60,7 +59,7 @@ class ShadowWeights(Callback):
         # The device of a failed fit may not work any more; the module is None if it was closed.
         if not trainer.failed and trainer.module is not None:
             self.module = weakref.ref(trainer.module)
-            self.sum = self.current_sum()
+            self.sum = checksum(trainer.module)
 
     def on_eval_start(self, trainer: "Trainer") -> None:
         self.forget_if_changed()
@@ -69,10 +68,10 @@ class ShadowWeights(Callback):
 
     def forget_if_changed(self) -> None:
         """Discard the set if its fit is over and the weights have changed since."""
-        if self.shadow is None or self.sum is None:
+        module = self.module() if self.module else None
+        if self.shadow is None or module is None:
             return
-        is_changed = self.current_sum() not in (None, self.sum)
-        if not parallel.add_up(int(is_changed)):
+        if not parallel.add_up(int(checksum(module) != self.sum)):
             return
         self.shadow = None
         self.step = 0
@@ -80,11 +79,6 @@ class ShadowWeights(Callback):
             f"{type(self).__name__}: the weights have changed since the fit or checkpoint, "
             f"so the {self.key} weights are discarded."
         )
-
-    def current_sum(self) -> str | None:
-        """Return the checksum of the module; None in a fit, or if the module is gone."""
-        module = None if self.module is None else self.module()
-        return None if module is None else checksum(module)
 
     def update(self, trainer: "Trainer") -> None:
         """Bring the set up to `trainer.step`, once per step."""
@@ -118,7 +112,8 @@ class ShadowWeights(Callback):
     def load_state_dict(self, state: State) -> None:
         self.shadow = state[self.key]
         self.step = state["step"]
-        self.sum = self.current_sum()
+        module = self.module() if self.module else None
+        self.sum = checksum(module) if module else None
 
     def state_form(self, trainer: "Trainer") -> Any:
         in_fit = trainer.train_loader is not None

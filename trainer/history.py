@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from stoker.trainer.readable import number
-
 Row = dict[str, Any]
 
 
@@ -36,9 +34,4 @@ class History(list[Row]):
         return values
 
     def __repr__(self) -> str:
-        values = []
-        for name, value in self.last().items():
-            if isinstance(value, float):
-                values.append(f"{name} {number(value)}")
-        rows = "1 row" if len(self) == 1 else f"{len(self)} rows"
-        return f"History of {rows}, the last values: {', '.join(values)}"
+        return f"History of {len(self)} rows, the last values: {self.last()}"

@@ -40,9 +40,8 @@ def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim
     Any iterable works, such as a plain DataLoader. From your own IterableLoader, only
     the settings are taken.
     """
-    if hasattr(loader, "seek"):
-        return dealt(loader, seed, sample_dim)
-    return IterableLoader(loader, seed, sample_dim)
+    loader = dealt(loader, seed, sample_dim)
+    return loader if hasattr(loader, "seek") else IterableLoader(loader, seed, sample_dim)
 
 
 def length_of(iterable: Any) -> int | None:
@@ -60,19 +59,13 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
         UserError: There is no length, or it is 0.
     """
     steps = length_of(loader)
-    is_read_in_order = isinstance(loader, IterableLoader) or not hasattr(loader, "seek")
-    if steps is None and is_read_in_order:
+    if steps is None and (isinstance(loader, IterableLoader) or not hasattr(loader, "seek")):
         steps = max_steps
     if steps is None:
-        name = type(getattr(loader, "loader", loader)).__name__
-        advice = "Give it a __len__ method."
-        if is_read_in_order:
-            advice = (
-                "Type max_steps=N or steps_per_epoch=N; in a script, "
-                "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
-            )
         raise UserError(
-            f"{name} has no len(), so the number of batches in an epoch is unknown.\n{advice}"
+            f"{type(getattr(loader, 'loader', loader)).__name__} has no len(), so the number of "
+            "batches in an epoch is unknown.\nType max_steps=N or steps_per_epoch=N; in a script, "
+            "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
         )
     if not steps:
         raise UserError("The training loader is empty: it has fewer samples than one batch.")

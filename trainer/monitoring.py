@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, is_one_slip
-from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.readable import number
 from stoker.trainer.state import Either, Exactly
@@ -20,8 +19,8 @@ class Monitor(Callback):
     """A callback that monitors one logged number.
 
     `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
-    or else the validation loss, or else the training loss. The training loss counts as its mean
-    over an epoch.
+    or else the validation loss, or else the training loss. The training loss counts in the last
+    row of an epoch.
 
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
@@ -34,12 +33,7 @@ class Monitor(Callback):
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
         self.mode = settings.check("monitor_mode", mode)
-        self.forget()
-
-    def forget(self) -> None:
         self.best: dict[str, float] | None = None  # {"step", "value"}
-        self.epoch_loss = 0.0  # summed over the samples of this epoch
-        self.epoch_weight = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Choose the number to monitor.
@@ -48,7 +42,7 @@ class Monitor(Callback):
             UserError: The number is never logged, or has no direction.
         """
         if not trainer.step:
-            self.forget()  # the results of an earlier fit
+            self.best = None  # it is of an earlier fit
         higher_is_better: dict[str, bool | None] = {}
         splits = by_name(trainer.val_loader)
         for split in splits:
@@ -93,13 +87,12 @@ class Monitor(Callback):
         """Return whether the row's number beats the best by more than `min_delta`; then keep it.
 
         A number that is not finite never does, and causes one warning per fit. Return None if the
-        row does not have the number, or covers only part of its epoch.
+        row does not have the number, or comes in the middle of an epoch.
         """
-        if self.name == "train/loss" and "train/samples" in row:
-            value = self.over_epoch(trainer, row)
-        else:
-            value = row.get(self.name)
-        if value is None:
+        value = row.get(self.name)
+        is_last = trainer.step == trainer.total_steps
+        is_whole = self.name != "train/loss" or trainer.step % trainer.steps_per_epoch == 0
+        if value is None or not (is_whole or is_last):
             return None
         self.is_missing = False
         if isinstance(value, list):
@@ -117,36 +110,14 @@ class Monitor(Callback):
         self.best = {"step": trainer.step, "value": value}
         return True
 
-    def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
-        """Return the mean training loss of the epoch if this row ends it, else None.
-
-        Training for less than one epoch counts as one epoch. If all targets of a row are ignored it
-        has no loss, and an epoch of such rows has no mean.
-        """
-        if "train/loss" in row:
-            weight = weight_of(row)
-            self.epoch_loss += weight * row["train/loss"]
-            self.epoch_weight += weight
-        ends_fit = trainer.step >= trainer.total_steps
-        if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
-            return None
-        mean = self.epoch_loss / self.epoch_weight if self.epoch_weight else None
-        self.epoch_loss = 0.0
-        self.epoch_weight = 0.0
-        return mean
-
     def state_dict(self) -> State:
-        epoch = {"loss": self.epoch_loss, "weight": self.epoch_weight}
-        return {"best": self.best, "epoch": epoch}
+        return {"best": self.best}
 
     def load_state_dict(self, state: State) -> None:
         self.best = state["best"]
-        self.epoch_loss = state["epoch"]["loss"]
-        self.epoch_weight = state["epoch"]["weight"]
 
     def state_form(self, trainer: "Trainer") -> Any:
-        best = Either([Exactly([None]), {"step": int, "value": 0.0}])
-        return {"best": best, "epoch": {"loss": 0.0, "weight": 0.0}}
+        return {"best": Either([Exactly([None]), {"step": int, "value": 0.0}])}
 
 
 class EarlyStopping(Monitor):
