@@ -99,8 +99,7 @@ class WhitenedCNN(nn.Module):
         mean = parallel.add_up(moments) / parallel.add_up(count)
         values, vectors = torch.linalg.eigh(mean.double().cpu())
         scaled = vectors / (values.clamp_min(0) + eps).sqrt()
-        filters = scaled.T.view(-1, *weight.shape[1:])
-        filters = torch.cat((filters, -filters)).to(weight.dtype)
+        filters = torch.cat((scaled.T, -scaled.T)).view(weight.shape).to(weight.dtype)
         weight.copy_(parallel.like(filters, weight))
 
 

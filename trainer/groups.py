@@ -1,5 +1,6 @@
 """Parameter groups: rules that match names, and no weight decay for biases and norms."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -81,20 +82,17 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
     options = {key: value for key, value in rule.items() if key not in RULE}
     if "lr_decay" not in rule:
         return by_decay(parameters, options | {"name": rule["match"]}, free)
-    layers: list[list[torch.Tensor]] = []
-    last: str | None = ""
-    for parameter in parameters:
-        block = BLOCK.match(names[parameter][0])
-        prefix = block and block[0]
-        if prefix != last:
-            layers.append([])
-        layers[-1].append(parameter)
-        last = prefix
+
+    def block(parameter: torch.Tensor) -> str:
+        match = BLOCK.match(names[parameter][0])
+        return match[0] if match else ""
+
+    layers = [list(layer) for _, layer in itertools.groupby(parameters, block)]
     groups: Groups = []
     for depth, layer in enumerate(layers):
         scale = rule["lr_decay"] ** (len(layers) - 1 - depth)
-        name = f"{rule['match']} {depth}"
-        groups += by_decay(layer, {**options, "name": name, "lr_scale": scale}, free)
+        settings = {**options, "name": f"{rule['match']} {depth}", "lr_scale": scale}
+        groups += by_decay(layer, settings, free)
     return groups
 
 
@@ -144,16 +142,13 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
 def scale_rates(groups: Groups, usual: Any) -> None:
     """Multiply the rates of layers by their scale; `usual` is the optimizer's own rate."""
     for group in groups:
-        scale = group.pop("lr_scale", None)
-        if scale is None:
-            continue
-        rate = group.get("lr", usual)
-        if not isinstance(rate, (int, float)):
-            raise UserError(
-                f"groups: the rule {group['name']} has an lr_decay, but the optimizer's "
-                "learning rate is unknown. Add lr to the rule."
-            )
-        group["lr"] = rate * scale
+        if "lr_scale" in group:
+            rate = group.get("lr", usual)
+            if not isinstance(rate, (int, float)):
+                raise UserError(
+                    f"groups: add lr to the rule {group['name']}, which has an lr_decay."
+                )
+            group["lr"] = rate * group.pop("lr_scale")
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:

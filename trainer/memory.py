@@ -12,20 +12,14 @@ import torch
 
 MIB = 2**20
 # Out-of-memory errors without their own type: CPU allocator, mps, cuBLAS, cuDNN, driver.
-NO_MEMORY = (
-    "DefaultCPUAllocator:",
-    "MPS backend out of memory",
-    "STATUS_ALLOC_FAILED",
-    "error: out of memory",
+NO_MEMORY = re.compile(
+    "DefaultCPUAllocator:|MPS backend out of memory|STATUS_ALLOC_FAILED|error: out of memory"
 )
 
 
 def glibc() -> ctypes.CDLL | None:
     """Return the C library if it is glibc, else None."""
-    try:
-        libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # CDLL(None) fails on Windows
-        return None
+    libc = None if sys.platform == "win32" else ctypes.CDLL(None)
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
@@ -97,7 +91,7 @@ def peak_memory(device: torch.device) -> float:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset `peak_memory`, if the device can."""
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
+    with contextlib.suppress(AttributeError):
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
@@ -105,7 +99,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def release(device: torch.device) -> None:
@@ -115,14 +109,10 @@ def release(device: torch.device) -> None:
     if libc is not None:
         libc.malloc_trim(0)  # releases what `tuning.keep_pages` kept
     if device.type != "cpu":
-        # torch.accelerator.empty_cache fails on mps in some releases.
-        empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+        backend = torch.get_device_module(device)  # torch.accelerator's fails on mps
         # After a failed kernel, every call to the device fails.
-        with contextlib.suppress(torch.AcceleratorError):
-            if empty_cache is not None:
-                empty_cache()
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend.empty_cache()
         # Pinned memory; not every release and device has this cache.
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
-        if empty_host_cache is not None:
-            with contextlib.suppress(RuntimeError):
-                empty_host_cache()
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch.accelerator.empty_host_cache()

@@ -160,20 +160,14 @@ def is_torchs(kind: type) -> bool:
 
 def merge(built: Groups, given: Groups) -> None:
     """Join groups with the same settings, if the factory took the groups as given."""
-    if len(built) != len(given):
+    taken = [list(map(id, group["params"])) for group in built]
+    if taken != [list(map(id, group["params"])) for group in given]:
         return
-    for one, other in zip(built, given, strict=True):
-        if list(map(id, one["params"])) != list(map(id, other["params"])):
-            return
-    merged: Groups = []
+    merged: dict[str, dict[str, Any]] = {}
     for group in built:
-        for first in merged:
-            if all(first[name] == group.get(name) for name in first if name != "params"):
-                first["params"] += group["params"]
-                break
-        else:
-            merged.append(group)
-    built[:] = merged
+        settings = sorted((name, value) for name, value in group.items() if name != "params")
+        merged.setdefault(repr(settings), {**group, "params": []})["params"] += group["params"]
+    built[:] = merged.values()
 
 
 def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:

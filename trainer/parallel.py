@@ -238,13 +238,10 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         )
     module.to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(device.type, (launch.world_size(),))
-    containers = [
-        child
-        for child in module.modules()
-        if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))
-    ]
     try:
-        for container in reversed(containers):  # the inner ones first
+        for container in reversed(list(module.modules())):  # the inner ones first
+            if not isinstance(container, (torch.nn.Sequential, torch.nn.ModuleList)):
+                continue
             for part in container:
                 free = [weight for weight in part.parameters() if not is_shard(weight)]
                 if sum(weight.numel() for weight in free) >= BLOCK:
@@ -388,7 +385,7 @@ def description(trainer: Any) -> str:
     if ranks() == 1:
         return ""
     size = getattr(trainer.train_loader, "batch_size", None)
-    each = f", {math.ceil(size / ranks())} on each of" if size else " dealt out to"
+    each = f", {math.ceil(size / ranks())} on each of" if size else " on"
     return f"{each} {ranks()} processes ({trainer.strategy})"
 
 
@@ -468,15 +465,14 @@ def check_same_weights(model: torch.nn.Module) -> None:
 def explain(error: BaseException) -> UserError | None:
     """Return a UserError for a step that ddp or fsdp cannot do; None for anything else."""
     text = str(error)
-    sharding = ("DTensor", "FSDP", "sharding strategy", "Sharding propagation")
-    if ranks() > 1 and any(words in text for words in sharding):
+    if ranks() > 1 and re.search("DTensor|FSDP|[Ss]harding (strategy|propagation)", text):
         return UserError(
             "strategy=fsdp: torch cannot do this with sharded parameters "
             f"({first_line(error)[:150]}).\n"
             "Type strategy=ddp, or another optimizer if that is the cause. "
             "A step has to call self.model, not parts of it."
         )
-    if "mark a variable ready only once" in text or "marked as ready twice" in text:
+    if re.search("mark a variable ready only once|marked as ready twice", text):
         return UserError(
             "strategy=ddp: a parameter got two gradients in one backward().\n"
             "A step has to call self.model as a whole, once per backward(), not self.module."

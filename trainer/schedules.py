@@ -102,21 +102,15 @@ def schedule(
     """
     check_number("scheduler.warmup", warmup, least=0)
     check_number("scheduler.start", start, least=0)
-    warmup_steps = round(warmup)
-    if warmup > 1 and warmup != warmup_steps:
-        raise UserError(
-            f"scheduler.warmup={warmup}: a value above 1 is a number of steps. "
-            "Give a whole number, or a fraction of all steps below 1."
-        )
     if start and not warmup:
         raise UserError(f"scheduler.start={start} needs a warmup. Type scheduler.warmup=0.1.")
+    warmup_steps = int(warmup)
     if warmup < 1:
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
-    if warmup_steps >= total_steps:
+    elif warmup != warmup_steps or warmup >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: the run has only {total_steps} steps and never "
-            "reaches the full rate. Type a share of the steps, as in scheduler.warmup=0.1, or "
-            "train longer."
+            f"scheduler.warmup={warmup}: give a whole number of steps below {total_steps}, the "
+            "length of the run, or a share of them, as in scheduler.warmup=0.1."
         )
 
     def factor(step: int) -> float:
