@@ -163,11 +163,15 @@ def merge(built: Groups, given: Groups) -> None:
     taken = [list(map(id, group["params"])) for group in built]
     if taken != [list(map(id, group["params"])) for group in given]:
         return
-    merged: dict[str, dict[str, Any]] = {}
+    merged: Groups = []
     for group in built:
-        settings = sorted((name, value) for name, value in group.items() if name != "params")
-        merged.setdefault(repr(settings), {**group, "params": []})["params"] += group["params"]
-    built[:] = merged.values()
+        for first in merged:
+            if {**first, "params": None} == {**group, "params": None}:
+                first["params"] += group["params"]
+                break
+        else:
+            merged.append(group)
+    built[:] = merged
 
 
 def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
