@@ -256,7 +256,7 @@ def test_a_number_that_is_not_finite_is_never_the_best(tmp_path, caplog, value):
 def test_numbers_that_are_never_finite_stop_early_and_say_so(tmp_path):
     saver = Checkpoint(tmp_path, monitor="val/score")
     trainer = scored([math.inf] * 3, EarlyStopping(3, monitor="val/score"), saver)
-    assert trainer.stop_reason.text == "val/score was not finite in 3 evaluations"
+    assert trainer.stop_reason.text == "val/score did not improve in 3 evaluations"
     assert saver.best is None
 
 

@@ -109,7 +109,10 @@ def test_early_stopping_and_checkpoints_monitor_a_number_that_is_logged(tmp_path
         ],
     )
     trainer.fit(*loaders())
-    assert trainer.step == 32 and "my/number was not better than 5" in str(trainer.stop_reason)
+    assert (
+        trainer.step == 32
+        and "my/number did not improve in 2 evaluations (best: 5.0000)" in str(trainer.stop_reason)
+    )
     assert trainer.callbacks[2].best == {"step": 16, "value": 5.0}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_00000016.ckpt",
@@ -130,7 +133,7 @@ def test_numbers_of_compute_loss_are_logged_too():
     trainer = make_trainer(kind=Logging, callbacks=[stop], log_every=100)
     history = trainer.fit(loaders()[0])
     assert all(isinstance(row["my/size"], float) for row in history[:-1])
-    assert "my/size was not better" in str(trainer.stop_reason)
+    assert "my/size did not improve" in str(trainer.stop_reason)
 
 
 @pytest.mark.parametrize(

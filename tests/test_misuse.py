@@ -337,8 +337,8 @@ def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path)
     newest = checkpoint.load(tmp_path / "step_00000024.ckpt")
     newest["callbacks"]["Checkpoint"] |= best["Checkpoint"]
     checkpoint.save(tmp_path / "step_00000024.ckpt", newest)
-    assert checkpoint.to_resume(newest) is newest
-    assert_same(checkpoint.to_resume(tmp_path), newest)
+    assert checkpoint.loaded(newest) is newest
+    assert_same(checkpoint.loaded(tmp_path), newest)
     other = make_trainer(epochs=4)
     other.fit(loader(), resume=tmp_path)
     assert other.step == 32

@@ -174,54 +174,43 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
 
     Asks the device once.
     """
-    names = []
-    counts = []
+    weights = {}
     for name, weight in module.named_parameters():
         # torch.isfinite does not support float8
         if weight.is_floating_point() and weight.itemsize > 1:
-            (part,) = parallel.local([weight])
-            names.append(name)
-            counts.append((~part.isfinite()).sum())
-    if not names:
+            weights[name] = weight
+    if not weights:
         return None
-    for name, count in zip(names, parallel.add_up(torch.stack(counts)).tolist(), strict=True):
+    counts = [(~part.isfinite()).sum() for part in parallel.local(weights.values())]
+    for name, count in zip(weights, parallel.add_up(torch.stack(counts)).tolist(), strict=True):
         if count:
             return name
     return None
 
 
 def pack(value: Any, tensors: Tensors, name: str) -> Any:
-    """Return the JSON form of a value; put its tensors into `tensors`, named by their positions."""
+    """Return the JSON form of a value; put its tensors into `tensors`, named by their positions.
+
+    JSON would change tuples and keys that are not strings: they are marked.
+    """
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
         return {MARK: "tensor", "name": name}
     if isinstance(value, dict):
-        return pack_dict(value, tensors, name)
+        if MARK in value or not all(isinstance(key, str) for key in value):
+            return {MARK: "dict", "items": pack([*map(list, value.items())], tensors, name)}
+        packed = {}
+        for key, item in value.items():
+            packed[key] = pack(item, tensors, f"{name}/{escaped(key)}")
+        return packed
     if isinstance(value, (list, tuple)):
-        items = []
-        for i, item in enumerate(value):
-            items.append(pack(item, tensors, f"{name}/{i}"))
+        items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(
         f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}."
     )
-
-
-def pack_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
-    """Return a JSON object, or a list of pairs if JSON would change the keys."""
-    if MARK not in value and all(isinstance(key, str) for key in value):
-        packed = {}
-        for key, item in value.items():
-            packed[key] = pack(item, tensors, f"{name}/{escaped(key)}")
-        return packed
-    items = []
-    for i, (key, item) in enumerate(value.items()):
-        if not isinstance(key, (str, int, float, bool, type(None))):
-            raise UserError(f"{name}: the keys of a checkpoint's dicts must be strings or numbers.")
-        items.append([key, pack(item, tensors, f"{name}/#{i}")])
-    return {MARK: "dict", "items": items}
 
 
 def escaped(key: str) -> str:
@@ -239,9 +228,9 @@ def unpack(value: Any, tensors: Tensors) -> Any:
     if kind == "tensor":
         return tensors[value["name"]]
     if kind == "tuple":
-        return tuple(unpack(item, tensors) for item in value["items"])
+        return tuple(unpack(value["items"], tensors))
     if kind == "dict":
-        return {key: unpack(item, tensors) for key, item in value["items"]}
+        return dict(unpack(value["items"], tensors))
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
@@ -338,13 +327,12 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
     return None
 
 
-def to_resume(source: Any) -> State:
-    """Return the state to resume from: a file's, a folder's newest one, or `source` itself."""
-    return source if isinstance(source, dict) else loaded(source, newest)
-
-
-def loaded(source: Any, choose: Callable[[Any], tuple[Path, State] | None]) -> State:
-    """Return the state in a file, or the one that `choose` picks from a folder."""
+def loaded(
+    source: Any, choose: Callable[[str | Path], tuple[Path, State] | None] = newest
+) -> State:
+    """Return the state in a file, or the one that `choose` picks from a folder, or `source`."""
+    if isinstance(source, dict):
+        return source
     if not isinstance(source, (str, Path)):
         raise UserError(f"{source!r} is not a checkpoint: give a checkpoint file or folder.")
     if not Path(source).is_dir():
@@ -394,14 +382,15 @@ def best(folder: str | Path) -> tuple[Path, State] | None:
         return None
     path, state = result
     try:
-        entry = state["callbacks"].get("Checkpoint", {}).get("best")
-        chosen = path_of(folder, entry["step"]) if entry else path
-        if chosen == path:
-            return result
-        # Two states at once would take more memory than training did.
-        result = None
-        state = {}
-        return chosen, load_whole(chosen, entry["step"])
-    except (DamagedCheckpoint, UserError, AttributeError, TypeError, KeyError, ValueError) as error:
+        step = state["callbacks"]["Checkpoint"]["best"]["step"]
+        chosen = path_of(folder, step)
+    except (KeyError, TypeError, ValueError):
+        return result  # nothing was monitored
+    if chosen == path:
+        return result
+    del result, state  # two states at once would take more memory than training did
+    try:
+        return chosen, load_whole(chosen, step)
+    except (DamagedCheckpoint, UserError) as error:
         log.warning("%s Using %s, the newest, instead of the best one.", error, path)
-    return result or newest(folder)
+    return newest(folder)

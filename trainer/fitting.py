@@ -60,7 +60,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
-        trainer.go_on_from(checkpoint.to_resume(resume), loader)
+        trainer.go_on_from(checkpoint.loaded(resume), loader)
         trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
     if trainer.special_step is not None:
         trainer.special_step.begin_fit(trainer)

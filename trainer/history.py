@@ -8,8 +8,7 @@ Row = dict[str, Any]
 def weight_of(row: Row) -> float:
     """Return what the training loss of a row counts in a mean over rows."""
     samples: float = row.get("train/samples", 1)
-    weight: float = row.get("train/weight", samples)
-    return weight
+    return float(row.get("train/weight", samples))
 
 
 class History(list[Row]):

@@ -1,7 +1,6 @@
 """Callbacks that watch a logged number or the time, and may stop the training."""
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import launch, settings
@@ -53,27 +52,20 @@ class Monitor(Callback):
         self.name = self.monitor
         if self.monitor == "auto":
             self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
-        if self.name not in higher_is_better and not self.may_be_logged(higher_is_better):
-            raise UserError(
-                f"monitor={as_typed(self.name)}: no such number is logged."
-                f"{did_you_mean(self.name, higher_is_better)}\n"
-                f"Choose one of: {', '.join(higher_is_better)}.\n"
-                "For a number that you log, such as my/number, also type monitor_mode=max or min."
-            )
-        higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
+        higher = higher_is_better.get(self.name)
+        is_own = "/" in self.name and not any(is_one_slip(self.name, n) for n in higher_is_better)
+        if self.mode != "auto" and (self.name in higher_is_better or is_own):
+            higher = self.mode == "max"
         if higher is None:
             raise UserError(
-                f"monitor={self.name}: the metric does not say whether higher or lower is better.\n"
-                "Type monitor_mode=max or monitor_mode=min."
+                f"monitor={as_typed(self.name)}: no such number is logged, or it does not say "
+                f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
+                f"Choose one of: {', '.join(higher_is_better)}.\n"
+                "For a number that you log, such as my/number, also type monitor_mode=max or min."
             )
         self.sign = 1 if higher else -1
         self.warned = False
         self.is_missing = self.best is None
-
-    def may_be_logged(self, usual: Iterable[str]) -> bool:
-        """Return whether this is a valid name for a number passed to `trainer.log`."""
-        is_typo = any(is_one_slip(self.name, name) for name in usual)
-        return self.mode != "auto" and "/" in self.name and not is_typo
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Warn if a whole fit never logged the number."""
@@ -148,13 +140,10 @@ class EarlyStopping(Monitor):
             self.stop_when_due(trainer)
 
     def stop_when_due(self, trainer: "Trainer") -> None:
-        if self.waited < self.patience:
-            return
-        reason = f"{self.name} was not finite in {self.waited} evaluations"
-        if self.best:
-            best = number(self.best["value"])
-            reason = f"{self.name} was not better than {best} for {self.waited} evaluations"
-        trainer.stop(reason, "early_stopping")
+        if self.waited >= self.patience:
+            best = f" (best: {number(self.best['value'])})" if self.best else ""
+            reason = f"{self.name} did not improve in {self.waited} evaluations{best}"
+            trainer.stop(reason, "early_stopping")
 
     def state_dict(self) -> State:
         return {**super().state_dict(), "waited": self.waited}

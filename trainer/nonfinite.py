@@ -128,34 +128,28 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
         f"Replaying training from step {trainer.step + 1} to find the first number that is "
         "not finite."
     )
-    special_step = trainer.special_step
-    if special_step is not None and special_step.captures:
-        trainer.special_step = None  # the same numbers, with gradients that can be inspected
     for callback in active:
         callback.on_fit_start(trainer)
     trainer.model.train()
     harmless: set[str] = set()
-    try:
-        for batch in replayed(trainer, last):
-            # The loss of the last good row was finite, but its gradient may not have been.
-            is_suspect = trainer.step + 1 >= guard.finite_until
-            if is_suspect:
-                trainer.window.clear()
-                state = checkpoint.copy(trainer.state_dict(), everywhere=True)
-            norms, loss = norms_and_loss(trainer, batch)
-            if trainer.step % trainer.steps_per_epoch == 0:
-                for callback in active:
-                    callback.on_epoch_end(trainer)
+    for batch in replayed(trainer, last):
+        # The loss of the last good row was finite, but its gradient may not have been.
+        is_suspect = trainer.step + 1 >= guard.finite_until
+        if is_suspect:
+            trainer.window.clear()
+            state = checkpoint.copy(trainer.state_dict(), everywhere=True)
+        norms, loss = norms_and_loss(trainer, batch)
+        if trainer.step % trainer.steps_per_epoch == 0:
             for callback in active:
-                callback.on_step_end(trainer)
-            text = examine(trainer, batch, norms, loss, harmless) if is_suspect else None
-            if text is not None:
-                return text, batch, state
-            if trainer.interruption is not None:
-                return None
-        return None
-    finally:
-        trainer.special_step = special_step
+                callback.on_epoch_end(trainer)
+        for callback in active:
+            callback.on_step_end(trainer)
+        text = examine(trainer, batch, norms, loss, harmless) if is_suspect else None
+        if text is not None:
+            return text, batch, state
+        if trainer.interruption is not None:
+            return None
+    return None
 
 
 def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
@@ -205,7 +199,7 @@ def examine(
         blamed[0] if blamed else "",
         "" if loss.isfinite() else f"the loss is {float(loss)} with a finite batch",
         "".join(f"the gradient of {name} has the norm {norms[name]}" for name in overflows[:1]),
-        f"{broken} is not finite, but its gradient is" if broken else "",
+        f"{broken} is not finite after the update" if broken else "",
     ]
     counts = parallel.add_up(torch.tensor([bool(text) for text in texts]).int()).tolist()
     if not any(counts[1:]):

@@ -164,10 +164,8 @@ class Stateful:
     def named_callbacks(self) -> dict[str, Callback]:
         """Return {class name: callback}, the second of a class being "Name.1"."""
         named: dict[str, Callback] = {}
-        counts: dict[str, int] = {}
         for callback in self.callbacks:
-            name = type(callback).__name__
-            count = counts.get(name, 0)
-            named[f"{name}.{count}" if count else name] = callback
-            counts[name] = count + 1
+            kind = type(callback).__name__
+            count = sum(name.partition(".")[0] == kind for name in named)
+            named[f"{kind}.{count}" if count else kind] = callback
         return named
