@@ -285,7 +285,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: optimizer.weight_decay=-1: give a number at least 0.",
         "",
     ),
-    ("micro_batch=0", "error: micro_batch=0: give auto, a whole number at least 1", "or null"),
+    ("micro_batch=0", "error: micro_batch=0: give auto, or a whole number at least 1", "or null"),
     ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
     (
         "micro_batch=8 grad_accum_steps=2",

@@ -368,7 +368,7 @@ def test_explain_names_the_batch_entry():
     )
 
 
-def test_explain_names_three_and_counts_the_rest():
+def test_explain_names_three():
     net = Net()
     for wrong in WRONG.values():
         wrong(net)
@@ -381,9 +381,7 @@ def test_explain_names_three_and_counts_the_rest():
             CPU,
         )
     )
-    assert (
-        all(part in text for part in WRONG) and text.endswith(", and 2 more.") and "\n" not in text
-    )
+    assert all(part in text for part in WRONG) and "batch entry" not in text and "\n" not in text
 
 
 def test_explain_a_failed_check_inside_a_kernel():

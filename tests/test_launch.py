@@ -418,7 +418,7 @@ REFUSED = [
         "Type strategy=ddp devices=2.",
     ),
     ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
-    ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
+    ("devices=atuo", "error: devices=atuo: give auto, or a whole number", ""),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
     (
         "task=lr_find strategy=ddp devices=2",

@@ -325,12 +325,12 @@ def test_impossible_settings(make):
 
 
 def test_a_table_of_other_classes_than_the_models_is_refused():
-    with pytest.raises(UserError, match="num_classes=30000: the model's outputs have 3 classes"):
+    with pytest.raises(
+        UserError, match="num_classes=30000, but the model's outputs have 3 classes"
+    ):
         Confusion(30000).update(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
     trainer = make_trainer(metrics={"miou": MeanIoU(4)})  # of 3 classes
-    with pytest.raises(
-        UserError, match=r"^metrics\.miou\.num_classes=4: the model's outputs have 3"
-    ):
+    with pytest.raises(UserError, match="num_classes=4, but the model's outputs have 3"):
         trainer.evaluate([(torch.ones(2, 6), torch.tensor([0, 1]))])
 
 

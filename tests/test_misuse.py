@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stoker import Trainer
 from stoker.command.exit_codes import exit_code
 from stoker.command.messages import message
-from stoker.runs.loggers import JSONL, read_rows
+from stoker.runs.loggers import JSONL
+from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError, explanation_of, first_line
@@ -81,12 +82,12 @@ def test_a_part_that_is_none_is_refused(settings, words):
         (
             Trainer,
             of_dicts(),
-            "A batch is a dict with 'x', 'y', but compute_loss takes (inputs, targets)",
+            "A batch is a dict, but compute_loss takes (inputs, targets)",
         ),
         (
             Trainer,
             [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
-            "A batch is a tuple of 3",
+            "A batch is a tuple, but compute_loss takes (inputs, targets)",
         ),
         (OfDicts, of_dicts(), None),
         (OfDicts, of_dicts(third=True), None),
@@ -94,7 +95,7 @@ def test_a_part_that_is_none_is_refused(settings, words):
         (
             Trainer,
             TensorDataset(torch.ones(8, 6), torch.arange(8) % 3),
-            "or a list of batches, not a TensorDataset",
+            "this TensorDataset is not a loader",
         ),
     ],
 )
@@ -123,26 +124,24 @@ class BadIndex(OfDicts):
 
 
 @pytest.mark.parametrize(
-    ("batches", "kind", "error", "place"),
+    ("batches", "kind", "error"),
     [
-        ([{"x": torch.ones(4, 5), "y": torch.ones(4).long()}], OfDicts, RuntimeError, "Linear"),
-        (of_dicts(), BadIndex, IndexError, "CrossEntropyLoss"),
-        ([(torch.ones(4, 5), torch.ones(4).long())], Trainer, RuntimeError, "Linear"),
+        ([{"x": torch.ones(4, 5), "y": torch.ones(4).long()}], OfDicts, RuntimeError),
+        (of_dicts(), BadIndex, IndexError),
+        ([(torch.ones(4, 5), torch.ones(4).long())], Trainer, RuntimeError),
     ],
 )
 @pytest.mark.parametrize("use", ["fit", "evaluate"])
-def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error, place, use):
+def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error, use):
     with pytest.raises(error) as caught:
         getattr(make_trainer(kind=kind), use)(batches)
     text = explanation_of(caught.value)
-    first, second = text.split("\n")
     assert type(caught.value) is error and caught.value.__notes__ == [text]
-    assert first.startswith(f"In {place}, called by ")
     if kind is not Trainer:
-        assert re.search(rf"compute_loss \({re.escape(__file__)}:\d+\)\.$", first)
-        assert second.startswith("The batch: batch['x'] ")
-    assert exit_code(caught.value) == 2 and len(message(caught.value).split("\n")) == 3
-    assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{first}\n")
+        place = rf"In compute_loss \({re.escape(__file__)}:\d+\)\."
+        assert re.match(rf"{place} The batch: batch\['x'\] ", text)
+    assert exit_code(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
+    assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{text}")
 
 
 @pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
@@ -180,10 +179,10 @@ def test_an_evaluation_is_explained_too():
 
 
 def test_several_loaders_are_no_loader():
-    with pytest.raises(UserError, match="fit: pass one loader, .*not a dict"):
+    with pytest.raises(UserError, match="fit: this dict is not a loader. Pass one loader"):
         make_trainer().fit({"a": loader(), "b": loader()})
     for loaders in ([[loader()] * 2], [loader(), [loader()] * 2]):
-        with pytest.raises(UserError, match="fit: pass one loader, not a list of them"):
+        with pytest.raises(UserError, match="fit: this list is not a loader. Pass one loader"):
             make_trainer().fit(*loaders)
 
 
@@ -193,7 +192,7 @@ def test_several_loaders_are_no_loader():
         ({}, "val_loader is empty"),
         ({"train": loader()}, "named 'train'"),
         ({"a/b": loader()}, "named 'a/b'"),
-        ({"a": {"b": loader()}}, "pass one loader, or a list of batches, not a dict"),
+        ({"a": {"b": loader()}}, "this dict is not a loader"),
     ],
 )
 def test_names_of_validation_loaders_are_checked(named, message):
@@ -202,7 +201,7 @@ def test_names_of_validation_loaders_are_checked(named, message):
 
 
 def test_a_name_is_no_loader():
-    with pytest.raises(UserError, match="fit: pass one loader, or a list of batches, not a str"):
+    with pytest.raises(UserError, match="fit: this str is not a loader"):
         make_trainer().fit("data/")
 
 
@@ -211,9 +210,9 @@ def test_a_name_is_no_loader():
     [
         (
             torch.ones(8, 6),
-            "pass one loader, or a list of batches, not a Tensor",
+            "this Tensor is not a loader. Pass one loader",
         ),
-        (TensorDataset(torch.ones(8, 6)), "not a TensorDataset"),
+        (TensorDataset(torch.ones(8, 6)), "this TensorDataset is not a loader"),
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
         ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
     ],
@@ -244,7 +243,10 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
         (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor, not one value per"),
         (lambda x: (x, [x, x]), "outputs[1] is a list, not one value per sample"),
         (lambda x: None, "outputs is a NoneType, not one value per sample"),
-        (lambda x: {"y": x} if x.sum() > 0 else (x,), "a dict with 'y' for one batch and a tuple"),
+        (
+            lambda x: {"y": x} if x.sum() > 0 else (x,),
+            "outputs is a dict for one batch and a tuple for another",
+        ),
         (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch and a NoneType"),
     ],
 )
@@ -382,7 +384,7 @@ def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
 )
 def test_a_hook_that_nobody_would_call_is_refused(name, instead):
     kind = type("Keras", (Callback,), {name: lambda self, trainer: None})
-    with pytest.raises(UserError, match=f"Keras.{name} is not a hook") as error:
+    with pytest.raises(UserError, match=f"Keras.{name} is never called") as error:
         make_trainer(callbacks=[kind()])
     assert instead in str(error.value) and len(str(error.value).splitlines()) == 2
     fine = type("Fine", (Callback,), {"on_step_end": lambda self, trainer: None, "once": print})
@@ -392,7 +394,7 @@ def test_a_hook_that_nobody_would_call_is_refused(name, instead):
 @pytest.mark.parametrize("name", ["training_step", "configure_optimizers", "on_train_epoch_end"])
 def test_a_method_that_nobody_would_call_is_refused(name):
     kind = type("Lightning", (Trainer,), {name: lambda self, *_: None})
-    with pytest.raises(UserError, match=f"Lightning.{name}: Trainer never calls this") as error:
+    with pytest.raises(UserError, match=f"Lightning.{name} is never called") as error:
         make_trainer(kind=kind)
     assert len(str(error.value).splitlines()) <= 3
 
@@ -410,7 +412,7 @@ def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
 
 
 def test_tensors_are_no_list_of_batches():
-    with pytest.raises(UserError, match="fit: pass one loader, or a list of batches, not a tuple"):
+    with pytest.raises(UserError, match="fit: this tuple is not a loader"):
         make_trainer().fit((torch.ones(2, 6), torch.ones(2, 6)))
 
 

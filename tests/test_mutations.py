@@ -494,16 +494,3 @@ def test_mistakes_that_only_torch_knows_are_answered_too(tmp_path, large):
         f"{len(rows)} mutations, {sum(done.code == 0 for done in answers)} of them valid settings"
     )
     assert list(wrongs(rows, answers)) == []
-
-
-@pytest.mark.parametrize(
-    ("word", "other"), [("seed", "sede"), ("a", "b"), ("model", "modell"), ("lr", "l")]
-)
-def test_slips_are_one_letter(word, other):
-    from stoker.trainer.errors import is_one_slip
-
-    assert (
-        is_one_slip(other, word)
-        and is_one_slip(word, other)
-        and not is_one_slip(f"{other}xy", word)
-    )

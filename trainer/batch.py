@@ -73,10 +73,10 @@ def walk(
     return batch
 
 
-def entries(batch: Any) -> list[tuple[str, torch.Tensor]]:
+def entries(batch: Any, name: str = "batch") -> list[tuple[str, torch.Tensor]]:
     """Return [(name, tensor)] for all tensors in the batch."""
     leaves: list[tuple[str, Any]] = []
-    walk(lambda name, leaf: leaves.append((name, leaf)), batch)
+    walk(lambda name, leaf: leaves.append((name, leaf)), batch, name)
     return [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

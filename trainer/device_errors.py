@@ -8,6 +8,22 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
+# What to do about errors of torch, by words of its message.
+ADVICE = {
+    "device-side assert": (
+        "An assertion inside a kernel failed (device-side assert): usually a class in the targets, "
+        "or an index into an Embedding, is out of range.\n"
+        "Type device=cpu to see which one: the same step fails there with a clear message."
+    ),
+    "Expected more than 1 value per channel": (
+        "BatchNorm needs at least two samples, but a batch or micro-batch has only one.\n"
+        "Type drop_last=true, or change batch_size or micro_batch."
+    ),
+    NO_VIEW: (
+        "The model calls .view() on an image, whose memory format may be channels_last.\n"
+        "Use .flatten(1) or .reshape() instead, or type channels_last=false."
+    ),
+}
 # torch's messages about tensors on two devices.
 TWO_DEVICES = (
     "on the same device",
@@ -20,36 +36,15 @@ TWO_DEVICES = (
 def explain(
     error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
 ) -> UserError | None:
-    """Return a UserError that says what to change, or None if the cause is unknown.
-
-    It explains tensors on two devices, `view` on a channels_last image, BatchNorm statistics of a
-    single sample, and failed assertions inside a kernel.
-    """
+    """Return a UserError that says what to change, or None if the cause is unknown."""
     text = str(error)
-    name = type(module).__name__
-    if "device-side assert" in text:
-        return UserError(
-            f"An assertion inside a kernel failed on {device} (device-side assert): usually a "
-            "class in the targets, or an index into an Embedding, is out of range.\n"
-            "Type device=cpu to see which one: the same step fails there with a clear message."
-        )
-    if "Expected more than 1 value per channel" in text:
-        return UserError(
-            f"{name}: BatchNorm needs at least two samples, but a batch or micro-batch has only "
-            "one.\nType drop_last=true, or change batch_size or micro_batch."
-        )
-    kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
-    if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
-        return UserError(
-            f"{name} calls .view() on an image, whose memory format is channels_last.\n"
-            "Use .flatten(1) or .reshape() instead, or type channels_last=false."
-        )
+    for words, advice in ADVICE.items():
+        if words in text:
+            return UserError(advice)
     wrong = misplaced(module, batch, device)
     if wrong and any(phrase in text for phrase in TWO_DEVICES):
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return UserError(
-            f"Tensors on two devices: the Trainer works on {device}, but "
-            f"{'; '.join(wrong[:3])}{more}."
+            f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}."
         )
     return None
 
@@ -74,11 +69,9 @@ def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.
     advice = "(make it a buffer: self.register_buffer)"
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if not isinstance(value, (torch.Tensor, list, tuple)):
-                continue
-            place = f"{path}.{name}".lstrip(".")
-            for entry, tensor in batches.entries(value):
-                named.append((f"attribute {entry.replace('batch', place, 1)!r} {advice}", tensor))
-    for name, tensor in batches.entries(batch):
-        named.append((f"batch entry {name!r}", tensor))
+            if isinstance(value, (torch.Tensor, list, tuple)):
+                place = f"{path}.{name}".lstrip(".")
+                for entry, tensor in batches.entries(value, place):
+                    named.append((f"attribute {entry!r} {advice}", tensor))
+    named += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
     return named

@@ -100,10 +100,9 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
 def reset(trainer: "Trainer") -> None:
     """Reset the metrics and make them ignore the targets that the loss ignores."""
     ignored = losses.ignored_class(trainer.loss)
-    for name, metric in trainer.metrics.items():
+    for metric in trainer.metrics.values():
         metric.reset()
         if isinstance(metric, OfClasses):
-            metric.key = f"metrics.{name}"
             metric.ignored_by_loss = ignored
         if hasattr(metric, "to"):  # torchmetrics choose the device of their sums
             metric.to(trainer.device)

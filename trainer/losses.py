@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,39 +13,40 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError
 
-# What the mean of each loss divides by: the class weights of the targets, or the number of
-# elements. torch's other losses divide by the number of samples.
-DIVISORS: dict[Any, str] = {
-    nn.CrossEntropyLoss: "classes",
-    nn.NLLLoss: "classes",
-    nn.BCELoss: "elements",
-    nn.BCEWithLogitsLoss: "elements",
-    nn.GaussianNLLLoss: "elements",
-    nn.HingeEmbeddingLoss: "elements",
-    nn.HuberLoss: "elements",
-    nn.KLDivLoss: "elements",
-    nn.L1Loss: "elements",
-    nn.MarginRankingLoss: "elements",
-    nn.MSELoss: "elements",
-    nn.PoissonNLLLoss: "elements",
-    nn.SmoothL1Loss: "elements",
-    nn.SoftMarginLoss: "elements",
-    functional.cross_entropy: "classes",
-    functional.nll_loss: "classes",
-    functional.binary_cross_entropy: "elements",
-    functional.binary_cross_entropy_with_logits: "elements",
-    functional.gaussian_nll_loss: "elements",
-    functional.hinge_embedding_loss: "elements",
-    functional.huber_loss: "elements",
-    functional.kl_div: "elements",
-    functional.l1_loss: "elements",
-    functional.margin_ranking_loss: "elements",
-    functional.mse_loss: "elements",
-    functional.poisson_nll_loss: "elements",
-    functional.smooth_l1_loss: "elements",
-    functional.soft_margin_loss: "elements",
+# Names of torch's losses whose mean divides by the class weights of the targets, or by the number
+# of elements. The others divide by the number of samples.
+DIVISORS = {
+    **dict.fromkeys(("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"), "classes"),
+    **dict.fromkeys(
+        (
+            "BCELoss",
+            "BCEWithLogitsLoss",
+            "GaussianNLLLoss",
+            "HingeEmbeddingLoss",
+            "HuberLoss",
+            "KLDivLoss",
+            "L1Loss",
+            "MarginRankingLoss",
+            "MSELoss",
+            "PoissonNLLLoss",
+            "SmoothL1Loss",
+            "SoftMarginLoss",
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "gaussian_nll_loss",
+            "hinge_embedding_loss",
+            "huber_loss",
+            "kl_div",
+            "l1_loss",
+            "margin_ranking_loss",
+            "mse_loss",
+            "poisson_nll_loss",
+            "smooth_l1_loss",
+            "soft_margin_loss",
+        ),
+        "elements",
+    ),
 }
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 Divisor = Callable[[torch.Tensor], int | torch.Tensor]
 IGNORED = -100  # torch's default for ignore_index
 
@@ -65,13 +65,11 @@ def kind_of(loss: Any) -> str | None:
     loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         loss = None if loss.args else loss.func
-    if isinstance(loss, nn.Module):
-        for kind in type(loss).__mro__:
-            if kind in DIVISORS:
-                is_usual = type(loss).forward is getattr(kind, "forward", None)
-                return DIVISORS[kind] if is_usual else None
+    # What computes the loss: a subclass of torch's with a forward of its own is another loss.
+    function = type(loss).forward if isinstance(loss, nn.Module) else loss
+    if getattr(function, "__module__", None) not in (functional.__name__, nn.modules.loss.__name__):
         return None
-    return DIVISORS.get(loss) if isinstance(loss, FUNCTIONS) else None
+    return DIVISORS.get(function.__qualname__.partition(".")[0])
 
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
@@ -152,28 +150,18 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
             f"The model returns a {type(outputs).__name__}, but the loss takes a tensor.\n"
             "Override compute_loss; docs/own.md shows how."
         )
-    kind = loss.func if isinstance(loss, functools.partial) else loss
-    name = getattr(kind, "__name__", type(kind).__name__)
     if kind_of(loss) == "classes":
         if outputs.ndim > 1 and outputs.shape[1] == 1:
             raise UserError(
-                f"loss: the outputs {tuple(outputs.shape)} have a single class, so {name} is "
-                "always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
+                f"loss: the outputs {tuple(outputs.shape)} have a single class, so a cross entropy "
+                "is always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
                 "targets of 0. and 1."
             )
-        return
-    if outputs.shape != targets.shape:
+    elif outputs.shape != targets.shape:
         raise UserError(
             f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
-            f"and {name} would broadcast them, which is rarely meant.\n"
+            "and the loss would broadcast them, which is rarely meant.\n"
             "Give both the same shape: change the model's last layer, or reshape one of them."
-        )
-    weight = option(loss, "weight")
-    if isinstance(weight, torch.Tensor) and weight.ndim == targets.ndim and len(weight) > 1:
-        raise UserError(
-            f"loss: {name} has a weight of shape {tuple(weight.shape)}, one for each sample in a "
-            "batch, but each batch has different samples.\n"
-            "Put the weights into the batches, and override compute_loss and loss_weight."
         )
 
 

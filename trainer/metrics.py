@@ -169,9 +169,7 @@ class OfClasses(Sums):
     targets.
     """
 
-    # Set by the Trainer before each evaluation.
-    ignored_by_loss: int | None = None
-    key = "metrics"
+    ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
 
     def __init__(self, ignore_index: int | None = None) -> None:
         self.ignore_index: int | None = check_number(
@@ -237,7 +235,7 @@ class Confusion(OfClasses):
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
             raise UserError(
-                f"{self.key}.num_classes={self.num_classes}: the model's outputs have "
+                f"metrics: num_classes={self.num_classes}, but the model's outputs have "
                 f"{outputs.shape[1]} classes."
             )
         counts = self.counts(targets, true)
@@ -351,22 +349,21 @@ class R2(Sums):
         self.add(torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples]))
 
     def compute(self) -> torch.Tensor:
-        if parallel.ranks() > 1:
-            self.sums = self.about_common_origin()
-        return super().compute()
-
-    def about_common_origin(self) -> torch.Tensor | None:
-        """Return the sums about the origin of the first process that has samples."""
-        origins = parallel.from_all(None if self.sums is None else self.origin.cpu())
-        if self.sums is None:
-            return None
-        origin = next(one for one in origins if one is not None).to(self.origin.device)
-        total, squares, residual, samples = self.sums
-        shift = self.origin - origin
-        self.origin = origin
-        shifted_total = total + samples * shift
-        shifted_squares = squares + 2 * shift * total + samples * shift**2
-        return torch.stack([shifted_total, shifted_squares, residual, samples])
+        given = None
+        if self.sums is not None:
+            given = torch.cat([self.origin[None], self.sums])
+        if given is not None and parallel.ranks() > 1:
+            given = given.cpu()
+        parts = [part for part in parallel.from_all(given) if part is not None]
+        if not parts:
+            return torch.tensor(torch.nan)
+        # Each process has an origin of its own, so shift the sums to the first one.
+        shifted = []
+        for origin, total, squares, residual, samples in parts:
+            shift = origin - parts[0][0]
+            squares = squares + 2 * shift * total + samples * shift**2
+            shifted.append(torch.stack([total + samples * shift, squares, residual, samples]))
+        return self.value(sum(shifted[1:], shifted[0]))
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
         total, squares, residual, samples = sums

@@ -2,7 +2,8 @@
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +19,11 @@ from stoker.trainer import (
     nonfinite,
     parallel,
     settings,
+    steps,
 )
 from stoker.trainer.callback import Callback
 from stoker.trainer.carried import Carried
-from stoker.trainer.errors import (
-    NotFinite,
-    UserError,
-    did_you_mean,
-    explanation_of,
-    first_few,
-    kind_of,
-)
+from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.overrides import is_usual
 
@@ -37,11 +32,13 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "docs/own.md shows how"
-GIVEN_A_BATCH = ("compute_loss", "update_metrics", "predict_batch")
-FORM_ERRORS = (TypeError, ValueError, AttributeError)
 # How torch refuses a shape, an index or a class. Subclasses of these are errors of another sort.
 REFUSALS = (RuntimeError, IndexError, ValueError)
-LIBRARIES = re.compile(r"(torch|torchvision|stoker)\b")
+# What is called with a batch.
+TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
+# Folders of code that no user writes.
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Methods of the trainers of other libraries.
 METHODS = (
     "training_step",
@@ -72,54 +69,42 @@ def check_parts(
     groups: Any,
 ) -> None:
     """Raise UserError for parts of a Trainer that would train wrongly, or would have no effect."""
-    check_methods(trainer)
+    check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     check_unwrapped(model)
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
             raise UserError(f"{part.__name__}: pass an instance, not the class.")
-    check_loss_function(loss)
+    check_loss_function(trainer, loss)
     settings.check("groups", groups)
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:
-        check_hooks(callback)
+        check_methods(type(callback), HOOKS)
         if sum(other is callback for other in callbacks) > 1:
             raise UserError(f"callbacks: this {type(callback).__name__} is in the list twice.")
 
 
-def check_methods(trainer: "Trainer") -> None:
-    """Raise UserError for a subclass with a method that is never called."""
-    kind = type(trainer)
+def check_methods(kind: type, called: Collection[str]) -> None:
+    """Raise UserError for a hook, or a method of another library, that is never called."""
     for name in dir(kind):
-        if name in METHODS or (name.startswith("on_") and callable(getattr(kind, name))):
+        is_expected = name in METHODS or name.startswith("on_")
+        if is_expected and name not in called and callable(getattr(kind, name)):
             raise UserError(
-                f"{kind.__name__}.{name}: Trainer never calls this.\nOverride train_step or "
-                f"compute_loss, or move hooks to a callback; {HOW}."
+                f"{kind.__name__}.{name} is never called.{did_you_mean(name, HOOKS)}\n"
+                f"A callback's hooks are {', '.join(HOOKS)}. To change what happens inside a step, "
+                "override Trainer.train_step or compute_loss."
             )
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
     """Raise UserError for a module in a wrapper of torch's, which renames its parameters."""
-    for kind in type(model).__mro__:
-        if kind.__name__ in WRAPPERS:
-            raise UserError(
-                f"model: pass the module itself, not {kind.__name__}, which renames every weight.\n"
-                f"Trainer(model, {WRAPPERS[kind.__name__]}) does the same."
-            )
-
-
-def check_hooks(callback: Callback) -> None:
-    """Raise UserError for a callback with a hook that is never called."""
-    kind = type(callback)
-    hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(kind):
-        if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-            raise UserError(
-                f"callbacks: {kind.__name__}.{name} is not a hook, so it is never called."
-                f"{did_you_mean(name, hooks)}\nThe hooks are {', '.join(hooks)}. To change what "
-                "happens inside a step, override Trainer.train_step or compute_loss."
-            )
+    name = type(model).__name__
+    if name in WRAPPERS:
+        raise UserError(
+            f"model: pass the module itself, not {name}, which renames every weight.\n"
+            f"Trainer(model, {WRAPPERS[name]}) does the same."
+        )
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
@@ -137,14 +122,13 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
         )
 
 
-def check_loss_function(loss: Any) -> None:
+def check_loss_function(trainer: "Trainer", loss: Any) -> None:
     """Raise UserError for a loss that would train wrongly."""
     reduction = losses.option(loss, "reduction", "mean")
-    if reduction not in ("mean", "batchmean"):
+    # batchmean divides by the first dimension.
+    is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
+    if reduction != "mean" and not is_fine:
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
-    for name in ("size_average", "reduce"):  # torch's old names for it
-        if losses.option(loss, name) is False:
-            raise UserError(f"loss: {name}=False is not supported. Remove {name}.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
@@ -171,23 +155,11 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
-    """Raise UserError if there is neither a loss nor a compute_loss that does without.
-
-    Also for one whose parts do not add up where batches are cut.
-    """
+    """Raise UserError if there is neither a loss nor a compute_loss that does without."""
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(
             f"{use} needs a loss: pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
             "override compute_loss."
-        )
-    cuts = trainer.micro_batch
-    is_cut = cuts.adapts or cuts.size is not None or cuts.parts > 1 or parallel.ranks() > 1
-    sums_over_first = losses.option(trainer.loss, "reduction") == "batchmean"
-    if is_cut and sums_over_first and not is_usual(type(trainer), "sample_dim"):
-        raise UserError(
-            "loss: reduction='batchmean' divides by the first dimension, and "
-            f"{type(trainer).__name__}.sample_dim may split along another one.\n"
-            "Use reduction='mean', or a function of (outputs, targets) that divides by samples."
         )
 
 
@@ -196,7 +168,7 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
     kind = type(trainer)
     names = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
     setting = trainer.micro_batch.cut_by()
-    if trainer.special_step is not None and trainer.special_step.captures:
+    if steps.captures(trainer):
         setting = "compile=graph"
     if names:
         reason = f"{kind.__name__}.{names[0]} is carried over from one whole batch to the next"
@@ -223,19 +195,15 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
             f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
     is_list = isinstance(loader, (list, tuple)) and len(loader) > 0
-    # A fit on a list of tensors needs a compute_loss that takes one.
-    is_batch = is_list and isinstance(loader[0], torch.Tensor)
-    is_batch = is_batch and use != "predict" and is_usual(type(trainer), "compute_loss")
-    is_wrong = is_batch or isinstance(loader, (torch.Tensor, Mapping, str))
-    if is_list and isinstance(loader[0], torch.utils.data.DataLoader):
+    is_several = is_list and isinstance(loader[0], torch.utils.data.DataLoader)
+    is_batch = isinstance(loader, (torch.Tensor, Mapping, str))
+    if is_list and use != "predict" and is_usual(type(trainer), "compute_loss"):
+        is_batch = isinstance(loader[0], torch.Tensor)
+    if is_several or is_batch or not hasattr(loader, "__iter__"):
         raise UserError(
-            f"{use}: pass one loader, not a list of them. Only fit takes several, to validate on: "
-            "{name: loader}."
-        )
-    if is_wrong or not hasattr(loader, "__iter__"):
-        raise UserError(
-            f"{use}: pass one loader, or a list of batches, not {kind_of(loader)}.\n"
-            "DataLoader(dataset, batch_size=64) makes one."
+            f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
+            "DataLoader(dataset, batch_size=64), or a list of batches.\n"
+            "Only the val_loader of fit may be several: {name: loader}."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
@@ -281,7 +249,8 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
             lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
-            f"predict: a batch is {form(batch)}, neither inputs nor (inputs, targets).\n"
+            f"predict: a batch is {kind_of(batch)} of {len(batch)}, neither inputs nor (inputs, "
+            "targets).\n"
             f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )
     return batch[0]
@@ -302,27 +271,14 @@ def number(name: str, value: Any) -> Any:
 
 def warn_of_untrained(trainer: "Trainer") -> None:
     """Warn of weights that require a gradient and that no optimizer has, such as new ones."""
-    names = []
-    for name, parameter in trainer.without_optimizer().items():
-        if parameter.requires_grad:
-            names.append(name)
-    is_news = not trainer.untrained >= set(names)
-    trainer.untrained = set(names)
-    if is_news:
+    weights = trainer.without_optimizer()
+    names = [name for name, parameter in weights.items() if parameter.requires_grad]
+    if not trainer.untrained >= set(names):
         launch.warn(
             f"No optimizer updates {first_few(names, 3)}. Pass all of the model's parameters to "
             "the optimizer, or return a second optimizer from stateful()."
         )
-
-
-def form(batch: Any) -> str:
-    """Return 'a dict with 'x', 'y'' or 'a list of 3'."""
-    text = kind_of(batch)
-    if isinstance(batch, Mapping):
-        text += f" with {', '.join(map(repr, list(batch)[:5]))}"
-    if isinstance(batch, (list, tuple)):
-        text += f" of {len(batch)}"
-    return text
+    trainer.untrained = set(names)
 
 
 def raise_explained(
@@ -336,64 +292,40 @@ def raise_explained(
     if memory.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
         raise micro_batch.explain(samples) from error
-    text = wrong_batch(trainer, error, batch)
-    if text is not None:
-        raise UserError(text) from error
-    explained = device_errors.explain(error, trainer.module, batch, trainer.device)
+    frames = traceback.extract_tb(error.__traceback__)
+    methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
+    explained = unpaired(trainer, error, batch, methods)
+    explained = explained or device_errors.explain(error, trainer.module, batch, trainer.device)
     explained = explained or parallel.explain(error)
-    if trainer.special_step is not None and trainer.special_step.captures:
+    if steps.captures(trainer):
         explained = explained or graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
-    place = place_of(error)
-    if place and explanation_of(error) is None:
-        shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
-        text = f"In {place}."
-        if shapes:
-            text += f"\nThe batch: {first_few(shapes, 6)}."
-        # Python 3.11 and later print notes below the traceback.
-        notes = [*getattr(error, "__notes__", ()), text]
-        vars(error).update(where_and_what=text, __notes__=notes)
+    if not methods or type(error) not in REFUSALS or devices.NOT_OF_A_BATCH.search(str(error)):
+        return
+    places = [
+        f"In {frame.name} ({frame.filename}:{frame.lineno}). "
+        for frame in frames
+        if not frame.filename.startswith(LIBRARIES)
+    ]
+    shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
+    text = f"{''.join(places[-1:])}The batch: {first_few(shapes, 6)}."
+    # Python 3.11 and later print notes below the traceback.
+    notes = [*getattr(error, "__notes__", ()), text]
+    vars(error).update(where_and_what=text, __notes__=notes)
 
 
-def place_of(error: Exception) -> str:
-    """Return "Linear, called by Net.forward (net.py:3)" for what torch refused to compute.
-
-    It is "" for other errors, and where neither a module nor the user's code was at work.
-    """
-    places: list[str] = []
-    if type(error) not in REFUSALS or devices.NOT_OF_A_BATCH.search(str(error)):
-        return ""
-    if calls_of(error).isdisjoint((*GIVEN_A_BATCH, "train_step")):
-        return ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if not LIBRARIES.match(frame.f_globals.get("__name__") or "torch"):
-            code = frame.f_code
-            name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-            places = [f"{name} ({code.co_filename}:{line})"]
-        elif isinstance(owner, torch.nn.Module):
-            places = [type(owner).__name__, *places[-1:]]
-    return ", called by ".join(places)
-
-
-def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
-    """Return what to do if one of the Trainer's own methods cannot take the batch."""
+def unpaired(
+    trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
+) -> UserError | None:
+    """Return an error if one of the Trainer's own methods was given something else than a pair."""
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-    if batch is None or is_pair or not isinstance(error, FORM_ERRORS):
+    if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
-    calls = calls_of(error)
-    for name in GIVEN_A_BATCH:
-        # `predict_batch` gives any batch to the model, whose errors may be its own.
-        is_refused = name != "predict_batch" or isinstance(batch, Mapping)
-        if name in calls and is_usual(type(trainer), name) and is_refused:
-            return (
-                f"A batch is {form(batch)}, but {name} takes (inputs, targets): {error}.\n"
+    for name in ("compute_loss", "update_metrics"):
+        if name in methods and is_usual(type(trainer), name):
+            return UserError(
+                f"A batch is {kind_of(batch)}, but {name} takes (inputs, targets): {error}.\n"
                 f"Override {name}; {HOW}."
             )
     return None
-
-
-def calls_of(error: Exception) -> set[str]:
-    """Return the names of the functions that an error came through."""
-    return {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}

@@ -75,8 +75,7 @@ def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
                 outputs = combined(parts, joined)
                 if parallel.ranks() > 1:
                     # A rank without samples computes a borrowed one.
-                    lent = not parallel.has_samples(loader)
-                    of_ranks = parallel.from_all(None if lent else outputs)
+                    of_ranks = parallel.from_all(outputs if parallel.has_samples(loader) else None)
                     of_ranks = [part for part in of_ranks if part is not None]
                     outputs = combined(of_ranks, interleaved)
                 yield outputs
@@ -98,24 +97,22 @@ def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> An
     for each in nestings:
         if keys_of(each) != keys:
             raise UserError(
-                f"predict: {name} is {misuse.form(first)} for one batch and {misuse.form(each)} "
-                "for another.\n"
+                f"predict: {name} is {kind_of(first)} for one batch and {kind_of(each)} for "
+                "another, or has other keys.\n"
                 f"Override predict_batch to return the same form for all; {misuse.HOW}."
             )
     if first is None and name != "outputs":
         return None
     if not isinstance(keys, list):
         return combine(name, nestings)
-    parts = {}
-    for key in keys:
-        parts[key] = combined([each[key] for each in nestings], combine, f"{name}[{key!r}]")
+    merged = [
+        combined([each[key] for each in nestings], combine, f"{name}[{key!r}]") for key in keys
+    ]
     if isinstance(first, Mapping):
-        merged: Any = copy.copy(first)  # keeps an OrderedDict or your own dict class
-        for key in keys:
-            merged[key] = parts[key]
-        return merged
-    values = parts.values()
-    return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
+        whole: Any = copy.copy(first)  # keeps an OrderedDict or your own dict class
+        whole.update(zip(keys, merged, strict=True))
+        return whole
+    return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
 
 
 def keys_of(nesting: Any) -> Any:
@@ -132,10 +129,10 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
     def checked(name: str, leaves: list[Any]) -> Any:
         leaf = leaves[0]
-        if isinstance(leaf, list) and len(leaf) == samples:
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+        is_list = isinstance(leaf, list) and len(leaf) == samples
+        if is_tensor or is_list:
             return batches.walk(lambda _, item: to_cpu(item), leaf)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return to_cpu(leaf)
         raise UserError(
             f"predict: {name} is {kind_of(leaf)}, not one value per sample.\n"
             "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
@@ -182,18 +179,17 @@ def interleaved(name: str, leaves: list[Any]) -> Any:
 
 def samples_of(outputs: Any) -> Iterator[Any]:
     """Yield the nesting of each sample of the outputs for a batch."""
-    lengths: dict[str, int] = {}
-    combined([outputs], lambda name, leaves: lengths.setdefault(name, len(leaves[0])))
-    if len(set(lengths.values())) != 1:
-        counts = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+    lengths: list[int] = []
+    combined([outputs], lambda _, leaves: lengths.append(len(leaves[0])))
+    if len(set(lengths)) != 1:
         raise UserError(
-            f"predict: the outputs do not have one entry per sample ({counts or 'None'}).\n"
+            f"predict: the outputs do not have one entry per sample, but {lengths}.\n"
             "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
             f"{misuse.HOW}."
         )
-    for i in range(next(iter(lengths.values()))):
+    for i in range(lengths[0]):
 
-        def of_sample(name: str, leaves: list[Any], i: int = i) -> Any:
+        def of_sample(_: str, leaves: list[Any], i: int = i) -> Any:
             return leaves[0][i]
 
         yield combined([outputs], of_sample)

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from stoker.data.record import Data
-from stoker.trainer.errors import UserError, first_line
-from stoker.trainer.misuse import form
+from stoker.trainer.errors import UserError, first_line, kind_of
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
 # These take logits or logarithms, so the outputs are not on the scale of the targets.
@@ -83,7 +82,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
         model.train()
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"model={name} returns {form(outputs)}, but the loss takes a tensor.\nOverride "
+            f"model={name} returns {kind_of(outputs)}, but the loss takes a tensor.\nOverride "
             "compute_loss in your own Trainer (trainer._target_=...); docs/own.md shows how."
         )
     shape = tuple(outputs.shape)[1:]
