@@ -341,13 +341,16 @@ def test_inputs_that_were_stacked_are_cut_each_in_rows():
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ((ones(7, 5), ones(5)), "have different numbers of samples: batch[0] has 7, batch[1]"),
+        (
+            (ones(7, 5), ones(5)),
+            "it is unclear which samples a batch has: batch[0] has 7, batch[1]",
+        ),
         ({"x": ones(4, 2), "weights": ones(3)}, "batch['x'] has 4, batch['weights'] has 3"),
         ({"x": ones(4, 2), "sizes": [8, 8]}, "batch['x'] has 4, batch['sizes'] has 2"),
-        ([[ones(3, 8), ones(3, 8), ones(3, 8)], ones(3)], "batch[0] may be a list of samples, or"),
+        ([[ones(3, 8), ones(3, 8), ones(3, 8)], ones(3)], "batch[0][0] has 3, batch[0][1] has 3"),
         (
             (pack_sequence([ones(3), ones(2)]), ones(2)),
-            "batch[0] is not a tensor, so the Trainer cannot split it",
+            "batch[0] has None, batch[1] has 2",
         ),
     ],
 )

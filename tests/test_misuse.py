@@ -245,9 +245,12 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
         (lambda x: None, "outputs is a NoneType, not one value per sample"),
         (
             lambda x: {"y": x} if x.sum() > 0 else (x,),
-            "outputs is a dict for one batch and a tuple for another",
+            "the outputs are outputs['y'] for one batch and outputs[0] for another",
         ),
-        (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch and a NoneType"),
+        (
+            lambda x: {"y": x if x.sum() > 0 else None},
+            "outputs is a dict, not one value per sample",
+        ),
     ],
 )
 def test_predict_refuses_outputs_that_are_not_one_per_sample(outputs, words):

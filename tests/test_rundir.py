@@ -113,10 +113,7 @@ def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whol
     ]
     assert same(*ends)  # its best weights are the best of its own directory
     finished = forks.run(tmp_path, *command)
-    assert (
-        finished.code == 0
-        and "continued at step 60, its end: there is nothing left to train" in finished.out
-    )
+    assert finished.code == 0 and "continued at step 60" in finished.out
     assert measured_of(tmp_path) == measured and measured.keys() >= {
         "seconds",
         "time",

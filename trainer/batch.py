@@ -108,11 +108,10 @@ def lengths(batch: Any, sample_dim: SampleDimOf, auto: int | None) -> dict[str, 
     counted: dict[str, int | None] = {}
 
     def note(name: str, leaf: Any) -> None:
+        dim = 0 if is_list(leaf) else sample_dim(name, leaf)
         if is_list(leaf):
             counted[name] = len(leaf)
-            return
-        dim = sample_dim(name, leaf)
-        if isinstance(dim, int):
+        elif isinstance(dim, int):
             counted[name] = leaf.shape[dim] if isinstance(leaf, torch.Tensor) else None
 
     walk(note, batch, is_leaf=by_item(sample_dim, auto))
@@ -129,10 +128,8 @@ def by_item(sample_dim: SampleDimOf, auto: int | None) -> Callable[[str, Any], b
     return is_leaf
 
 
-def reading(
-    batch: Any, sample_dim: SampleDimOf
-) -> tuple[dict[str, int | None], int | None, list[str]]:
-    """Return ({name: number of samples}, what "auto" stands for, lists that may be either).
+def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], int | None, bool]:
+    """Return ({name: number of samples}, what "auto" stands for, whether only this reading fits).
 
     If the tensors in a list are as long as everything else in the batch, as stacked inputs are,
     each is split by rows. Otherwise each item is a sample, as with images of several sizes.
@@ -141,11 +138,9 @@ def reading(
     items = lengths(batch, sample_dim, auto=0)
     are_stacked = len(set(stacked.values())) <= 1
     are_items = len(set(items.values())) <= 1
-    if not are_items:
-        return stacked, None, []
-    if not are_stacked:
-        return items, 0, []
-    return stacked, None, [name for name in items if name not in stacked]
+    if are_items and not are_stacked:
+        return items, 0, True
+    return stacked, None, are_stacked and (not are_items or stacked.keys() == items.keys())
 
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
@@ -171,24 +166,14 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, in
     The number is None if nothing in the batch has samples.
 
     Raises:
-        UserError: The lengths in the batch differ, or it could be split in two ways.
+        UserError: The lengths in the batch differ, or are unknown, or it could be split in two
+            ways.
     """
-    counted, auto, unclear = reading(batch, sample_dim)
+    counted, auto, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
-    if None in numbers:
-        name = next(name for name, length in counted.items() if length is None)
-        raise UserError(f"{use}: {name} is not a tensor, so the Trainer cannot split it.\n{HOW}")
-    if len(numbers) > 1:
+    if not is_clear or None in numbers:
         shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
-        raise UserError(
-            f"{use}: the tensors in a batch have different numbers of samples: {shown}.\n{HOW}"
-        )
-    if unclear:
-        raise UserError(
-            f"{use}: {unclear[0]} may be a list of samples, or a list of tensors with one sample "
-            "per row.\n"
-            f"{HOW}"
-        )
+        raise UserError(f"{use}: it is unclear which samples a batch has: {shown}.\n{HOW}")
     return next(iter(numbers), None), auto
 
 
@@ -220,10 +205,7 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
     use = f"{ranks} processes"
     samples, auto = check(batch, sample_dim, use)
     if samples is None:
-        raise UserError(
-            f"{use}: a batch of type {type(batch).__name__} has no tensors, so it cannot be split "
-            "among them."
-        )
+        raise UserError(f"{use}: a batch has no samples to split among them.\n{HOW}")
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
     return samples, select(batch, rows, sample_dim, auto)
 

@@ -72,11 +72,9 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
     """
     typed = str(name)[:100].lower()
     names = {str(choice).lower(): str(choice) for choice in choices}
-    begun = []
-    if len(typed) > 1:
-        begun = [one for one in names if one.startswith(typed) or typed.startswith(one)]
-    cutoff = 0.0 if begun else 0.6 if loosely else 0.8
-    matches = difflib.get_close_matches(typed, begun or names, n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(typed, names, n=1, cutoff=0.65 if loosely else 0.8)
+    if not matches and len(typed) > 1:
+        matches = [one for one in names if one.startswith(typed) or typed.startswith(one)]
     return names[matches[0]] if matches else None
 
 

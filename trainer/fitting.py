@@ -96,24 +96,15 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
 
 
 def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
-    """Warn about the limits of checkpoints for data without a length."""
-    savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-    if not savers or not isinstance(loader, IterableLoader) or loader.length_is_exact:
+    """Warn if a resumed fit would read a stream from the start."""
+    is_saved = any(isinstance(callback, Checkpoint) for callback in trainer.callbacks)
+    if not is_saved or not isinstance(loader, IterableLoader):
         return
-    if not loader.is_stateful:
+    if not loader.length_is_exact and not loader.is_stateful:
         launch.warn(
             f"{loader.name}: this loader does not save its state, so a resumed run reads it from "
             "the start and skips the batches already trained on.\ntorchdata's StatefulDataLoader "
             "resumes where it stopped."
-        )
-    is_timed = any(saver.every or saver.minutes for saver in savers)
-    if trainer.steps_per_epoch == trainer.total_steps and not is_timed:
-        when = "at the end"
-        if trainer.eval_every:
-            when = "when an evaluation is the best so far, and at the end"
-        launch.warn(
-            f"checkpoint: the run is a single epoch, so checkpoints are only saved {when}. "
-            "Type checkpoint.every=N, or pass Checkpoint(every=N)."
         )
 
 

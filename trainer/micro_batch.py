@@ -8,12 +8,10 @@ import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import memory, parallel, settings
-from stoker.trainer.errors import TrainingError, UserError, check_number, log
+from stoker.trainer.errors import TrainingError, UserError, log
 
 Bounds = tuple[int, int] | None  # the most and the fewest samples that a process gets from a batch
 Result = TypeVar("Result")
-# How smaller micro-batches affect the result.
-SAME = "the same result, except with BatchNorm or dropout"
 
 
 class MicroBatch:
@@ -24,7 +22,6 @@ class MicroBatch:
         size: Most samples at once. "auto" starts with whole batches and halves the size when
             memory runs out. None splits into `parts`.
         parts: Number of equal parts.
-        use: What the batches are for, for messages.
         key: Setting of the batch size, for messages.
 
     Raises:
@@ -37,7 +34,6 @@ class MicroBatch:
         device: torch.device,
         size: int | str | None = None,
         parts: int = 1,
-        use: str = "training",
         key: str = "batch_size",
     ) -> None:
         settings.check("grad_accum_steps", parts)
@@ -51,21 +47,19 @@ class MicroBatch:
         self.size: int | None = None if isinstance(size, str) else size
         self.device = device
         self.parts = parts
-        self.use = use
         self.key = key
 
     def cut_by(self) -> str | None:
         """Return the setting that splits batches, None if they stay whole."""
         if self.parts > 1:
             return f"grad_accum_steps={self.parts}"
-        if self.adapts:
-            return "micro_batch=auto"
-        return None if self.size is None else f"micro_batch={self.size}"
+        if self.size is not None:
+            return f"micro_batch={self.size}"
+        return "micro_batch=auto" if self.adapts else None
 
     def for_evaluation(self) -> "MicroBatch":
         """Return the one for evaluations: whole batches, unless this one adapts to the memory."""
-        size = "auto" if self.adapts else None
-        return MicroBatch(self.device, size, use="evaluation", key="eval_batch_size")
+        return MicroBatch(self.device, "auto" if self.adapts else None, key="eval_batch_size")
 
     def split(
         self, batch: Any, sample_dim: batches.SampleDimOf, sample_bounds: Bounds = None
@@ -103,7 +97,7 @@ class MicroBatch:
             try:
                 return function(self.split(batch, sample_dim, sample_bounds))
             except (RuntimeError, MemoryError) as error:
-                self.halve(error, batches.size(batch, sample_dim), module)
+                self.halve(error, batches.size(batch, sample_dim))
             # Outside `except`, where the error would keep its frames' tensors alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
@@ -112,47 +106,29 @@ class MicroBatch:
                 undo()
             memory.release(self.device)
 
-    def halve(self, error: Exception, samples: int, module: torch.nn.Module | None) -> None:
+    def halve(self, error: Exception, samples: int) -> None:
         """Halve the size and log it; raise the error if that cannot help."""
         most = min(self.size or samples, samples)
         if most == 1 or not memory.is_out_of_memory(error):
             raise error
         self.size = most // 2
-        note = "" if module is None else f", and {SAME}"
-        log.warning(
-            "Out of memory with %d samples at once: the %s continues with %d%s.",
-            most,
-            self.use,
-            self.size,
-            note,
-        )
+        log.warning("Out of memory with %d samples at once: continuing with %d.", most, self.size)
 
     def explain(self, samples: int | None) -> TrainingError:
         """Return the error for running out of memory with a batch (None: before the first one)."""
         place = f"{self.device}"
         if samples is not None:
             place += f" with a batch of {samples}{self.description()}"
+        advice = f"micro_batch=auto, or a lower {self.key}"
         if self.adapts:
-            advice = (
-                "precision=bf16, optimizer=sgd (less state), or a smaller model: "
-                "no micro-batch is small enough"
-            )
-        elif self.size:
-            advice = f"a lower micro_batch or {self.key}"
-        else:
-            advice = f"micro_batch=auto (less memory, {SAME}), or a lower {self.key}"
+            advice = "precision=bf16, or choose a smaller model or an optimizer with less state"
         left = memory.describe_memory(self.device)
-        return TrainingError(
-            f"Out of memory on {place}, in the {self.use}: {left}.\nType {advice}."
-        )
+        return TrainingError(f"Out of memory on {place}: {left}.\nType {advice}.")
 
     def description(self) -> str:
-        """Return ' in micro-batches of 8' for the plan of a run, '' for whole batches."""
-        if self.size is not None:
-            return f" in micro-batches of {self.size}"
-        if self.parts > 1:
-            return f" in {self.parts} micro-batches"
-        return ""
+        """Return ' (micro_batch=8)' for the plan of a run, '' for whole batches."""
+        setting = self.cut_by()
+        return f" ({setting})" if setting else ""
 
     def state_dict(self) -> dict[str, int | None]:
         return {"size": self.size}
@@ -160,6 +136,4 @@ class MicroBatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the size that fitted in memory; a size that was set stays."""
         if self.adapts:
-            self.size = check_number(
-                "micro_batch", state["size"], whole=True, least=1, optional=True
-            )
+            self.size = settings.check("micro_batch", state["size"], optional=True)

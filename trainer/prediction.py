@@ -1,8 +1,7 @@
 """Prediction: what the model gives for each batch of a loader, and for all of them together."""
 
-import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -84,62 +83,57 @@ def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
         raise
 
 
-def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> Any:
+def combined(nestings: list[Any], combine: Combine) -> Any:
     """Combine nestings of one form into one, with `combine(name, leaves)` as each leaf.
 
-    Dicts and tuples are walked through; None stays.
+    A leaf is a tensor or a list.
 
     Raises:
         UserError: The nestings differ in their form.
     """
-    first = nestings[0]
-    keys = keys_of(first)
-    for each in nestings:
-        if keys_of(each) != keys:
+    flat = [leaves_of(nesting) for nesting in nestings]
+    for leaves in flat:
+        if leaves.keys() != flat[0].keys():
             raise UserError(
-                f"predict: {name} is {kind_of(first)} for one batch and {kind_of(each)} for "
-                "another, or has other keys.\n"
+                f"predict: the outputs are {', '.join(flat[0])} for one batch and "
+                f"{', '.join(leaves)} for another.\n"
                 f"Override predict_batch to return the same form for all; {misuse.HOW}."
             )
-    if first is None and name != "outputs":
-        return None
-    if not isinstance(keys, list):
-        return combine(name, nestings)
-    merged = [
-        combined([each[key] for each in nestings], combine, f"{name}[{key!r}]") for key in keys
-    ]
-    if isinstance(first, Mapping):
-        whole: Any = copy.copy(first)  # keeps an OrderedDict or your own dict class
-        whole.update(zip(keys, merged, strict=True))
-        return whole
-    return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
+
+    def of_leaf(name: str, _: Any) -> Any:
+        return combine(name, [leaves[name] for leaves in flat])
+
+    return batches.walk(of_leaf, nestings[0], "outputs", is_leaf)
 
 
-def keys_of(nesting: Any) -> Any:
-    """Return the keys of a dict or a tuple; for a leaf, whether it can hold samples."""
-    if isinstance(nesting, Mapping):
-        return sorted(nesting, key=str)
-    if isinstance(nesting, tuple):
-        return list(range(len(nesting)))
-    return isinstance(nesting, (torch.Tensor, list))
+def is_leaf(_: str, value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def leaves_of(nesting: Any) -> dict[str, Any]:
+    """Return {name: tensor or list} of a nesting of dicts and tuples."""
+    leaves: dict[str, Any] = {}
+    batches.walk(leaves.__setitem__, nesting, "outputs", is_leaf)
+    return leaves
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
     """Return the outputs for a batch on the CPU; UserError if something in them has no samples."""
 
-    def checked(name: str, leaves: list[Any]) -> Any:
-        leaf = leaves[0]
+    def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
         is_list = isinstance(leaf, list) and len(leaf) == samples
-        if is_tensor or is_list:
-            return batches.walk(lambda _, item: to_cpu(item), leaf)
-        raise UserError(
-            f"predict: {name} is {kind_of(leaf)}, not one value per sample.\n"
-            "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
-            f"{misuse.HOW}."
-        )
+        if not is_tensor and not is_list:
+            raise UserError(
+                f"predict: {name} is {kind_of(leaf)}, not one value per sample.\n"
+                "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
+                f"{misuse.HOW}."
+            )
+        return batches.walk(lambda _, item: to_cpu(item), leaf)
 
-    return combined([outputs], checked)
+    if not leaves_of(outputs):
+        checked("outputs", outputs)
+    return batches.walk(checked, outputs, "outputs", is_leaf)
 
 
 def to_cpu(value: Any) -> Any:
@@ -179,8 +173,7 @@ def interleaved(name: str, leaves: list[Any]) -> Any:
 
 def samples_of(outputs: Any) -> Iterator[Any]:
     """Yield the nesting of each sample of the outputs for a batch."""
-    lengths: list[int] = []
-    combined([outputs], lambda _, leaves: lengths.append(len(leaves[0])))
+    lengths = [len(leaf) for leaf in leaves_of(outputs).values()]
     if len(set(lengths)) != 1:
         raise UserError(
             f"predict: the outputs do not have one entry per sample, but {lengths}.\n"
@@ -189,7 +182,7 @@ def samples_of(outputs: Any) -> Iterator[Any]:
         )
     for i in range(lengths[0]):
 
-        def of_sample(_: str, leaves: list[Any], i: int = i) -> Any:
-            return leaves[0][i]
+        def of_sample(_: str, leaf: Any, i: int = i) -> Any:
+            return leaf[i]
 
-        yield combined([outputs], of_sample)
+        yield batches.walk(of_sample, outputs, "outputs", is_leaf)

@@ -35,30 +35,23 @@ class Step:
 
 
 def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
-    """Return the step that the settings need, or None for the plain one.
+    """Return the step that the settings and the optimizer need, or None for the plain one.
 
     Raises:
-        UserError: `compile` is "graph", and these settings rule graphs out.
+        UserError: `compile` is "graph", or the optimizer takes a closure, and these settings rule
+            that out.
     """
+    step: Step | None = None
     if compile == "graph":
         custom = None if overrides.is_usual(type(trainer), "train_step") else type(trainer).__name__
         adapts = trainer.micro_batch.adapts
         graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
-        return GraphStep()
-    if trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
-        return AdaptiveStep()
-    return None
-
-
-def for_optimizer(trainer: "Trainer") -> Step | None:
-    """Return the step that the optimizer needs, or else the one already chosen.
-
-    Raises:
-        UserError: It is a closure optimizer, which these settings do not allow.
-    """
-    if not optimizers.needs_closure(trainer.optimizer):
-        return trainer.special_step
-    if trainer.special_step is not None or parallel.ranks() > 1:
+        step = GraphStep()
+    elif trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
+        step = AdaptiveStep()
+    if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
+        return step
+    if step is not None or parallel.ranks() > 1:
         raise UserError(
             f"optimizer: {type(trainer.optimizer).__name__} evaluates the loss several times per "
             "step: use one process, without compile=graph, precision=fp16 and micro_batch=auto."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import memory, overrides, parallel, schedules
+from stoker.trainer import memory, parallel, schedules
 from stoker.trainer.combined import parts
 
 if TYPE_CHECKING:
@@ -28,36 +28,33 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     yield line
     device = devices.describe(trainer.device)
     yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
-    batch_size = getattr(trainer.train_loader, "batch_size", None)
+    batch_size = getattr(trainer.train_loader, "batch_size", None) or "as the loader yields it"
     optimizer = trainer.optimizer
     rate = optimizer.param_groups[0].get("initial_lr", 0)
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
-    schedule = schedules.describe(trainer.scheduler)
-    update = f"{kinds}{fused} lr {rate:g}, {schedule}"
-    if not overrides.is_usual(type(trainer), "train_step"):
-        update += f", as {type(trainer).__name__}.train_step uses them"
     line = (
-        f"plan     {length(trainer)}, batch {batch_size or 'as the loader yields it'}"
-        f"{parallel.description(trainer)}{trainer.micro_batch.description()}, {update}"
+        f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
+        f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate:g}, "
+        f"{schedules.describe(trainer.scheduler)}"
     )
     if trainer.step:
         line += f", continued at step {trainer.step:,}"
-    if trainer.step >= trainer.total_steps:
-        line += ", its end: there is nothing left to train"
     yield line
 
 
 def length(trainer: "Trainer") -> str:
     """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if they are the one epoch."""
-    steps = "step" if trainer.total_steps == 1 else "steps"
-    total = f"{trainer.total_steps:,} {steps}"
+    total = counted(trainer.total_steps, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
         return total
-    epochs = trainer.total_steps / trainer.steps_per_epoch
-    unit = "epoch" if epochs == 1 else "epochs"
-    each = "step" if trainer.steps_per_epoch == 1 else "steps"
-    return f"{epochs:.4g} {unit} of {trainer.steps_per_epoch:,} {each} = {total}"
+    epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
+    return f"{counted(epochs, 'epoch')} of {counted(trainer.steps_per_epoch, 'step')} = {total}"
+
+
+def counted(number: float, unit: str) -> str:
+    """Return '1 step', '1,000 steps' or '2.5 epochs'."""
+    return f"{number:,.10g} {unit}{'' if number == 1 else 's'}"
 
 
 def precision(trainer: "Trainer") -> str:

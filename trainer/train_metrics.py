@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import evaluation
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
-from stoker.trainer.steps import ClosureStep
+from stoker.trainer.steps import ClosureStep, GraphStep
 from stoker.trainer.trainer import Trainer
 
 
@@ -26,33 +26,37 @@ class TrainMetrics(Trainer):
 
     Raises:
         UserError: With micro_batch="auto" a batch may be computed twice, with LBFGS many times, and
-            with compile="graph" no Python code of a step runs. Or no loss came from this class's
+            with compile="graph" no Python code of a step runs. Or a subclass overrides
             `compute_loss`.
     """
 
-    sees_outputs: bool = False  # whether this fit called `compute_loss`
-
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        step = self.special_step
-        counts_wrong = isinstance(step, ClosureStep) or (step is not None and step.captures)
-        if counts_wrong or self.micro_batch.adapts:
+        repeats = isinstance(self.special_step, (ClosureStep, GraphStep))
+        if repeats or self.micro_batch.adapts:
             raise UserError(
                 f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
                 "which compute a batch's loss several times or in a CUDA graph."
             )
+        kinds = type(self).__mro__
+        for kind in kinds[: kinds.index(TrainMetrics)]:
+            if "compute_loss" in vars(kind):
+                name = kind.__name__
+                raise UserError(
+                    f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
+                    f"metrics.\nDerive {name} from Trainer, and train with class "
+                    f"Both(TrainMetrics, {name})."
+                )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train as `Trainer.fit` does."""
         evaluation.reset(self)
-        self.sees_outputs = False
         return super().fit(train_loader, val_loader, resume)
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs."""
         loss, outputs = super().compute_loss(batch)
         if self.module.training:
-            self.sees_outputs = True
             with torch.no_grad():
                 self.update_metrics(outputs, batch)
         return loss, outputs
@@ -68,13 +72,6 @@ class TrainMetrics(Trainer):
 
     def training_numbers(self) -> dict[str, Any]:
         """Return the numbers of the steps since the last row, with the metrics."""
-        if not self.sees_outputs:
-            name = type(self).__name__
-            raise UserError(
-                f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
-                "metrics.\n"
-                f"Derive {name} from Trainer, and train with class Both(TrainMetrics, {name})."
-            )
         row = super().training_numbers()
         row.update(evaluation.metric_values(self, "train"))
         evaluation.reset(self)

@@ -102,7 +102,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.micro_batch = MicroBatch(self.device, micro_batch, grad_accum_steps)
         self.eval_micro_batch = self.micro_batch.for_evaluation()
         self.agreement = parallel.Agreement()
-        self.special_step = steps.choose(self, settings.check("compile", compile))
+        settings.check("compile", compile)
 
         # `module` keeps the user's parameter names; `model` is what a step calls.
         self.module = devices.place(model, self.device, channels_last)
@@ -126,7 +126,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 optimizer, self.parameter_groups(groups), self.device, self.module
             )
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
-            self.special_step = steps.for_optimizer(self)
+        self.special_step = steps.choose(self, compile)
         self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
         self.step = 0
