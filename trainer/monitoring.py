@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback, Row, State
-from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, is_one_slip
+from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, nearest
 from stoker.trainer.loading import by_name
 from stoker.trainer.readable import number
 from stoker.trainer.state import Either, Exactly
@@ -53,7 +53,8 @@ class Monitor(Callback):
         if self.monitor == "auto":
             self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
         higher = higher_is_better.get(self.name)
-        is_own = "/" in self.name and not any(is_one_slip(self.name, n) for n in higher_is_better)
+        is_typo = nearest(self.name, higher_is_better, loosely=False) is not None
+        is_own = "/" in self.name and not is_typo
         if self.mode != "auto" and (self.name in higher_is_better or is_own):
             higher = self.mode == "max"
         if higher is None:
