@@ -335,4 +335,4 @@ def test_the_command_line_ends_with_3_or_goes_on(tmp_path):
     )
     assert failed.returncode == 3 and "Traceback" not in failed.stderr, failed.stderr
     assert "error: Out of memory on cpu with a batch of 64" in failed.stderr
-    assert done.returncode == 0 and "training continues with 16, and" in done.stderr, done.stderr
+    assert done.returncode == 0 and "continuing with 16" in done.stderr, done.stderr

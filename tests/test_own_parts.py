@@ -274,7 +274,6 @@ class NoValidationLoss(Trainer):
             "val/loss",
             "^monitor=val/loss: evaluations return no loss",
         ),
-        ({}, "auto", "evaluations return no loss"),
     ],
 )
 def test_an_unknown_loss_of_evaluations_is_left_out(metrics, monitor, answer):
