@@ -230,10 +230,8 @@ class Jobs(Callback):
         os.chdir(self.cwd)
         self.go_on()
         sys.argv = self.argv
-        name = f"{Path(config.hydra.runtime.output_dir).name}.txt"
-        file = job.enter_context((self.folder / name).open("a", buffering=1, encoding="utf-8"))
-        job.enter_context(contextlib.redirect_stdout(file))
-        job.enter_context(contextlib.redirect_stderr(file))
+        progress.redirect(self.sweep, Path(config.hydra.runtime.output_dir).name, job)
+        job.enter_context(contextlib.redirect_stderr(sys.stdout))
         if self.launcher in ("joblib", "submitit_local"):
             self.restore(VISIBLE_GPUS)  # submitit empties this variable
             if slot is None:

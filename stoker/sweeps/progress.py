@@ -108,9 +108,9 @@ def announce(
     terminal.show(f"sweep    {jobs}{done}; their output is in {folder / OUTPUT}")
 
 
-def redirect(folder: Path, name: str) -> None:
-    """Write the standard output to the file of a job until `output` is closed."""
+def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:
+    """Write the standard output to the file of a job until the stack is closed."""
     path = folder / OUTPUT / f"{name}.txt"
     path.parent.mkdir(exist_ok=True)
-    file = output.enter_context(path.open("a", buffering=1, encoding="utf-8"))
-    output.enter_context(contextlib.redirect_stdout(file))
+    file = until.enter_context(path.open("a", buffering=1, encoding="utf-8"))
+    until.enter_context(contextlib.redirect_stdout(file))

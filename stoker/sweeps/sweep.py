@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command
 from stoker.runs import index
-from stoker.runs.directory import CONFIG, RESULT, make, remove_empty
+from stoker.runs.directory import CONFIG, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
-from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
+from stoker.sweeps.jobs import STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
@@ -82,30 +82,22 @@ class SweepCallback(Callback):
             return
         sweep = Sweep(folder)
         progress.output.close()
-        if progress.ends is not None:
-            exit_codes.codes += [job.code for job in sweep.jobs if job.code]
-        if forget_refused(folder, sweep) or progress.ends is None or not sweep.jobs:
+        if progress.ends is None:
+            return
+        exit_codes.codes += [job.code for job in sweep.jobs if job.code]
+        if not sweep.jobs:  # of a task that writes no results
+            for name in ("multirun.yaml", SWEEP):
+                (folder / name).unlink(missing_ok=True)
+            return
+        is_refused = all(job.code == exit_codes.MISTAKE for job in sweep.jobs)
+        if is_refused and not any(folder.glob(f"*/{CONFIG}")):
+            remove_untrained(folder)
             return
         print()
         try:
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
-
-
-def forget_refused(folder: Path, sweep: Sweep) -> bool:
-    """Remove the files of a sweep whose jobs were all refused; return whether they were.
-
-    Its folder is empty then, and removed when the process ends.
-    """
-    is_refused = all(job.code == exit_codes.MISTAKE for job in sweep.jobs)
-    if not is_refused or any(folder.glob(f"*/{CONFIG}")):
-        return False
-    for pattern in ("multirun.yaml", SWEEP, f"*/{JOB}", f"*/{RESULT}", f"{progress.OUTPUT}/*.txt"):
-        for path in folder.glob(pattern):
-            path.unlink()
-    remove_empty(folder.glob("*"))
-    return True
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:

@@ -52,8 +52,7 @@ class Sweep:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in self.of("done"):
             settings = [job.settings.get(key) for key in self.group_keys]
-            is_other = self.value(job) is None
-            groups.setdefault((is_other, *settings), []).append(job)
+            groups.setdefault(tuple(settings), []).append(job)
         self.groups = sorted(groups.values(), key=self.rank)
         self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
 
