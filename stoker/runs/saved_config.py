@@ -67,8 +67,8 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         "strategy": "single",
         "compile": False,
     }
-    config = changed(cfg, changes)
     try:
+        config = changed(cfg, changes)
         adapt_dataset(config["dataset"])
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, config[group])
@@ -87,10 +87,10 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
     changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
     if "device" in arguments.typed_keys():
         changes["device"] = cfg.device
-    config = changed(cfg, changes)
-    if config["resume"] == "never":
-        config["resume"] = "auto"
     try:
+        config = changed(cfg, changes)
+        if config["resume"] == "never":
+            config["resume"] = "auto"
         check.check_keys(config, defaults.defaults())
         check_parts(config)
         adapt_downloads(config["dataset"])
@@ -110,12 +110,8 @@ def changed(cfg: DictConfig, changes: Config) -> Config:
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
-    usual = defaults.defaults()
-    try:
-        config = resolved("run", cfg.run, merged(cfg, saved, changes))
-        check.check_types("", config, resolved("run", cfg.run, usual))
-    except UserError as error:
-        raise of_run(cfg.run, error) from None
+    config = resolved("run", cfg.run, merged(cfg, saved, changes))
+    check.check_types("", config, resolved("run", cfg.run, defaults.defaults()))
     return config
 
 

@@ -141,25 +141,19 @@ def varied(jobs: list[dict[str, str]]) -> list[str]:
     return differing
 
 
-def changes_results(key: str) -> bool:
-    """Whether another value of the key may change the result.
-
-    Some keys change no weights, but decide which are the best.
-    """
-    return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
-
-
 def check_same(
-    folder: Path, name: str, typed: list[str], before: list[str], compares: Callable[[str], bool]
+    folder: Path, name: str, typed: list[str], before: list[str], varied: Iterable[str] = ()
 ) -> None:
     """Raise UserError if a job in the folder of a sweep had other settings than now.
 
-    `compares` tells which keys matter.
+    Settings that change no result may differ, unless the sweep varies them. Some change no weights,
+    but decide which are the best.
     """
     now = settings_of(typed)
     old = settings_of(before)
     for key in {**now, **old}:
-        if compares(key) and now.get(key) != old.get(key):
+        matters = key in (*varied, "eval_every", "max_minutes") or not settings.may_differ(key)
+        if matters and now.get(key) != old.get(key):
             is_now = as_typed(now.get(key, "(default)"))
             was = old.get(key, "(default)")
             reason = f"its job {name} has different settings: {key}={is_now} (was {was})"

@@ -71,7 +71,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
                 ended.append((i, job))
     keys = sweep.keys[:MOST_SETTINGS] if ended else []
     records = []
-    choices = [values_of(sweep, [job for _, job in ended], key) for key in keys]
+    choices = [values_of(sweep, key) for key in keys]
     for row, job in ended:
         value = sweep.value(job) if job.status == "done" else None
         settings = [job.settings.get(key, DEFAULT) for key in keys]
@@ -96,23 +96,21 @@ def plots(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def values_of(sweep: Sweep, jobs: list[Job], key: str) -> list[str]:
+def values_of(sweep: Sweep, key: str) -> list[str]:
     """Return the values of a setting in their order: as typed in a grid, sorted in a search."""
-    in_order = sorted(jobs, key=lambda job: natural(job.name))
-    values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in in_order))
-    if not sweep.is_search:
-        return values
-    return sorted(values, key=lambda value: natural(value.strip("[]")))
+    values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in sweep.jobs))
+    if sweep.is_search:
+        values.sort(key=lambda value: natural(value.strip("[]")))
+    return values
 
 
 def axis(key: str, values: list[str]) -> dict[str, Any]:
     """Return the record of a setting; its `numbers` are None if its values are choices."""
-    numbers = [table.as_number(value) for value in values]
-    is_finite = all(number is not None and math.isfinite(number) for number in numbers)
+    numbers = table.present(map(table.as_number, values))
     return {
         "name": printable(key),
         "values": [printable(table.short(value)) for value in values],
-        "numbers": numbers if is_finite else None,
+        "numbers": numbers if len(numbers) == len(values) else None,
     }
 
 

@@ -36,13 +36,10 @@ REPORTS = 0.05  # share of the jobs' time to spend on drawing their reports
 class SweepCallback(Callback):
     """Hydra's callback for a sweep. Hydra turns an Exception into a warning, so it exits."""
 
-    refused = False
-
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
             self.begin(config)
         except (UserError, OSError) as error:
-            self.refused = True
             raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
@@ -77,13 +74,11 @@ class SweepCallback(Callback):
             progress.ends.show_new()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        if self.refused:
-            return
-        sweep = Sweep(folder)
         progress.output.close()
-        if progress.ends is None:
+        if progress.ends is None:  # it was refused
             return
+        folder = Path(config.hydra.sweep.dir)
+        sweep = Sweep(folder)
         exit_codes.codes += [job.code for job in sweep.jobs if job.code]
         if not sweep.jobs:  # of a task that writes no results
             for name in ("multirun.yaml", SWEEP):
@@ -101,13 +96,8 @@ class SweepCallback(Callback):
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
-    """Return the overrides of each job of a grid, in order; None for a search.
-
-    Also None if the jobs' directories are not named by their numbers.
-    """
-    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    is_grid = config.hydra.runtime.choices["hydra/sweeper"] == "basic"
-    if not is_grid or sweep["subdir"] != "${hydra.job.num}":
+    """Return the overrides of each job of a grid, in order; None for a search."""
+    if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return None
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = config.hydra.sweeper.params or {}
@@ -129,13 +119,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
         place = folder / str(name)
         before = jobs.overrides_in(place)
         if before is not None and (place / CONFIG).exists():
-            jobs.check_same(
-                folder,
-                str(name),
-                typed,
-                before,
-                lambda key: key in varied or jobs.changes_results(key),
-            )
+            jobs.check_same(folder, str(name), typed, before, varied)
 
 
 def report(sweep: Sweep, draws: bool = True) -> None:

@@ -21,6 +21,7 @@ from stoker.sweeps.jobs import (
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
+from stoker.trainer.typed import is_number
 
 REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
 MOST_ROWS = 40  # in the printed table
@@ -94,7 +95,7 @@ def as_number(setting: str) -> float | None:
         value = float(setting)
     except ValueError:
         return None
-    return value if abs(value) < 1e100 else None
+    return value if is_number(value) else None  # neither nan nor huge
 
 
 def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
