@@ -82,7 +82,7 @@ def test_windows_are_slices_of_the_text(file, form):
     for length in (1, 16):
         tokens = data.train[[0]][0][:, :length]
         assert torch.equal(trained(tokens), trained.module(tokens))
-    with pytest.raises(UserError, match=r"the model takes a torch.Tensor, \(N, 16\)"):
+    with pytest.raises(UserError, match=r"the model takes a tensor of shape \(N, 16\)"):
         trained(torch.zeros(1, 17, dtype=torch.int64))
     written = texts.decode(ids, about)
     assert written == (file.read_text("utf-8") if "s" in form[4:] else " ".join(map(str, ids)))

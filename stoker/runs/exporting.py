@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -22,15 +21,14 @@ from torch import Tensor
 
 from stoker.command import invocation
 from stoker.command.build import build
-from stoker.command.settings import FORMATS
 from stoker.data.description import Description
 from stoker.runs import card, directory
-from stoker.runs.inference import Trained, check_output, constants
+from stoker.runs.inference import Trained, check_output
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
-from stoker.trainer.errors import TrainingError, UserError, check_choice, first_line, log, printable
+from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
@@ -44,11 +42,11 @@ def check(form: str | None, output: str | None = None) -> None:
     """Raise a UserError for a format that is missing, or needs a package, or a bad `output`."""
     if form is None:
         raise UserError(f"task=export needs a format=. Choose one of: {', '.join(FILES)}.")
-    check_choice("format", form, FORMATS)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
-        names = " and ".join(missing)
-        raise UserError(f"format=onnx needs {names}.\nType {invocation.pip_install('onnx')}.")
+        raise UserError(
+            f"format=onnx needs {', '.join(missing)}.\nType {invocation.pip_install('onnx')}."
+        )
     if output is not None:
         check_output(output)
         check_output(f"{output}.md")
@@ -75,27 +73,21 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
         inputs, _ = part[list(range(min(SAMPLES, len(part))))]
         return inputs, f"{len(inputs)} {name} samples of {data.name}"
     except (UserError, OSError) as error:
-        reason = " ".join(str(error).split("\n"))
         log.warning(
             "The run's data cannot be read, so the outputs are compared on generated inputs: %s",
-            reason,
+            first_line(error),
         )
     return generated(about), f"{SAMPLES} generated samples"
 
 
 def generated(about: Description) -> Tensor:
-    """Generate inputs for a `Trained` model: pixels, or numbers around each column's mean."""
-    shape = (SAMPLES, *about["in_shape"])
+    """Generate inputs for a `Trained` model: pixels, or 0 and 1."""
+    is_table = about["table"] is not None
+    dtype = torch.float64 if is_table else getattr(torch, about["dtype"])
+    highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
     generator = torch.Generator().manual_seed(0)
-    if about["dtype"] == "uint8":
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if about["table"] is None:
-        dtype = getattr(torch, about["dtype"])
-        # Integers may be indices, for example into an embedding.
-        return noise.to(dtype) if dtype.is_floating_point else (noise > 0).to(dtype)
-    numbers = constants(about)
-    return noise * numbers["std"] + numbers["mean"]
+    shape = (SAMPLES, *about["in_shape"])
+    return torch.randint(0, highest, shape, generator=generator).to(dtype)
 
 
 def export(
@@ -136,7 +128,13 @@ def export(
         except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise all kinds of errors for unsupported models
-            raise refusal(form, error) from error
+            advice = "Type format=safetensors for the weights alone."
+            if form == "safetensors":
+                advice = "Load it in Python, with stoker.load."
+            raise UserError(
+                f"format={form}: this model cannot be exported "
+                f"({type(error).__name__}: {first_line(error)}).\n{advice}"
+            ) from error
         if not difference <= TOLERANCE * largest:  # also true for nan
             raise TrainingError(
                 f"format={form}: its outputs differ by {difference:.2g} from PyTorch's on {whose}, "
@@ -160,13 +158,6 @@ def check_tested(model: Trained, folder: Path) -> None:
                 f"({directory.WEIGHTS}). Nothing was written.\n"
                 f"The tested weights are in {path}; model.md beside it says how to load them."
             )
-
-
-def refusal(form: str, error: Exception) -> UserError:
-    """Make the error for a model that an exporter does not support."""
-    reason = f"{type(error).__name__}: {first_line(error)}"
-    advice = "" if form == "safetensors" else "\nType format=safetensors for the weights alone."
-    return UserError(f"format={form}: this model cannot be exported ({reason}).{advice}")
 
 
 def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
@@ -232,8 +223,7 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
         expected = outputs_of(model, inputs[:size])
         for wanted, given in zip(expected, outputs_of(run, inputs[:size]), strict=True):
             if given.shape != wanted.shape:
-                shapes = f"{tuple(given.shape)} instead of {tuple(wanted.shape)}"
-                raise TrainingError(f"The exported model returns {shapes}.")
+                raise TrainingError(f"The exported model returns {list(given.shape)} values.")
             differences.append((given - wanted).abs().max().item())
             largest.append((wanted - center).abs().max().item())
     if any(map(math.isnan, differences)):
@@ -288,16 +278,9 @@ def write_card(
         outputs=outputs,
         date=time.strftime("%Y-%m-%d"),
         step=card.step_of(result),
-        versions=versions_for(form),
+        versions={"python": platform.python_version(), "torch": torch.__version__},
         results=card.results(result),
         difference=difference,
         checked=whose,
     )
     write_text(path.with_name(f"{path.name}.md"), f"{text}\n")
-
-
-def versions_for(form: str) -> dict[str, str]:
-    """Return the versions of what an export in this format was made with."""
-    names = ("torch", "onnx", "onnxscript") if form == "onnx" else ("torch",)
-    packages = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **packages}

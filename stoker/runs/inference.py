@@ -6,14 +6,12 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from torch import Tensor
 
 from stoker.command import build, trust
@@ -26,7 +24,7 @@ from stoker.runs.json_files import finite
 from stoker.runs.result import finished
 from stoker.trainer import checkpoint, memory, parallel, prediction
 from stoker.trainer import device as devices
-from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log, printable
+from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
@@ -66,7 +64,7 @@ class Trained(torch.nn.Module):
         self.columns: list[str] | None = None
         if about["table"] is not None:
             columns = about["table"]["columns"]
-            self.columns = list(itertools.chain.from_iterable(map(names_of, columns)))
+            self.columns = [name for column in columns for name in names_of(column)]
         self.pixels = about["dtype"] == "uint8"
         numbers = constants(about)
         self.rescales = "target_mean" in numbers
@@ -92,20 +90,19 @@ class Trained(torch.nn.Module):
     def check(self, inputs: Tensor) -> None:
         """Raise a UserError for inputs whose type or shape differs from the data set's."""
         shape = self.about["in_shape"]
-        given = f"a {type(inputs).__name__}"
+        given: Any = type(inputs).__name__
         if isinstance(inputs, Tensor):
             if self.about.get("tokens") and inputs.ndim == 2:
                 shape = [min(shape[0], inputs.shape[1])]  # a shorter text is allowed
+            given = f"{inputs.dtype} of shape {list(inputs.shape)}"
             has_type = not self.pixels or inputs.dtype == torch.uint8
             if has_type and list(inputs.shape[1:]) == shape:
                 return
-            given = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
-        kind = " of uint8" if self.pixels else ""
-        takes = f"a torch.Tensor{kind}, (N, {', '.join(map(str, shape))})"
-        if self.columns is not None:
-            takes += ": the numbers of model.columns, in this order"
-        dataset = self.about["dataset"]
-        raise UserError(f"{dataset}: the model takes {takes}. This is {given}.")
+        kind = "uint8 pixels" if self.pixels else "a tensor"
+        raise UserError(
+            f"{self.about['dataset']}: the model takes {kind} of shape "
+            f"(N, {', '.join(map(str, shape))}), not {given}."
+        )
 
 
 def constants(about: Description) -> dict[str, Tensor]:
@@ -114,11 +111,10 @@ def constants(about: Description) -> dict[str, Tensor]:
     if about["dtype"] == "uint8":
         numbers["scale"], numbers["offset"] = scaling(about["mean"], about["std"], "cpu")
     elif about["table"] is not None:
-        for name, of_category in (("mean", 0.0), ("std", 1.0)):
-            values: list[float] = []
-            for column in about["table"]["columns"]:
-                values += [column.get(name, of_category)] * len(names_of(column))
-            numbers[name] = torch.tensor(values, dtype=torch.float64)
+        columns = about["table"]["columns"]
+        for key, of_category in (("mean", 0.0), ("std", 1.0)):
+            values = [column.get(key, of_category) for column in columns for _ in names_of(column)]
+            numbers[key] = torch.tensor(values, dtype=torch.float64)
     units = (about["target_mean"], about["target_scale"])
     if about["kind"] == "regression" and units != (0.0, 1.0):
         for name in ("target_mean", "target_scale"):
@@ -145,23 +141,11 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
         except UserError as error:
-            raise saved_config.of_run(folder, in_python(error)) from None
+            raise saved_config.of_run(folder, error) from None
     model = Trained(module, about).eval().requires_grad_(False)
     if devices.wide_type(chosen.type) is torch.float32:  # the device has no float64
         model = model.float()
     return model.to(chosen)
-
-
-def in_python(error: UserError) -> UserError:
-    """Turn advice for the command line on what to trust into Python, unless it is a command."""
-    if HydraConfig.initialized():
-        return error
-    return UserError(re.sub(r"(?<=trusted=)\[([\w,]+)\]", _in_quotes, str(error)))
-
-
-def _in_quotes(names: re.Match[str]) -> str:
-    """Return the names of a match as a list in Python."""
-    return json.dumps(names[1].split(","))
 
 
 def best(folder: str | Path) -> tuple[Path, State]:
@@ -172,16 +156,12 @@ def best(folder: str | Path) -> tuple[Path, State]:
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is meant for training
-        text = first_line(error) + "\n"
-        weights = Path(folder) / "model.safetensors"
-        if weights.is_file():
-            text += (
-                f"The tested weights are in {weights}; model.md beside it says how to load them."
-            )
-        raise TrainingError(text) from None
+        raise TrainingError(f"{first_line(error)}\n") from None
     if found is None:
-        again = f"Type the command that started it with run_dir={folder}."
-        raise UserError(f"run={folder}: it has no checkpoint. {again}")
+        raise UserError(
+            f"run={folder}: it has no checkpoint. Type the command that started it with "
+            f"run_dir={folder}."
+        )
     if finished(folder) is None:
         log.warning(
             "run=%s has not finished. Using %s, its best checkpoint so far.", folder, found[0].name
@@ -254,15 +234,10 @@ def predict(
         key = "file"
         batches = image_batches(path, about, size, skip)
     else:
-        advice = (
-            "For a part of its own data, type split=test instead of input=. In Python, the model "
-            "that stoker.load(DIR) returns takes tensors."
-        )
-        if about.get("tokens") is not None:
-            advice = "To continue a prompt, type task=generate prompt=TEXT."
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
-            f"which is neither images nor a table.\n{advice}"
+            "which is neither images nor a table.\nType split=test for a part of its own data. "
+            "For a text, type task=generate prompt=TEXT."
         )
     place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
@@ -326,26 +301,19 @@ def image_batches(
     path: str, about: Description, size: int, skip: bool
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
     """Yield (paths, uint8 (N, C, H, W)) of one image or of those below a folder, resized."""
-    if not os.path.exists(path):
-        raise UserError(f"input={printable(path)}: there is no such file or folder.")
     channels, *shape = about["in_shape"]
     resize = about.get("resize") or True
-    endings = ", ".join(images.IMAGE_ENDINGS)
-    is_folder = os.path.isdir(path)
-    files = images_below(path) if is_folder else iter([path])
+    files = images_below(path) if os.path.isdir(path) else iter([path])
     broken: list[str] = []
     is_empty = True
 
     def decode(file: str) -> Tensor | None:
         try:
             return images.decode_image(file, shape, channels, resize)
-        except images.BrokenImage as error:
-            if not is_folder:
-                takes = f"The run takes an image, or a folder of images ({endings})"
-                raise UserError(f"input={first_line(error)}\n{takes}.") from None
+        except images.BrokenImage:
             if not skip:
                 raise
-            broken.append(file)
+            broken.append(printable(file))
             return None
 
     with ThreadPoolExecutor(images.decoding_threads(shape)) as pool:
@@ -358,19 +326,20 @@ def image_batches(
 
     if is_empty:
         raise UserError(
-            f"input={printable(path)}: this folder has no readable image ({endings}). "
-            "Type input=FOLDER or input=IMAGE."
+            f"input={printable(path)}: there is no readable image "
+            f"({', '.join(images.IMAGE_ENDINGS)}). Type input=FOLDER or input=IMAGE."
         )
     if broken:
-        log.warning("images left out that cannot be read: %s", first_few(broken, 3))
+        log.warning(
+            "%d images that cannot be read are left out, such as %s", len(broken), broken[0]
+        )
 
 
 def images_below(folder: str) -> Iterator[str]:
     """Yield the paths of the images below a folder by name, following no links to folders."""
 
     def refuse(error: OSError) -> None:
-        name = printable(error.filename)
-        raise UserError(f"{name}: this folder cannot be read ({error.strerror}).")
+        raise error
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -408,18 +377,11 @@ def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
 
 
 def flat(row: Row) -> Row:
-    """Return the cells of a row by column: P(class) for each class, "value i" for each target.
-
-    Any other nesting is JSON in one cell.
-    """
-    cells = {}
+    """Return the cells of a row by column: P(class) for each class, JSON for any other nesting."""
+    cells: Row = {}
     for key, value in row.items():
         if key == "probabilities":
-            for name, share in value.items():
-                cells[f"P({name})"] = share
-        elif key == "value" and isinstance(value, list):
-            for i, number in enumerate(value):
-                cells[f"{key} {i}"] = number
+            cells |= {f"P({name})": share for name, share in value.items()}
         elif isinstance(value, (dict, list)):
             cells[key] = json.dumps(value)
         else:
@@ -434,14 +396,9 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     """
     path = Path(output)
     shown = f"output={printable(output)}"
-    if os.path.lexists(path):
+    if os.path.lexists(path) or not path.parent.is_dir():
         raise UserError(
-            f"{shown}: this already exists. Choose a different output, or remove this one."
-        )
-    if not path.parent.is_dir():
-        parent = printable(path.parent)
-        raise UserError(
-            f"{shown}: the folder {parent} does not exist. Type output=FILE for a new file."
+            f"{shown}: this already exists, or its folder does not. Choose a different output."
         )
     if endings and path.suffix not in endings:
         raise UserError(
