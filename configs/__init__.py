@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from stoker import project
-
 FOLDER = Path(__file__).parent
 
 
 def folders() -> list[Path]:
     """Return the folders that options are looked up in: this one, then the project's `configs/`."""
-    here = project.current().root / "configs"
+    here = Path.cwd() / "configs"
     if not here.is_dir() or here.samefile(FOLDER):
         return [FOLDER]
     return [FOLDER, here]

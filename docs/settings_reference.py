@@ -103,7 +103,6 @@ def rows_from(first: str) -> list[Row]:
 def type_of(row: Row) -> str:
     """Return the type of a setting in words."""
     default = row.value
-    record = settings.SETTINGS.get(row.key, settings.Setting())
     limit = settings.limit_of(row.key)
     words = {bool: "true or false", int: "integer", float: "number", list: "list", dict: "mapping"}
     if isinstance(limit, Choice):
@@ -118,8 +117,6 @@ def type_of(row: Row) -> str:
         shown = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
         text = " ".join(["integer" if limit.whole else "number", ", ".join(shown)]).strip()
         return text + " or auto" * limit.auto
-    if record.path:
-        return "path"
     if isinstance(limit, settings.Text) or isinstance(default, str):
         return "text"
     if any(f"{row.key}=[" in meaning for meaning in row.meanings):
@@ -185,11 +182,9 @@ class Settings(SphinxDirective):
             anchor = "setting-" + nodes.make_id(row.key)
             domain.anonlabels[row.key] = (self.env.docname, anchor)
             domain.labels[row.key] = (self.env.docname, anchor, row.key)
-            record = settings.SETTINGS.get(row.key, settings.Setting())
-            names = [row.key, *record.aliases]
-            spoken = {re.sub(r"[._]", " ", name) for name in names}
+            names = {row.key, re.sub(r"[._]", " ", row.key)}
             index = addnodes.index(
-                entries=[("single", name, anchor, "main", None) for name in {*names, *spoken}]
+                entries=[("single", name, anchor, "main", None) for name in names]
             )
             link = nodes.reference("", "", nodes.literal(text=row.key), refuri=f"#{anchor}")
             name = nodes.paragraph("", "", link, ids=[anchor])

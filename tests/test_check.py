@@ -1,11 +1,9 @@
-"""Keys, types and ${...} of a config: what is refused, and which key and file the message names."""
+"""Keys, types and ${...} of a config: what is refused, and which key the message names."""
 
 from pathlib import Path
 
 import pytest
 
-from stoker.command import exit_codes, messages
-from stoker.tasks import parts
 from stoker.trainer.errors import UserError
 
 SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
@@ -22,7 +20,6 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
         ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a name pattern"),
         ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: give a list of rules"),
         ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: give a number above 0"),
-        ("model.activation=", "model.activation=: type a string after the ="),
         ("channels_last={a:1}", r"channels_last=\{a:1\}"),
     ],
 )
@@ -34,21 +31,19 @@ def test_a_key_or_a_type_that_nothing_has_is_refused(processed, typed, message):
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("optimzer: {lr: 0.1}", "optimzer{}: there is no such key. Did you mean 'optimizer'?"),
-        ("epoch: 3", "epoch{}: there is no such key. Did you mean 'epochs'?"),
-        ("checkpoint: {evry: 3}", "checkpoint.evry{}: there is no such key. Did you mean 'checkpo"),
-        ("sweep: {at_onse: 3}", "sweep.at_onse{}: there is no such key. Did you mean 'sweep.at_o"),
+        ("optimzer: {lr: 0.1}", "optimzer: there is no such key. Did you mean 'optimizer'?"),
+        ("epoch: 3", "epoch: there is no such key. Did you mean 'epochs'?"),
+        ("checkpoint: {evry: 3}", "checkpoint.evry: there is no such key. Did you mean 'checkpo"),
+        ("sweep: {at_onse: 3}", "sweep.at_onse: there is no such key. Did you mean 'sweep.at_o"),
     ],
 )
-def test_a_misspelt_key_in_your_own_file_is_refused_and_the_file_named(
-    processed, project, text, answer
-):
+def test_a_misspelt_key_in_your_own_file_is_refused(processed, project, text, answer):
     project("experiment/mine", f"# @package _global_\n{text}\n")
     project("model/mine", f"# @package _global_\ndefaults: [mlp@model]\n{text}\n")
     for group in ("experiment", "model"):
         with pytest.raises(UserError) as caught:
             processed(*SMALL, f"{group}=mine")
-        assert str(caught.value).startswith(answer.format(f" in configs/{group}/mine.yaml"))
+        assert str(caught.value).startswith(answer)
 
 
 def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, project):
@@ -66,7 +61,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):
     project("experiment/mine", "# @package _global_\nlength: 3\nepochs: ${length}\n")
     assert processed("experiment=mine").epochs == 3
-    with pytest.raises(UserError, match="^lenght in .*: there is no such key"):
+    with pytest.raises(UserError, match="^lenght: there is no such key"):
         project("experiment/slip", "# @package _global_\nlenght: 3\n")
         processed("experiment=slip")
 
@@ -74,7 +69,7 @@ def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, 
 def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     project("experiment/mine", "# @package _global_\nloss: {_target_: torch.nn.L1Loss}\n")
     typed = ("experiment=mine", "loss=mse")
-    words = "^loss=mse: loss._target_=torch.nn.L1Loss in configs/experiment/mine.yaml takes prec"
+    words = "^loss=mse: another file sets loss._target_=torch.nn.L1Loss. Remove it there"
     with pytest.raises(UserError, match=words):
         processed(*typed)
     target = "loss._target_=torch.nn.MSELoss"
@@ -82,20 +77,12 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     assert processed("experiment=mine", "model=cnn").loss._target_ == "torch.nn.L1Loss"
 
 
-@pytest.mark.parametrize(
-    ("name", "contents", "answer"),
-    [
-        ("mine.yml", b"epochs: 3\n", "the name of a config ends with .yaml. Rename it."),
-        ("mine.yaml", b"run_dir: t\xe4st\n", "this is not UTF-8 text. Save it as UTF-8."),
-    ],
-)
-def test_a_config_that_hydra_cannot_read_is_named(processed, project, name, contents, answer):
-    project("experiment/other", "epochs: 2\n")
-    path = Path("configs/experiment", name).resolve()
-    path.write_bytes(contents)
-    with pytest.raises(Exception, match="yml|utf-8") as caught:
-        processed("experiment=mine")
-    assert messages.message(exit_codes.with_message(caught.value)) == f"error: {path}: {answer}"
+def test_a_config_that_is_not_yaml_is_named(forks, project):
+    project("experiment/mine", "epochs: [1\n")
+    done = forks.run(Path.cwd(), "experiment=mine")
+    assert done.code == 2 and len(done.err.splitlines()) == 1
+    assert "these settings cannot be read: while parsing" in done.err
+    assert f'in "{Path.cwd()}/configs/experiment/mine.yaml", line 1' in done.err
 
 
 def test_what_switches_a_callback_off_is_allowed(processed):
@@ -104,10 +91,11 @@ def test_what_switches_a_callback_off_is_allowed(processed):
 
 
 def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
-    cfg = processed(*SMALL, "+callbacks.time_limit.minute=1")
-    message = "callbacks.time_limit.minute: .* no such argument. Did you mean 'minutes'"
-    with pytest.raises(UserError, match=message), parts.building(cfg):
-        pass
+    message = (
+        "callbacks.time_limit.minute: this callback is off. Type callbacks.time_limit.minutes="
+    )
+    with pytest.raises(UserError, match=message):
+        processed(*SMALL, "+callbacks.time_limit.minute=1")
 
 
 def test_a_path_of_digits_is_text(processed):
@@ -126,24 +114,7 @@ def test_a_path_of_digits_is_text(processed):
         ("${nothing:1}", "Unsupported interpolation type nothing"),
     ],
 )
-def test_a_broken_reference_names_its_key_and_its_file(processed, project, value, reason):
+def test_a_broken_reference_names_its_key(processed, value, reason):
     with pytest.raises(UserError) as caught:
         processed(f"model.dropout={value}")
     assert str(caught.value) == f"model.dropout={value}: {reason}.\nType model.dropout=VALUE."
-    project("experiment/mine", f"# @package _global_\nmodel: {{dropout: '{value}'}}\n")
-    with pytest.raises(UserError) as caught:
-        processed("experiment=mine")
-    place = "configs/experiment/mine.yaml"
-    assert str(caught.value).startswith(f"model.dropout={value} in {place}: {reason}.\n")
-
-
-def test_a_reference_that_is_needed_before_the_check_names_its_key(processed, monkeypatch):
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    monkeypatch.setattr("sys.argv", ["train.py", "device=${oc.env:STOKER_NOT_SET}", "-m"])
-    with pytest.raises(OmegaConfBaseException) as caught:
-        OmegaConf.select(OmegaConf.create({"device": "${oc.env:STOKER_NOT_SET}"}), "device")
-    place = "device=${oc.env:STOKER_NOT_SET}: KeyError raised while resolving interpolation: "
-    said = messages.message(caught.value).splitlines()[0]
-    assert said.startswith(f"error: {place}") and "'STOKER_NOT_SET' not found" in said

@@ -47,8 +47,11 @@ def test_a_warmup_is_shorter_than_the_training():
             "+metrics.top._target_=stoker.trainer.metrics.TopK +metrics.top.k=10",
             "metrics.top.k=10: any of 10 classes is always",
         ),
-        ("callbacks.lookahead.decay=0.3", "decay=0.3: .* off. Type callbacks.lookahead.every="),
-        ("callbacks.early_stopping.min_delta=0.1", "min_delta=0.1: .* off. Type patience="),
+        ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
+        (
+            "callbacks.early_stopping.min_delta=0.1",
+            "min_delta: .* off. Type callbacks.early_stopping.patience=",
+        ),
     ],
 )
 def test_what_would_change_nothing_is_refused(processed, typed, message):

@@ -225,13 +225,10 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     hint = messages.hint_for("loss.ignore_index", config)
     assert hint.startswith(" Type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
-    assert messages.hint_for("loss.unknown", config) == ""
-    assert "Type +dataset.workers=..." in messages.hint_for("dataset.workers", config)
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
-    assert messages.hint_for("dataset.worker", config) == " Did you mean 'dataset.workers'?"
     assert messages.hint_for("dataset.noise", config).startswith(" Type +dataset.noise=...")
 
 

@@ -39,64 +39,39 @@ FULL = 'trusted = ["mine"]\nexperiment = "first"\nruns = "out"\n'
 
 
 @pytest.mark.parametrize("name", ["stoker.toml", "pyproject.toml"])
-def test_the_nearest_file_upwards_makes_the_project(folder, monkeypatch, name):
+def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch, name):
     text = FULL if name == "stoker.toml" else f'[project]\nname = "stoker"\n[tool.stoker]\n{FULL}'
     write(folder / name, text)
     write(folder / "configs/experiment/first.yaml", "# @package _global_\nepochs: 1\n")
-    write(folder / "inner/deep/pyproject.toml", "[tool.other]\nstoker = 1\n")
     (folder / "src").mkdir()
-    monkeypatch.chdir(folder / "inner/deep")
-    here = project.current()
-    assert here == project.Project(folder, folder / name, ("mine",), "first", "out")
-    assert here.runs_folder == os.path.join("..", "..", "out")
-    assert here.import_folders() == [str(folder), str(folder / "src")]
+    assert project.current() == project.Project(("mine",), "first", "out")
+    assert project.import_folders() == [str(folder), str(folder / "src")]
     assert configs.folders() == [configs.FOLDER, folder / "configs"]
-    added = ["experiment=first", "hydra.sweep.dir='../../out/${now:%Y-%m-%d_%H-%M-%S}-sweep'"]
+    added = ["experiment=first", "hydra.sweep.dir='out/${now:%Y-%m-%d_%H-%M-%S}-sweep'"]
     search = f"hydra.searchpath=['file://{folder}/configs']"
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]
     assert arguments.for_hydra(["task=evaluate"]) == ["task=evaluate", search]
     typed = ["experiment=null", "hydra.sweep.dir=s"]
     assert arguments.for_hydra(typed) == ["~experiment", "hydra.sweep.dir=s", search]
-
-
-def test_without_a_file_the_working_directory_is_the_project(folder, monkeypatch):
-    write(folder / "configs/model/net.yaml", "width: 1\n")
-    write(folder / "inner/x")
-    assert project.current() == project.Project(folder) and project.current().runs_folder == "runs"
-    assert arguments.of_project(["model=net"]) == []
+    write(folder / "inner/pyproject.toml", "[tool.other]\nstoker = 1\n")
     monkeypatch.chdir(folder / "inner")
-    assert project.current().root == folder / "inner"
-
-
-def test_a_file_of_somebody_else_further_up_is_not_read(folder, monkeypatch):
-    write(folder / "stoker.toml", FULL)
-    write(folder / "inner/x")
-    try:
-        os.chown(folder / "inner", 12345, -1)
-    except PermissionError:
-        pytest.skip("this needs the right to give a folder away")
-    monkeypatch.chdir(folder / "inner")
-    assert project.current() == project.Project(folder / "inner")
+    assert project.current() == project.Project() and arguments.of_project(["model=net"]) == []
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ('trustd = ["mine"]', "there is no key trustd. Did you mean 'trusted'? The keys are trusted, "),
-        ('trusted = "mine"', 'trusted is not valid. Type trusted = ["mypackage"].'),
-        ('trusted = ["mine.py", 3]', "trusted is not valid."),
-        ('trusted = ["mi-ne"]', "trusted is not valid."),
-        ("experiment = 1", 'experiment is not valid. Type experiment = "NAME".'),
-        ('runs = ""', 'runs is not valid. Type runs = "FOLDER".'),
-        ("runs = ", "this is not valid TOML ("),
+        ('trustd = ["mine"]', ": there is no key trustd. Did you mean 'trusted'? The keys are trusted = "),
+        ('trusted = "mine"', ".trusted: expected tuple[str, ...], not 'mine'. The keys are trusted = "),
+        ("experiment = 1", ".experiment: expected "),
+        ("runs = ", ": this is not valid TOML ("),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
     write(folder / "stoker.toml", text)
     with pytest.raises(UserError) as caught:
-        project.current().enter()
         arguments.for_hydra([])
-    assert str(caught.value).startswith(f"{folder / 'stoker.toml'}: {answer}")
+    assert str(caught.value).startswith(f"{folder / 'stoker.toml'}{answer}")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -215,20 +190,6 @@ def test_the_help_has_examples_groups_and_keys_in_80_columns(folder, monkeypatch
         assert f"\n  optimizer.{key}: " in asked or key == "_target_" or key == "_partial_"
 
 
-def test_a_path_in_a_config_of_the_project_is_relative_to_its_folder(
-    folder, monkeypatch, processed
-):
-    write(folder / "stoker.toml", "")
-    table = "defaults: [csv]\npath: data/table.csv\ntarget: y\n"
-    write(folder / "configs/dataset/mine.yaml", table)
-    assert processed("dataset=mine").dataset.path == "data/table.csv"
-    (folder / "inner").mkdir()
-    monkeypatch.chdir(folder / "inner")
-    assert processed("dataset=mine").dataset.path == "../data/table.csv"
-    assert processed("dataset=mine", "dataset.path=typed.csv").dataset.path == "typed.csv"
-    assert processed().run_dir is None
-
-
 @pytest.mark.slow
 def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_path):
     quick = ["dataset=synthetic", "dataset.n=60", "batch_size=8", "epochs=1", "report=false"]
@@ -265,13 +226,13 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_new_project_trains_in_any_of_its_folders_and_prints_commands_that_work(forks, tmp_path):
+def test_a_new_project_trains_and_prints_commands_that_work(forks, tmp_path):
     assert forks.run(tmp_path, "new", "blue_net").code == 0
-    inner = tmp_path / "blue_net" / "tests"
+    inner = tmp_path / "blue_net"
     trained = forks.run(inner, "epochs=1", "report=false")
     assert trained.code == 0 and "model    Net, 1,251 parameters" in trained.out, trained.err
     [command] = [line.strip() for line in trained.out.splitlines() if " evaluate run=" in line]
-    assert command.startswith(PROGRAM) and "run=../runs/" in command
+    assert command.startswith(PROGRAM) and "run=runs/" in command
     words = shlex.split(command.removeprefix(PROGRAM))
     evaluated = forks.run(inner, *words)
     assert evaluated.code == 0 and "\ntest     loss " in evaluated.out, evaluated.err

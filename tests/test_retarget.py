@@ -130,8 +130,8 @@ def test_a_trainer_of_a_file_follows_the_settings(processed, project):
     cfg = processed("trainer=mine", "epochs=12", "trusted=[stoker]")
     expected = {**processed("epochs=12").trainer, "log_every": 7}
     assert dict(cfg.trainer) == {**expected, "_target_": cfg.trainer._target_}
-    project("trainer/mine", "_target_: test_retarget.stoker_trainer\n")
-    cfg = processed("trainer=mine", "epochs=12", "trusted=[test_retarget]")
+    project("trainer/short", "_target_: test_retarget.stoker_trainer\n")
+    cfg = processed("trainer=short", "epochs=12", "trusted=[test_retarget]")
     assert set(cfg.trainer) == {"_target_", "epochs", "max_steps"}
 
 

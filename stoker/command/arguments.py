@@ -3,6 +3,7 @@
 import contextvars
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,7 +13,7 @@ from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
 from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError, did_you_mean
+from stoker.trainer.errors import UserError
 
 # Hydra's options, and whether each takes a value.
 OPTIONS = {
@@ -130,9 +131,8 @@ def of_project(arguments: Sequence[str]) -> list[str]:
     added = []
     if here.experiment is not None and "experiment" not in keys:
         added.append(f"experiment={here.experiment}")
-    if here.file is not None and "hydra.sweep.dir" not in keys:
-        folder = f"{here.runs_folder}/${{now:%Y-%m-%d_%H-%M-%S}}-sweep"
-        added.append(setting("hydra.sweep.dir", folder))
+    if here.runs != "runs" and "hydra.sweep.dir" not in keys:
+        added.append(setting("hydra.sweep.dir", Path(here.runs, "${now:%Y-%m-%d_%H-%M-%S}-sweep")))
     return added
 
 
@@ -160,28 +160,16 @@ def check(arguments: Sequence[str]) -> None:
 
 def check_options(arguments: Sequence[str]) -> None:
     """Raise UserError for an unknown option, or one without the value that it needs."""
-    for position, argument in enumerate(arguments):
-        if not argument.startswith("-"):
-            continue
-        following = arguments[position + 1 : position + 2]
+    for argument in arguments:
         name, _, value = argument.partition("=")
-        name = SHORT.get(name, name)
-        if name not in OPTIONS:
-            refuse_option(argument, following)
-        if OPTIONS[name] and not (value or following):
-            raise UserError(f"{argument}: this option needs a value. Type {name} VALUE.")
-
-
-def refuse_option(argument: str, following: Sequence[str]) -> None:
-    """Raise UserError for an unknown option, such as the `--epochs=3` of other programs."""
-    name, _, value = argument.partition("=")
-    key = name.lstrip("-").replace("-", "_")
-    if not value and following and not re.match("-|.*=", following[0]):
-        value = following[0]  # as in --model cnn
-    advice = did_you_mean(name, OPTIONS) or " Settings are key=value, as in device=cpu."
-    if value or key in settings.SETTINGS:
-        advice = f" Settings have no dashes: type {key}={value or '...'}."
-    raise UserError(f"{argument}: there is no such option.{advice}")
+        option = SHORT.get(name, name)
+        if name.startswith("-") and option not in OPTIONS:
+            raise UserError(
+                f"{argument}: there is no such option. Settings have no dashes, as in device=cpu. "
+                "Type --help to see them."
+            )
+        if OPTIONS.get(option) and not value and argument == arguments[-1]:
+            raise UserError(f"{argument}: this option needs a value. Type {option} VALUE.")
 
 
 def check_place(argument: str, sweep: bool) -> None:
@@ -193,12 +181,7 @@ def check_place(argument: str, sweep: bool) -> None:
         )
     is_for_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
     if is_for_sweep and not sweep and launch.world_size() == 1:
-        example = argument
-        if key == "hydra/launcher" or "." in key:
-            example += " seed=0,1"
-        raise UserError(
-            f"{argument}: this setting is for sweeps. Type -m as well, as in -m {example}."
-        )
+        raise UserError(f"{argument}: this setting is for sweeps. Type -m as well.")
 
 
 def check_group(argument: str, key: str, value: str) -> None:

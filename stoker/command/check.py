@@ -1,78 +1,65 @@
 """Check a composed config before anything is built: keys, types, limits, and combinations."""
 
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from stoker import configs, project
+from stoker import configs
 from stoker.command import arguments, settings
-from stoker.command.defaults import chosen, defaults, layers, of_choices
+from stoker.command.build import is_on
+from stoker.command.defaults import chosen, defaults, of_choices
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
-from stoker.command.references import explain_broken, place_of
 from stoker.trainer.errors import UserError, as_typed, first_line
-from stoker.trainer.settings import Checked, Choice, Number
+from stoker.trainer.settings import Checked, Choice
+
+PARTS = ("dataset", "model", "loss", "optimizer", "scheduler", "trainer")
+KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a group of keys",
+}
 
 
 def keep_texts(cfg: DictConfig) -> None:
     """Keep string settings exactly as typed: run_dir=1e3 names a folder."""
     for override in arguments.typed():
         key, _, value = override.partition("=")
-        record = settings.record(key)
-        is_text = record.path or isinstance(settings.limit_of(key), settings.Text | Checked)
-        number = settings.value_of(plain(cfg), key) if is_text else None
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            OmegaConf.update(cfg, key, value)
-
-
-def place_paths(cfg: DictConfig) -> None:
-    """Read a relative path in a config of the project as one from the project's folder."""
-    root = project.current().root
-    if root == Path.cwd():
-        return
-    typed = arguments.typed_keys()
-    for layer in layers():
-        for key in ("dataset.root", "dataset.path", "init_from"):
-            value = settings.value_of(layer.config, key)
-            is_ours = layer.file.is_relative_to(root) and key not in typed
-            if is_ours and isinstance(value, str) and not is_interpolation(value):
-                OmegaConf.update(cfg, key, os.path.relpath(root / value))
+        if isinstance(settings.limit_of(key), settings.Text | Checked):
+            number = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                OmegaConf.update(cfg, key, value)
 
 
 def check_config(cfg: DictConfig) -> None:
     """Raise UserError for a config that cannot be run.
 
-    It may have an unknown key, lack a part, set the length twice, lack a required value, or have a
-    value outside its limits or of a different type from the default.
+    It may have an unknown key, lack a required value, set the length twice, or have a value outside
+    its limits or of a different type from the default.
     """
     given = plain(cfg)
     usual = defaults()
     known = usual
     if len(configs.folders()) > 1:  # a key of yours may be misspelt
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
-    for key, value in given.items():
+    for key in given:
         is_variable = f"${{{key}}}" in str(given)  # another key follows it
         if key not in known and not is_variable:
-            raise UserError(no_such_key(key, known, place_of(key, value)))
-    typed = arguments.typed_keys()
-    for key in (*usual, *flat(usual)):
-        has_other_keys = f"{key.partition('.')[0]}._target_" in typed
-        is_removed = f"~{key}" in typed and not has_other_keys
-        if is_removed or (key in usual and key not in given):
+            raise UserError(no_such_key(key, known))
+    for key in usual:
+        if key not in given:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
-    for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
+    for key in PARTS:
         if not isinstance(given[key], dict):
-            kind = type(given[key]).__name__
-            raise UserError(
-                f"{key}: its file contains a {kind}, not keys. Write _target_: mypackage.NAME "
-                "into it."
-            )
-    check_choices(given)
+            raise UserError(f"{key}: its file must be a mapping with the key _target_.")
+    if len(configs.folders()) > 1:
+        check_choices(given)
     resolved = resolve(cfg)
     try:
         check_types("", resolved, usual)
@@ -80,26 +67,19 @@ def check_config(cfg: DictConfig) -> None:
         check_length(resolved)
         settings.check_all(resolved)
         settings.check_task(resolved)
-        check_callbacks(usual, resolved)
+        check_callbacks(resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
 
 
 def check_choices(given: Mapping[str, Any]) -> None:
-    """Raise UserError for a typed option whose class is replaced by a file merged later."""
+    """Raise UserError for a typed option whose class a file of the user replaces."""
     typed = arguments.typed_keys()
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
         target = settings.value_of(given, key)
-        place = place_of(key, target)
-        chosen_file = configs.file_of(choice.replace("=", "/"))
-        for layer in layers():
-            own = settings.value_of(layer.config, key)
-            is_replaced = layer.file == chosen_file and own not in (None, target)
-            if is_replaced and place and key not in typed:
-                raise UserError(
-                    f"{choice}: {key}={target}{place} takes precedence. Remove it there."
-                )
+        if key not in typed and target != settings.value_of(of_choices([choice]), key):
+            raise UserError(f"{choice}: another file sets {key}={target}. Remove it there.")
 
 
 def check_length(given: Mapping[str, Any]) -> None:
@@ -113,24 +93,20 @@ def check_length(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_callbacks(usual: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+def check_callbacks(resolved: Mapping[str, Any]) -> None:
     """Raise UserError for a typed argument of a callback that is off, unless that is typed too."""
     typed = arguments.typed_keys()
-    for name, default in usual["callbacks"].items():
-        node = resolved["callbacks"].get(name) or {}
-        empty = [key for key in default if node.get(key, "") is None]
-        for key in default:
-            full = f"callbacks.{name}.{key}"
-            value = node.get(key)
-            if not empty or full not in typed or value is None or key == "_target_":
-                continue
-            switch = f"callbacks.{name}.{empty[0]}"
-            followed = followed_key(default[empty[0]])
-            if not typed & {switch, followed}:
-                raise UserError(
-                    f"{full}={as_typed(value)}: this callback is off. "
-                    f"Type {followed or switch}=... as well, or remove this key."
-                )
+    for name, node in resolved["callbacks"].items():
+        if node is None or is_on(node):
+            continue
+        full = {f"callbacks.{name}.{key}": value for key, value in node.items()}
+        switches = [key for key, value in full.items() if value is None]
+        given = typed & full.keys() - {f"callbacks.{name}._target_"}
+        if given and typed.isdisjoint(switches):
+            raise UserError(
+                f"{min(given)}: this callback is off. Type {switches[0]}=... as well, or remove "
+                "this key."
+            )
 
 
 def followed_key(value: Any) -> str | None:
@@ -145,12 +121,18 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UserError: one cannot be replaced, or a required value is missing.
     """
-    try:
-        for key in sorted(OmegaConf.missing_keys(cfg)):
-            raise UserError(f"{key}: this has no default. Type {key}=...")
-        return plain(cfg, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(explain_broken(cfg) or first_line(error)) from None
+    for key, value in flat(cfg).items():
+        try:
+            node = OmegaConf.select(cfg, key, throw_on_missing=True)
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True)
+        except MissingMandatoryValue:
+            raise UserError(f"{key}: this has no default. Type {key}=...") from None
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise UserError(
+                f"{key}={as_typed(value)}: {first_line(error)}.\nType {key}=VALUE."
+            ) from None
+    return plain(cfg, resolve=True)
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
@@ -164,10 +146,9 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
 def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise UserError for an unknown key of a group that no constructor checks."""
     for group in ("checkpoint", "sweep"):
-        for key, value in given[group].items():
-            name = f"{group}.{key}"
+        for key in given[group]:
             if key not in known[group]:
-                raise UserError(no_such_key(name, known, place_of(name, value)))
+                raise UserError(no_such_key(f"{group}.{key}", known))
 
 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
@@ -185,39 +166,24 @@ def check_type(name: str, value: Any, default: Any) -> None:
 
     A default of null or auto allows any type; its limit or its constructor checks the value.
     """
-    limit = settings.limit_of(name)
+    top = name.removeprefix("trainer.")  # its keys mirror those at the top
+    limit = settings.limit_of(top)
     if default in (None, "???", "auto") or (isinstance(limit, Choice) and limit.has(value)):
         return
-    if isinstance(limit, Checked) and type(value) is not type(default):
-        limit.check(name, value)
-    elif value is None:
-        check_null(name, default)
-    elif isinstance(default, dict) and isinstance(value, dict):
+    # max_steps may set the length, and null turns a callback off.
+    is_optional = top == "epochs" or re.fullmatch(r"callbacks\.\w+", name)
+    if value is None and (is_optional or getattr(limit, "optional", False)):
+        return
+    if isinstance(default, dict) and isinstance(value, dict):
         # A different target has its own keys and types.
         if value.get("_target_") == default.get("_target_"):
             check_types(f"{name}.", value, default)
-    elif isinstance(default, dict):
-        example = f"{name}.{next(iter(default), 'KEY')}=..."
-        raise UserError(
-            f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, or one key: {example}"
-        )
     elif not is_like(value, default):
         sample = [value] if default == [] else default
         raise UserError(
             f"{name}={as_typed(value)}: "
             f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
         )
-    elif value == "" and default:
-        raise UserError(f"{name}=: type a string after the =, or remove {name}.")
-
-
-KINDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-}
 
 
 def is_like(value: Any, default: Any) -> bool:
@@ -225,14 +191,3 @@ def is_like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
-
-
-def check_null(name: str, default: Any) -> None:
-    """Raise UserError unless this key, which is not null by default, may be null."""
-    top = name.removeprefix("trainer.")  # its keys mirror those at the top
-    limit = settings.limit_of(top)
-    optional = isinstance(limit, Number) and limit.optional
-    is_callback = re.fullmatch(r"callbacks\.\w+", name)  # null turns it off
-    if top == "epochs" or optional or is_callback:  # max_steps may set the length
-        return
-    raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")

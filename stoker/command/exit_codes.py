@@ -1,6 +1,5 @@
 """How the command ends: the message and the exit code of each error."""
 
-import errno
 import logging
 import os
 import sys
@@ -8,15 +7,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker import __version__, configs, project
+from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
-from stoker.command.messages import explanation, message
+from stoker.command.messages import FAILING, explanation, message
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import (
     RunInUse,
@@ -24,7 +22,6 @@ from stoker.trainer.errors import (
     UserError,
     cause,
     explanation_of,
-    first_line,
     printable,
 )
 
@@ -36,11 +33,6 @@ FAILED = 3
 DIFFERENT = 4
 IN_USE = 75  # "try again later" in sysexits.h
 NOBODY_READS = 128 + 13  # what a shell returns for SIGPIPE
-# Failures of a disk or file system. Any other OSError is a wrong path.
-FAILING = {
-    getattr(errno, name, None)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
-}
 # Packages that start a sweep's jobs and raise their own error when a job dies.
 LAUNCHERS = ("joblib", "submitit")
 codes: list[int] = []  # exit codes of the errors reported so far
@@ -74,7 +66,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         logging.lastResort.setFormatter(terminal.Wrapping())
     try:
         signals.ready = True
-        project.current().enter()
+        project.enter()
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):
             print(help_text(sys.argv[1:]))
@@ -102,20 +94,10 @@ def with_message(error: Exception) -> Exception:
             f"a job's process died: it was killed or ran out of memory ({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return UserError(
-            f"{mark.name}, line {mark.line + 1}: this is not valid YAML ({error.problem})."
-        )
-    if isinstance(error, UnicodeDecodeError):  # raised without the name of the config
-        for path in configs.folders()[-1].rglob("*.yaml"):
-            if error.object in path.read_bytes():
-                return UserError(f"{path}: this is not UTF-8 text. Save it as UTF-8.")
     if exit_code(error) == BUG and not HydraConfig.initialized():
-        # Hydra leaves a few mistakes to the libraries below it, such as a key inside a list.
-        return UserError(
-            f"{' '.join(sys.argv[1:])}: these settings cannot be read ({first_line(error)})."
-        )
+        # Hydra leaves a few mistakes to the libraries below it, such as a file that is not YAML.
+        reason = " ".join(str(error).split())
+        return UserError(f"{' '.join(sys.argv[1:])}: these settings cannot be read: {reason}.")
     return error
 
 

@@ -10,11 +10,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.command import invocation
 from stoker.data.settings import LIMITS as DATA_LIMITS
-from stoker.data.settings import check_augmentation
 from stoker.trainer import checkpoint_names, launch
-from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
+from stoker.trainer.errors import UserError, as_typed, check_choice
 from stoker.trainer.settings import (
     LIMITS,
     Checked,
@@ -71,25 +69,21 @@ class Setting:
         tasks: The tasks that use it.
         resume: Whether a resumed run may change it: "same" if not; "longer" if only a run that
             starts from a checkpoint of this one may (`resume=FILE`); "any" if it changes no result.
-        path: Whether it is a path, which may contain commas.
         local: Whether the ranks of one run may differ in it.
         debug: The value that debug=true sets; None changes nothing.
         loader: Whether it configures the loader instead of the data set.
         every: The unit that it counts; it never acts in a run of fewer than its value.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
-        aliases: Other names that people type for it.
     """
 
     limit: Limit | None = None
     tasks: tuple[str, ...] = TRAINING
     resume: Literal["same", "longer", "any"] = "same"
-    path: bool = False
     local: bool = False
     debug: Any = None
     loader: bool = False
     every: Literal["step", "evaluation"] | None = None
     once: bool = False
-    aliases: tuple[str, ...] = ()
 
 
 def check_resume(resume: Any) -> Any:
@@ -109,10 +103,10 @@ COUNT = Number(whole=True, least=1)
 SETTINGS: Mapping[str, Setting] = {
     # What the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
-    "run": Setting(TEXT, WITH_RUN, "any", path=True),
+    "run": Setting(TEXT, WITH_RUN, "any"),
     "split": Setting(TEXT, ("evaluate", "predict"), "any"),
-    "input": Setting(TEXT, ("predict",), "any", path=True),
-    "output": Setting(TEXT, ("predict", "export"), "any", path=True),
+    "input": Setting(TEXT, ("predict",), "any"),
+    "output": Setting(TEXT, ("predict", "export"), "any"),
     "format": Setting(Choice(FORMATS), ("export",), "any"),
     "prompt": Setting(TEXT, ("generate",), "any"),
     "tokens": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
@@ -123,7 +117,7 @@ SETTINGS: Mapping[str, Setting] = {
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
     # the training
-    "epochs": Setting(resume="longer", aliases=("max_epochs",)),
+    "epochs": Setting(resume="longer"),
     "max_steps": Setting(resume="longer"),
     "steps_per_epoch": Setting(),
     "max_minutes": Setting(resume="any"),
@@ -139,7 +133,7 @@ SETTINGS: Mapping[str, Setting] = {
     "groups": Setting(),
     "freeze": Setting(),
     "ema": Setting(),
-    "patience": Setting(resume="longer", every="evaluation", aliases=("early_stopping",)),
+    "patience": Setting(resume="longer", every="evaluation"),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(),
     "seed": Setting(tasks=(*TRAINING, "generate")),
@@ -161,9 +155,9 @@ SETTINGS: Mapping[str, Setting] = {
     "checkpoint.minutes": Setting(resume="any"),
     "checkpoint.keep": Setting(resume="any"),
     "report": Setting(Choice(("auto", True, False)), (*TRAINING, "reproduce"), "any"),
-    "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any", path=True),
-    "init_from": Setting(TEXT, path=True),
-    "resume": Setting(Checked(check_resume), resume="any", path=True, once=True),
+    "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any"),
+    "init_from": Setting(TEXT),
+    "resume": Setting(Checked(check_resume), resume="any", once=True),
     "overwrite": Setting(resume="any", once=True),
     "trusted": Setting(tasks=TASKS, resume="any"),
     # sweeps
@@ -174,9 +168,9 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
     # groups; their other keys are arguments of their _target_
     "dataset": Setting(tasks=TESTING),
-    "dataset.root": Setting(tasks=MOVERS, resume="any", path=True, local=True),
-    "dataset.path": Setting(tasks=MOVERS, resume="any", path=True, local=True),
-    "dataset.cache": Setting(tasks=TESTING, resume="any", path=True, local=True),
+    "dataset.root": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
+    "dataset.path": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
+    "dataset.cache": Setting(tasks=TESTING, resume="any", local=True),
     "dataset.download": Setting(tasks=TESTING, resume="any"),
     "dataset.missing": Setting(tasks=READERS),
     "dataset.delimiter": Setting(tasks=READERS),
@@ -196,7 +190,6 @@ SETTINGS: Mapping[str, Setting] = {
     "model": Setting(),
     "loss": Setting(),
     "optimizer": Setting(),
-    "optimizer.lr": Setting(aliases=("learning_rate",)),
     "scheduler": Setting(),
     "trainer": Setting(),
     "metrics": Setting(),
@@ -271,7 +264,6 @@ def check_all(config: Mapping[str, Any]) -> None:
             check(key, value)
     check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
     check_together(config)
-    check_parts(config)
 
 
 def check_together(values: Mapping[str, Any]) -> None:
@@ -336,22 +328,4 @@ def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str,
                 f"debug=true means {key}={as_typed(value)}, but {key}={as_typed(given)} is given. "
                 "Remove one of the two."
             )
-    if launch.world_size() > 1:
-        program = " ".join(invocation.program())
-        raise UserError(f"debug=true runs in one process. Type {program}, without torchrun.")
     return values
-
-
-def check_parts(config: Mapping[str, Any]) -> None:
-    """Raise UserError for arguments that our augmentations and torch's optimizers would refuse."""
-    optimizer = config["optimizer"]
-    target = str(optimizer.get("_target_"))
-    if target.startswith(("torch.optim.", "stoker.trainer.optimizers.")):
-        for key in ("lr", "weight_decay"):
-            if key in optimizer:
-                check_number(f"optimizer.{key}", optimizer[key], least=0)
-    for item in config["dataset"].get("augment") or ():
-        if isinstance(item, dict) and "_target_" in item:
-            continue  # the user's own function
-        for name in item if isinstance(item, dict) else [item]:
-            check_augmentation(name)

@@ -36,7 +36,7 @@ def claim(model: str, dataset: str) -> str:
 
     The project file may name another folder than `runs`.
     """
-    runs = project.current().runs_folder
+    runs = project.current().runs
     name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
     return str(make_new(Path(name)))
 

@@ -58,7 +58,7 @@ def update(run: str | Path, *, draws: bool = True) -> None:
     run = Path(run).absolute()
     if (run / JOB).exists() or not any((run / name).exists() for name in (directory.CONFIG, SWEEP)):
         return  # a sweep is listed, but not its jobs, and not a run that has yet to begin
-    usual = Path(project.current().runs_folder).absolute()
+    usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):

@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from stoker import __version__, project
+from stoker import __version__
 from stoker.runs.directory import CHANGES, PACKAGES
 from stoker.trainer.errors import first_few
 
@@ -102,7 +102,7 @@ class Code:
 
 def of_project() -> Code:
     """Look at the code of the project in which the program runs."""
-    return Code(project.current().root)
+    return Code(Path.cwd())
 
 
 def git(folder: Path, *words: str) -> str:

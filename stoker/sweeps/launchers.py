@@ -165,7 +165,7 @@ class Jobs(Callback):
         self.threads = max(1, cores() // self.jobs)
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
         # Job processes need it to import the packages beside train.py.
-        here = project.current().import_folders()
+        here = project.import_folders()
         path = [*here, str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.argv = sys.argv

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
-from stoker.command.check import check_config, keep_texts, place_paths
+from stoker.command.check import check_config, keep_texts
 from stoker.command.dotted import plain
 from stoker.command.retarget import retarget
 from stoker.command.trust import TRUSTED, patterns
@@ -78,13 +78,12 @@ def prepare(cfg: DictConfig) -> None:
     """Check the config, and apply debug=true and the typed targets to it."""
     keep_texts(cfg)
     check_config(cfg)
-    place_paths(cfg)
     if cfg.debug:
         values = settings.debug_values(plain(cfg), arguments.typed_keys())
         for key, value in values.items():
             OmegaConf.update(cfg, key, value, force_add=True)
     retarget(cfg)
-    task = job.task_typed(cfg)
+    task = job.task_typed(cfg) or ("debug=true" if cfg.debug else "")
     reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
     if task and launch.world_size() > 1 and not reproduces:
         program = " ".join(invocation.program())

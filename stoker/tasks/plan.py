@@ -39,7 +39,7 @@ def plan(cfg: DictConfig) -> None:
         saves += math.ceil(estimate.steps / (per_epoch * cfg.checkpoint.epochs))
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     terminal.show("\n".join(text))
-    place = cfg.run_dir or f"{project.current().runs_folder}/<date>-{'-'.join(names_of(cfg))}"
+    place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"
     terminal.show(
         f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}"
     )
