@@ -12,11 +12,9 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.diagnostics import layers
 from stoker.trainer import progress, readable, terminal
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.errors import log
@@ -198,18 +196,6 @@ def test_large_counts_of_epochs_have_separators():
     assert progress.place(place) == {"epoch": "1,200/1,500", "step": "4,800/6,000"}
     place.step = 8
     assert progress.place(place) == {"epoch": "    2/1,500", "step": "8/6,000"}
-
-
-def test_the_layers_leave_out_columns_on_a_narrow_terminal(monkeypatch):
-    open_screen(monkeypatch, 30)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
-    lines = list(layers.lines(model, (3,), tokens=False))
-    assert lines == [
-        "layer  type    parameters",
-        "0      Linear           8",
-        "1      ReLU",
-        "total                   8",
-    ]
 
 
 @pytest.mark.slow

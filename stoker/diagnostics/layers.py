@@ -1,19 +1,14 @@
 """model_summary=true: a table of the layers of a model."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from stoker.diagnostics import flops
-from stoker.trainer import terminal
 from stoker.trainer.modes import modes_restored
 
 HEADER = ("layer", "type", "output", "parameters", "FLOPs")
-NUMBERS = ("parameters", "FLOPs")
-OPTIONAL = ("FLOPs", "output", "type")  # columns left out on a narrow terminal
-GAP = "  "
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
@@ -22,35 +17,22 @@ def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: boo
     Shapes and FLOPs are of the forward pass of one sample. They are missing if the shape of a
     sample is not known, or if the model does not take it alone.
     """
-    outputs = forward(module, in_shape, tokens) if in_shape is not None else {}
+    shapes, counts = forward(module, in_shape, tokens) if in_shape is not None else ({}, {})
     rows = [HEADER]
     for name, layer in module.named_modules():
         parameters = sum(weight.numel() for weight in layer.parameters(recurse=False))
         if parameters or not any(layer.children()):
-            shape, count = outputs.get(layer, ("", 0))
-            texts = (name or "model", type(layer).__name__, shape, quantity(parameters))
-            rows.append((*texts, quantity(count)))
+            shape = shapes.get(name, "")
+            kind = type(layer).__name__
+            count = quantity(counts.get(name, 0))
+            rows.append((name or "model", kind, shape, quantity(parameters), count))
     total = sum(weight.numel() for weight in module.parameters())
-    _, count = outputs.get(module, ("", 0))
-    rows.append(("total", "", "", quantity(total), quantity(count)))
-    columns = []
-    for column in zip(*rows, strict=True):
-        width = max(map(len, column))
-        align = str.rjust if column[0] in NUMBERS else str.ljust
-        columns.append([align(text, width) for text in column])
-    if terminal.is_terminal(sys.stdout):
-        columns = narrowed(columns, terminal.width())
-    for cells in zip(*columns, strict=True):
-        yield GAP.join(cells).rstrip()
-
-
-def narrowed(columns: list[list[str]], room: int) -> list[list[str]]:
-    """Return the columns without as many of the OPTIONAL ones as it takes to fit."""
-    for name in OPTIONAL:
-        header = GAP.join(column[0] for column in columns)
-        if len(header) > room:
-            columns = [column for column in columns if column[0].strip() != name]
-    return columns
+    rows.append(("total", "", "", quantity(total), quantity(counts.get("", 0))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        texts = [text.ljust(width) for text, width in zip(row[:3], widths[:3], strict=True)]
+        numbers = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
+        yield "  ".join([*texts, *numbers]).rstrip()
 
 
 def quantity(value: int) -> str:
@@ -60,35 +42,33 @@ def quantity(value: int) -> str:
 
 def forward(
     module: torch.nn.Module, in_shape: tuple[int, ...], tokens: bool
-) -> dict[torch.nn.Module, tuple[str, int]]:
-    """Return {layer: (the shape of its output, FLOPs)} of a sample of zeros; {} if it is refused.
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return {layer: shape of its output} and {layer: FLOPs} of a sample of zeros; empty if it is
+    refused.
 
     The model and the random states are left as they are.
     """
-    outputs: dict[torch.nn.Module, tuple[str, int]] = {}
-    begun: dict[torch.nn.Module, int] = {}
+    shapes: dict[str, str] = {}
     counter = flops.counter()
-
-    def before(layer: torch.nn.Module, _: Any) -> None:
-        begun[layer] = counter.get_total_flops()
-
-    def after(layer: torch.nn.Module, _: Any, output: Any) -> None:
-        shape = ""
-        if isinstance(output, torch.Tensor):
-            shape = "x".join(map(str, output.shape[1:])) or "1"
-        _, earlier = outputs.get(layer, ("", 0))  # in case the layer is called twice
-        outputs[layer] = (shape, earlier + counter.get_total_flops() - begun[layer])
-
     hooks = []
-    for layer in module.modules():
-        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    for name, layer in module.named_modules():
+
+        def note(_: Any, __: Any, output: Any, name: str = name) -> None:
+            if isinstance(output, torch.Tensor):
+                shapes[name] = "x".join(map(str, output.shape[1:])) or "1"
+
+        hooks.append(layer.register_forward_hook(note))
     sample = torch.zeros(1, *in_shape, dtype=torch.int64 if tokens else torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), modes_restored(module), counter, torch.no_grad():
             module.eval()(sample)
     except Exception:  # user code may raise anything
-        return {}
+        return {}, {}
     finally:
         for hook in hooks:
             hook.remove()
-    return outputs
+    counts = {}
+    root = type(module).__name__
+    for path, operations in counter.get_flop_counts().items():
+        counts[path.removeprefix(root).removeprefix(".")] = sum(operations.values())
+    return shapes, counts

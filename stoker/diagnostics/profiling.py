@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer.callbacks import Callback, Progress
+from stoker.trainer.callbacks import Callback
 from stoker.trainer.files import replacing, write_text
 from stoker.trainer.trainer import Trainer
 
@@ -35,20 +35,16 @@ class Profile(Callback):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.profiler: Any = None  # a torch.profiler.profile while active
-        self.recorded = 0  # steps
 
     def on_fit_start(self, trainer: Trainer) -> None:
         left = trainer.total_steps - trainer.step
-        self.active = min(ACTIVE, max(1, left - 1)) if left else 0
-        self.warmup = min(WARMUP, left - self.active)
-        self.begin_at = trainer.step + min(BEFORE, left - self.active - self.warmup)
-        self.profiler = None
-        self.recorded = 0
-        self.begin_if_due(trainer)
-
-    def begin_if_due(self, trainer: Trainer) -> None:
-        if not self.active or trainer.step != self.begin_at:
+        if left == 0:
             return
+        active = min(ACTIVE, max(1, left - 1))
+        warmup = min(WARMUP, left - active)
+        wait = min(BEFORE, left - active - warmup)
+        self.first = trainer.step + wait + warmup + 1
+        self.last = self.first + active - 1
         with quiet():
             # Kineto would write messages about its start and missing GPUs to stderr.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -57,14 +53,14 @@ class Profile(Callback):
             activities = [profiler.ProfilerActivity.CPU]
             if has_device_times(trainer.device):
                 activities.append(getattr(profiler.ProfilerActivity, trainer.device.type.upper()))
-            schedule = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
+            schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
             self.profiler = profiler.profile(activities=activities, schedule=schedule)
             self.profiler.start()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.profiler is None:
-            self.begin_if_due(trainer)
-        elif trainer.step - self.begin_at < self.warmup + self.active:
+            return
+        if trainer.step < self.last:
             with quiet():
                 self.profiler.step()
         else:
@@ -86,22 +82,18 @@ class Profile(Callback):
     def finish(self, trainer: Trainer) -> None:
         """Write and print what was recorded."""
         profiler = self.stop()
-        self.recorded = self.active
         self.folder.mkdir(parents=True, exist_ok=True)
-        first = self.begin_at + self.warmup + 1
-        trace = self.folder / f"steps_{first}_to_{trainer.step}.pt.trace.json.gz"
+        steps = f"steps {self.first} to {self.last}"
+        trace = self.folder / f"{steps.replace(' ', '_')}.pt.trace.json.gz"
         with tempfile.TemporaryDirectory() as place, replacing(trace) as partial, quiet():
             zipped = f"{place}/{trace.name}"  # the profiler compresses a file with this ending
             profiler.export_chrome_trace(zipped)
             shutil.copyfile(zipped, partial)
             averages = profiler.key_averages()
         part = "device" if has_device_times(trainer.device) else "cpu"
-        text = averages.table(sort_by=f"self_{part}_time_total", row_limit=MOST)
-        write_text(self.folder / "operators.txt", text)
-        title = f"profile  steps {first} to {trainer.step} on {trainer.device}, by operator:"
-        writers = [c.write for c in trainer.callbacks if isinstance(c, Progress)]
-        write = writers[0] if writers else print
-        write(f"{title}\n{text.rstrip()}\n         {trace}")
+        text = averages.table(sort_by=f"self_{part}_time_total", row_limit=MOST).rstrip()
+        write_text(self.folder / "operators.txt", f"{text}\n")
+        print(f"profile  {steps} on {trainer.device}, by operator:\n{text}\n         {trace}")
 
 
 @contextlib.contextmanager

@@ -332,10 +332,13 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
     if loader.workers.loader.num_workers < cores:
         ways.append(f"dataset.workers={cores}")
     # The user's own split may lack `tensors`; then it cannot be resident.
-    if isinstance(loader, HostLoader) and getattr(loader.split, "tensors", None):
-        if loader.nbytes < memory.free_memory(device) / 2:
-            ways.append("dataset.resident=true")
-            advice["transfer"] = "set dataset.resident=true"
+    if (
+        isinstance(loader, HostLoader)
+        and getattr(loader.split, "tensors", None)
+        and loader.nbytes < memory.free_memory(device) / 2
+    ):
+        ways.append("dataset.resident=true")
+        advice["transfer"] = "set dataset.resident=true"
     if ways:
         advice["data"] = f"set {' or '.join(ways)}"
     return advice
