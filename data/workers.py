@@ -32,7 +32,10 @@ from stoker.trainer.stopping import SIGNALS
 TIMEOUT = 300  # seconds to wait for one batch
 POLL = 1.0  # seconds between two checks that the workers are alive
 END = object()  # marks the end of the batches
-INSTEAD = "Type dataset.workers=0 to read the samples in this process."
+FEWER = (
+    "Type a lower dataset.workers (0: read in this process), or provide more shared memory "
+    "(docker run --shm-size=8g)."
+)
 # Worker processes of all loaders.
 WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
@@ -125,9 +128,7 @@ class Workers:
             # Not enough memory, or a split that cannot be pickled.
             kind = TrainingError if isinstance(error, OSError) else UserError
             raise kind(
-                f"dataset.workers={self.loader.num_workers}: the workers could not be "
-                f"started, {cause(error)}.\n"
-                f"{INSTEAD}"
+                f"The loader's workers could not be started: {cause(error)}.\n{FEWER}"
             ) from error
         if self.processes:
             # Set only now, since starting workers may take seconds.
@@ -148,38 +149,24 @@ class Workers:
 
     def _lost(self, error: Exception | None) -> TrainingError:
         """End all workers, and return the error for why they give no batch."""
-        workers = self.processes
-        dead = [number for number, worker in enumerate(workers) if not worker.is_alive()]
-        codes = [worker.exitcode for worker in workers]
-        readings = [self.reader.reading_of(number) for number in range(len(workers))]
-        kill(workers)
-        if dead:
-            first = dead[0]
-            return self._died(workers[first].pid, codes[first] or 0, readings[first])
+        codes = [worker.exitcode for worker in self.processes]  # None while it runs
+        readings = [self.reader.reading_of(number) for number in range(len(codes))]
+        kill(self.processes)
+        for code, reading in zip(codes, readings, strict=True):
+            if code is not None:
+                end = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                return TrainingError(
+                    f"A worker of the loader was ended by {end}{reading}.\n{FEWER}"
+                )
         if error is not None and not is_late(error):
             return TrainingError(
                 f"The loader's workers could not transfer {self.reader.part}: {cause(error)}.\n"
-                f"Type a dataset.workers below {len(workers)}, or 0."
+                f"{FEWER}"
             )
-        busy = ""
-        for worker, reading in zip(workers, readings, strict=True):
-            if reading and not busy:
-                busy = f"; worker {worker.pid} is reading {reading}"
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "
-            f"seconds{busy}.\n"
+            f"seconds{next(filter(None, readings), '')}.\n"
             "If reading can take this long, type a higher dataset.timeout (0: no limit)."
-        )
-
-    def _died(self, pid: int | None, code: int, reading: str) -> TrainingError:
-        end = f"ended with exit code {code}"
-        if code < 0:
-            end = f"was ended by {signal.Signals(-code).name}"
-        during = f" while it read {reading}" if reading else ""
-        return TrainingError(
-            f"The loader's worker {pid} {end}{during}.\n"
-            f"If memory is short, type a dataset.workers below {len(self.processes)}, or provide "
-            "more shared memory (docker run --shm-size=8g). Or type dataset.workers=0."
         )
 
     def close(self) -> None:
@@ -218,8 +205,8 @@ class Reader(torch.utils.data.Dataset[Any]):
         self.stream: tuple[Any, ...] | None = stream
         if type(split) in (TensorSplit, ImageSplit):
             self.stream = None  # other operations draw no random numbers
-        # For each worker: how many samples it is reading, and the first three of them.
-        self.reading = torch.zeros(workers, 4, dtype=torch.int64)
+        # For each worker: the first sample of the batch that it is reading, or -1.
+        self.reading = torch.full((workers,), -1)
         if workers > 0:
             self.reading.share_memory_()
 
@@ -227,8 +214,7 @@ class Reader(torch.utils.data.Dataset[Any]):
         epoch, indices = place
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
-            first = indices[:3]
-            self.reading[worker.id, : 1 + len(first)] = torch.tensor([len(indices), *first])
+            self.reading[worker.id] = indices[0]
         try:
             batch = self._read(epoch, indices)
         except UserError as error:
@@ -236,7 +222,7 @@ class Reader(torch.utils.data.Dataset[Any]):
         except (Exception, SystemExit) as error:
             return self._failure(error, epoch, indices)
         if worker is not None:
-            self.reading[worker.id, 0] = 0
+            self.reading[worker.id] = -1
         return batch
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
@@ -261,19 +247,18 @@ class Reader(torch.utils.data.Dataset[Any]):
                 return TrainingError(
                     f"Sample {self._name(index)} of {self.part} cannot be read: {cause(alone)}."
                 )
-        names = self._names(indices[:3], len(indices))
-        return TrainingError(f"Samples {names} of {self.part} cannot be read: {cause(error)}.")
+        name = self._name(indices[0])
+        return TrainingError(
+            f"{len(indices)} samples of {self.part}, from {name} on, cannot be read: "
+            f"{cause(error)}."
+        )
 
     def reading_of(self, worker: int) -> str:
-        """Describe what a worker is reading; "" if it reads nothing."""
-        count, *first = self.reading[worker].tolist()
-        if count == 0:
-            return ""
-        return f"{count} samples of {self.part} ({self._names(first[:count], count)})"
-
-    def _names(self, first: list[int], count: int) -> str:
-        names = ", ".join(map(self._name, first))
-        return f"{names}, ..." if count > 3 else names
+        """Return a phrase on what a worker is reading; "" if it reads nothing."""
+        first = int(self.reading[worker])
+        return (
+            f" while it read {self.part} from sample {self._name(first)} on" if first >= 0 else ""
+        )
 
     def _name(self, index: int) -> str:
         """Return the sample's number, and its file if it has one."""
