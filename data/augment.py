@@ -96,25 +96,20 @@ class Augment:
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
         """Check that these augmentations work on inputs and class targets of these shapes."""
-        if self.mixing and target_shape:
+        moving = [*self.geometric, *(name for name in self.mixing if name != "mixup")]
+        fits = len(in_shape) == 3 or not moving
+        if target_shape and self.mixing:
+            fits = False
+        if len(target_shape) == 2 and (self.geometric or self.transforms):
+            fits = fits and tuple(target_shape) == tuple(in_shape[1:])
+        if not fits:
+            names = ", ".join([*self.geometric, *self.mixing])
             raise UserError(
-                f"dataset.augment: {self.mixing[0]} mixes samples that have a single class, but "
-                "these have a class per token or pixel. Remove it from the list."
+                f"dataset.augment: {names} do not fit inputs of the shape {tuple(in_shape)} with "
+                f"targets of the shape {tuple(target_shape)}. Images are (channels, height, width) "
+                "with masks of the same size, and only samples of a single class are mixed.\n"
+                "Type dataset.augment=[]."
             )
-        moved = len(target_shape) == 2 and (self.geometric or self.transforms)
-        if moved and tuple(target_shape) != tuple(in_shape[1:]):
-            raise UserError(
-                "dataset.augment: masks are moved with their images, but these masks are "
-                f"{tuple(target_shape)} and the images {tuple(in_shape[1:])}.\n"
-                "Give both the same height and width, or type dataset.augment=[]."
-            )
-        for name in [*self.geometric, *self.mixing]:
-            if len(in_shape) != 3 and name != "mixup":
-                raise UserError(
-                    f"dataset.augment: {name} moves pixels, but these inputs have the shape "
-                    f"{tuple(in_shape)}.\n"
-                    "Type dataset.augment=[] or [mixup]."
-                )
         crop = self.geometric.get("crop", 0)
         smallest = min(in_shape[1:], default=math.inf)
         if crop >= smallest:
@@ -149,12 +144,7 @@ class Augment:
             for name in SLIDING:
                 if name in self.geometric:
                     k = self.geometric[name]
-                    offsets = torch.randint(
-                        -k,
-                        k + 1,
-                        column,
-                        generator=generator,
-                    )
+                    offsets = torch.randint(-k, k + 1, column, generator=generator)
                     draws[f"{name} {axis}"] = offsets
         if "cutout" in self.geometric:
             # The center may be anywhere in the image, so the square may extend beyond the border.
@@ -273,12 +263,7 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
             "num_classes) probabilities."
         )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
-    soft = torch.zeros(
-        len(targets),
-        num_classes,
-        dtype=dtype,
-        device=targets.device,
-    )
+    soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
     return soft.scatter_(1, targets.unsqueeze(1), 1)
 
 

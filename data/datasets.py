@@ -177,17 +177,11 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
     if download:
         downloads.fetch(name, root)
         return read(title, root)
-    size = downloads.megabytes(name)
     folder = os.path.join(root, downloads.SOURCES[name].folder)
-    if not os.path.isdir(folder) or isinstance(reason, FileNotFoundError):
-        raise UserError(
-            f"{title} is not in {printable(root)}.\n"
-            f"Type dataset.download=true to fetch it ({size} MB), or dataset.root=DIR if "
-            "it is elsewhere."
-        )
     raise UserError(
-        f"{title} in {printable(folder)} cannot be read ({printable(reason)}).\n"
-        f"Type dataset.download=true to fetch it again ({size} MB)."
+        f"{title} cannot be read from {printable(folder)} ({printable(reason)}).\n"
+        f"Type dataset.download=true to fetch it ({downloads.megabytes(name)} MB), or "
+        "dataset.root=DIR if it is elsewhere."
     )
 
 

@@ -69,32 +69,35 @@ def make_loaders(
     settings.check("limit_train", limit_train)
     settings.check("limit_val", limit_val)
     splits = data.parts() if only is None else {only: data.parts()[only]}
-    sizes = dict.fromkeys(splits, eval_batch_size or batch_size)
-    options: dict[str, dict[str, Any]] = {name: {} for name in splits}
     if only is None:
         data.check_classes()
-        sizes["train"] = batch_size
-        options["train"] = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
-        for name in splits.keys() - {"train", "test"}:
-            options[name] = {"limit": limit_val}
-    elif data.kind == "other" and only not in ("train", "test") and length_of(splits[only]) is None:
-        options[only] = {"limit": limit_val}  # a stream has to end
-    common: dict[str, Any] = {"device": device, "seed": seed}
+    options: dict[str, dict[str, Any]] = {}
+    for name, split in splits.items():
+        size = eval_batch_size or batch_size
+        options[name] = {"batch_size": size, "device": device, "seed": seed}
+        has_to_end = data.kind == "other" and length_of(split) is None
+        if only is None and name == "train":
+            usual = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
+            options[name] |= {**usual, "batch_size": batch_size}
+        elif name not in ("train", "test") and (only is None or has_to_end):
+            options[name]["limit"] = limit_val
     loaders: dict[str, Any] = {}
     if data.kind == "other":
         _check_other(augment, resident)
         for name, part in splits.items():
             where = f"the {name} part of {data.name}"
-            more = {**common, **options[name], "workers": workers, "timeout": timeout}
-            loaders[name] = make_loader(part, where, sizes[name], **more)
+            loaders[name] = make_loader(
+                part, where, workers=workers, timeout=timeout, **options[name]
+            )
         return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
     first = next(iter(splits.values()))
+    held = dict(splits)  # parts that may be resident
     transforms = None
     if only is None:
+        options["train"]["augment"] = augment
         transforms = Augment(augment).per_sample(data.in_shape, seed)
-    held = dict(splits)  # parts that may be resident
     if transforms is not None:
         if resident is True:
             raise UserError(
@@ -102,21 +105,17 @@ def make_loaders(
                 "Type dataset.resident=auto."
             )
         del held["train"]
-    fits, why = _choose_place(held, device, resident)
-    if fits and resident == "auto":
-        # A run need not read its test part, which is then decoded when it becomes resident.
-        undecoded = sum(bytes_to_decode(held[name]) for name in held if name != "test" or only)
-        if undecoded > MOST_DECODED:
-            fits = False
-            why = "which decodes the images; in the next run they are resident"
-    reading: dict[str, Any] = {}
+    # A run need not read its test part, which is then decoded when it becomes resident.
+    needed = [part for name, part in held.items() if name != "test" or only]
+    fits, why = _choose_place(held, needed, device, resident)
     if fits:
         why = f"resident on {device}, {why}"
-    if not fits or transforms is not None:
+    if len(held) < len(splits) or not fits:
         count = choose_workers(first, transforms) if workers == "auto" else workers
-        reading = {"workers": count, "timeout": timeout}
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
         why = f"{why}; the training part {streamed}" if fits else f"{streamed}, {why}"
+        for name in splits.keys() - (held if fits else ()):
+            options[name] |= {"workers": count, "timeout": timeout}
     elif resident is True or not hasattr(first, "missing"):
         # Images become resident only once they are decoded, so workers are useful.
         _check_unused("workers", workers, 0, "auto")
@@ -124,15 +123,9 @@ def make_loaders(
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
-    if only is None:
-        options["train"]["augment"] = augment
     for name in splits:
-        if fits and name in held:
-            loaders[name] = DeviceLoader(data, name, sizes[name], **common, **options[name])
-        else:
-            loaders[name] = HostLoader(
-                data, name, sizes[name], **common, **options[name], **reading
-            )
+        kind = DeviceLoader if fits and name in held else HostLoader
+        loaders[name] = kind(data, name, **options[name])
     return _by_use(loaders), why
 
 
@@ -147,37 +140,35 @@ def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def _check_other(augment: Spec, resident: str | bool) -> None:
     """Raise UserError for a setting that needs to know what a batch is."""
-    for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
-        if value and value != default:
-            more = ", and transform the samples in the data set instead" if key == "augment" else ""
+    for key, is_typed in (("augment", augment), ("resident", resident not in ("auto", False))):
+        if is_typed:
             raise UserError(
                 f"dataset.{key}: this needs inputs of a known shape, but the data set can return "
-                f"anything.\nRemove this key{more}."
+                "anything.\nRemove this key."
             )
 
 
 def _choose_place(
-    splits: dict[str, Split], device: torch.device, resident: str | bool
+    splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
-    """Decide whether the splits are resident, and say why."""
-    streamed = {type(part).__name__ for part in splits.values() if not hasattr(part, "tensors")}
-    if streamed and resident is not False:
-        reason = (
-            f"{' and '.join(sorted(streamed))} without tensors(), which would give all of a part"
-        )
-        if resident == "auto":
+    """Decide whether the splits are resident, and say why; `needed` are those that a run reads."""
+    for part in splits.values():
+        if resident is not False and not hasattr(part, "tensors"):
+            reason = f"{type(part).__name__} has no tensors(), which would return the whole part"
+            if resident is True:
+                raise UserError(
+                    f"dataset.resident=true: {reason}.\nAdd it, or type dataset.resident=false."
+                )
             return False, reason
-        raise UserError(
-            f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false."
-        )
     if resident != "auto":
         return bool(resident), "as asked"
+    if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
+        return False, "which decodes the images; in the next run they are resident"
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
-    fits = size <= free / 2 / sharing
-    return fits, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
+    return size <= free / 2 / sharing, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
 
 
 def bytes_to_decode(split: Split) -> int:
@@ -208,17 +199,14 @@ def check_first(data: Data, name: str, split: Split) -> None:
     batch = Reader(split, part, 0)[0, [0]]
     raise_if_error(batch)
     shape = (1, *data.in_shape)
-    given = type(batch).__name__
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, targets = batch
-        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-            if inputs.shape == shape and len(targets) == 1:
-                return
-            given = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-    raise UserError(
-        f"{part}: split[[0]] gives {given}.\n"
-        f"Give a pair of tensors, inputs of the shape {shape} and targets."
-    )
+    lengths = []
+    if isinstance(batch, (tuple, list)) and all(map(torch.is_tensor, batch)):
+        lengths = [len(tensor) for tensor in batch]
+    if lengths != [1, 1] or batch[0].shape != shape:
+        raise UserError(
+            f"{part}: split[[0]] has to give a pair of tensors, inputs of the shape {shape} and "
+            "one target."
+        )
 
 
 def raise_if_error(batch: Any) -> None:
@@ -246,16 +234,13 @@ def normalizer(
 def scaling(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return (scale, offset): a normalized pixel is pixel * scale + offset."""
-    means = _per_channel(0.0 if mean is None else mean, device)
-    stds = _per_channel(1.0 if std is None else std, device)
+    """Return (scale, offset) per channel: a normalized pixel is pixel * scale + offset."""
+    means = torch.tensor(0.0 if mean is None else mean, device=device)
+    stds = torch.tensor(1.0 if std is None else std, device=device)
+    if means.ndim or stds.ndim:  # in front of rows and columns
+        means = means.view(-1, 1, 1)
+        stds = stds.view(-1, 1, 1)
     return 1 / (255 * stds), -means / stds
-
-
-def _per_channel(numbers: float | Sequence[float], device: torch.device | str) -> Tensor:
-    """Return numbers as a tensor; one per channel, in front of rows and columns."""
-    tensor = torch.tensor(numbers, device=device)
-    return tensor if tensor.ndim == 0 else tensor.view(-1, 1, 1)
 
 
 class Loader(Ordered):
@@ -301,20 +286,14 @@ class Loader(Ordered):
         done = 0
         for inputs, targets in self.read(self._dealt(whole), epoch):
             count = -(-len(inputs) // self.share)  # `read` may return several batches at once
-            shape = inputs.shape[1:]
-            draws = self._draws(
-                epoch,
-                position + done,
-                whole[done : done + count],
-                shape,
-            )
+            drawn_for = whole[done : done + count]
+            draws = self._draws(epoch, position + done, drawn_for, inputs.shape[1:])
             inputs, targets = self.augment.move(inputs, targets, draws)
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
-                if self.augment.rest:
-                    generator = self._seeded("mix", epoch, position + done)
-                    batch = self.augment.mix(*batch, generator)
                 if self.dealt_late:
-                    batch = (batch[0][self.mine], batch[1][self.mine])
+                    generator = self._seeded("mix", epoch, position + done)
+                    inputs, targets = self.augment.mix(*batch, generator)
+                    batch = (inputs[self.mine], targets[self.mine])
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
@@ -349,10 +328,7 @@ class Loader(Ordered):
             flips = self.flip_parity[batch] ^ bool(epoch % 2)
             generator = self._seeded("augment", epoch, number)
             draws.append(self.augment.draw((len(batch), *shape), generator, flips))
-        joined = {}
-        for name in draws[0]:
-            joined[name] = torch.cat([draw[name][mine] for draw in draws])
-        return joined
+        return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
         """Yield (inputs, targets) on the device for these lists of samples, one or more of them at
@@ -376,21 +352,18 @@ class DeviceLoader(Loader):
         except UserError:
             raise
         except Exception as error:
-            raise self._unreadable(f"The {split} part of {data.name}", error) from error
+            reason = f"cannot be read: {cause(error)}."
+            if is_out_of_memory(error):
+                reason = (
+                    f"({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}.\n"
+                    "Type dataset.resident=false."
+                )
+            raise TrainingError(f"The {split} part of {data.name} {reason}") from error
         self.resident_bytes = self.nbytes
         self.split = None  # the data is only read from the device from now on
         numbers = max(1, self.share) * inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
         self.batches_at_once = max(1, min(16, most // numbers))
-
-    def _unreadable(self, part: str, error: Exception) -> TrainingError:
-        if is_out_of_memory(error):
-            return TrainingError(
-                f"{part} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of "
-                f"{self.device}.\n"
-                "Type dataset.resident=false."
-            )
-        return TrainingError(f"{part} cannot be read: {cause(error)}.")
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
         if not batches or self.inputs is None or self.targets is None:

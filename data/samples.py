@@ -170,22 +170,18 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         UserError: The loader does not tell its length, or the size of its batches.
     """
     length = length_of(loader)
-    if isinstance(limit, int):
-        size: int | None = getattr(loader, "batch_size", None)
-        lacks = "batch_size. Type a share, such as 0.1."
-        if size is not None:
-            count = -(-limit // size)
-            if length is not None and count > length:
-                raise UserError(
-                    f"limit_{part}={limit}: there are only {length:,} batches of {size}. "
-                    "Remove it, or type a lower number."
-                )
+    size: int | None = getattr(loader, "batch_size", None)
+    if isinstance(limit, float) and length is not None:
+        return max(1, round(limit * length))
+    if isinstance(limit, int) and size is not None:
+        count = -(-limit // size)
+        if length is None or count <= length:
             return count
-    else:
-        lacks = "len(). Type a number of samples."
-        if length is not None and limit is not None:
-            return max(1, round(limit * length))
-    raise UserError(f"limit_{part}={limit}: {type(loader).__name__} has no {lacks}")
+    raise UserError(
+        f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
+        f"batches of {size or 'unknown size'}.\n"
+        "A share needs a length, and a number of samples a batch_size; type at most what there is."
+    )
 
 
 class EndingBatches:

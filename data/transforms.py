@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.trainer.errors import UserError, first_line, kind_of
+from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import CPU, mix_seed, random_states, seed_generators, set_random_states
 
@@ -44,15 +44,11 @@ class PerSample:
                 f"dataset.augment: {self.names} is for images, but these inputs have the shape "
                 f"{self.in_shape}."
             )
-        self.sets_size = self._sets_size()
-
-    def _sets_size(self) -> bool:
-        """Return whether images are resized here, and not only cut, as by RandomCrop."""
         from torchvision.transforms import v2
 
-        resizes = (v2.RandomResizedCrop, v2.Resize)
-        modules = itertools.chain.from_iterable(step.modules() for step in self.transforms)
-        return any(isinstance(module, resizes) for module in modules)
+        modules = itertools.chain.from_iterable(step.modules() for step in transforms)
+        # Whether images are resized here, and not only cut, as by RandomCrop.
+        self.sets_size = any(isinstance(one, (v2.RandomResizedCrop, v2.Resize)) for one in modules)
 
     def read(self, split: Any, epoch: int, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets) of these samples, transformed as in this epoch."""
@@ -65,9 +61,7 @@ class PerSample:
         try:
             for index, (inputs, targets) in zip(indices, samples, strict=True):
                 seed_generators(CPU, mix_seed("transform", self.seed, epoch, index))
-                pair = self.apply(inputs, targets)
-                self._check(pair[0], inputs)
-                transformed.append(pair)
+                transformed.append(self.apply(inputs, targets))
         finally:
             set_random_states(states)
         inputs, targets = zip(*transformed, strict=True)
@@ -82,30 +76,21 @@ class PerSample:
         if has_mask:
             # Pixels from outside an image become 0, so classes begin at 1.
             sample.append(Mask((targets + 1).where(targets != IGNORED, 0)))
-        for transform in self.transforms:
-            name = type(transform).__name__
-            try:
+        try:
+            for transform in self.transforms:
                 sample = transform(sample)
-            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-                raise UserError(f"dataset.augment: {name}: {first_line(error)}") from error
-            if not isinstance(sample, list) or not isinstance(sample[0], Tensor):
-                raise UserError(
-                    f"dataset.augment: {name} returns {kind_of(sample)} instead of one image."
-                )
-        if has_mask:
-            mask = sample[1].as_subclass(Tensor)
-            targets = (mask - 1).where(mask > 0, IGNORED)
-        return sample[0].as_subclass(Tensor), targets
-
-    def _check(self, inputs: Tensor, before: Tensor) -> None:
-        if inputs.dtype != before.dtype:
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            raise UserError(f"dataset.augment: {self.names}: {first_line(error)}") from error
+        image = sample[0] if isinstance(sample, list) else sample
+        is_image = isinstance(image, Tensor) and image.dtype == inputs.dtype
+        if not is_image or image.shape != self.in_shape:
             raise UserError(
-                f"dataset.augment: {self.names} turns {before.dtype} into {inputs.dtype}.\n"
+                f"dataset.augment: {self.names} has to return one {inputs.dtype} image of the "
+                f"shape {self.in_shape}.\n"
                 "Leave out ToDtype and Normalize: images are scaled and normalized by dataset.mean "
                 "and dataset.std afterwards."
             )
-        if inputs.shape != self.in_shape:
-            raise UserError(
-                f"dataset.augment: {self.names} returns an image of shape {tuple(inputs.shape)}, "
-                f"but the data set has {self.in_shape}."
-            )
+        if has_mask:
+            mask = sample[1].as_subclass(Tensor)
+            targets = (mask - 1).where(mask > 0, IGNORED)
+        return image.as_subclass(Tensor), targets

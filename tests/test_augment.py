@@ -227,9 +227,9 @@ def test_masks_move_with_their_images():
 @pytest.mark.parametrize(
     ("spec", "in_shape", "target_shape", "words"),
     [
-        (["mixup"], (3, 8, 8), (8, 8), "mixup mixes samples that have a single class"),
-        (["cutmix"], (3, 8, 8), (8, 8), "cutmix mixes samples that have a single class"),
-        (["flip"], (3, 8, 8), (4, 4), r"masks are \(4, 4\) and the images \(8, 8\)"),
+        (["mixup"], (3, 8, 8), (8, 8), "mixup do not fit inputs of the shape"),
+        (["cutmix"], (3, 8, 8), (8, 8), "cutmix do not fit inputs of the shape"),
+        (["flip"], (3, 8, 8), (4, 4), r"shape \(3, 8, 8\) with targets of the shape \(4, 4\)"),
     ],
 )
 def test_what_masks_cannot_do_is_refused(spec, in_shape, target_shape, words):
@@ -315,10 +315,14 @@ def test_workers_transform_as_this_process_does():
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("FiveCrop", {"size": 8}, "FiveCrop returns a list instead of one image"),
-        ("RandomCrop", {"size": 8}, r"RandomCrop returns an image of shape \(3, 8, 8\)"),
+        (
+            "FiveCrop",
+            {"size": 8},
+            r"FiveCrop has to return one torch.uint8 image of the shape \(3, ",
+        ),
+        ("RandomCrop", {"size": 8}, "RandomCrop has to return one torch.uint8 image of"),
         ("RandomCrop", {"size": 80}, "larger than input image size"),
-        ("ConvertImageDtype", {}, r"turns torch.uint8 into torch.float32.\nLeave out ToDtype"),
+        ("ConvertImageDtype", {}, r"has to return one torch.uint8 image of .*\nLeave out ToDtype"),
     ],
 )
 def test_transforms_that_do_not_fit_are_refused(name, arguments, words):

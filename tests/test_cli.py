@@ -424,7 +424,7 @@ LATE = [
     ),
     (
         "dataset=mnist dataset.root=/nope",
-        "error: MNIST is not in /nope.",
+        "error: MNIST cannot be read from /nope/MNIST/raw ",
         "Type dataset.download=true",
     ),
     (

@@ -86,7 +86,7 @@ def small_mnist(server, monkeypatch):
 
 
 def test_what_is_missing_is_fetched_and_read(small_mnist, server, tmp_path, capsys):
-    with pytest.raises(UserError, match="MNIST is not in .*\nType dataset.download=true"):
+    with pytest.raises(UserError, match="MNIST cannot be read from .*\nType dataset.download=true"):
         datasets.mnist(str(tmp_path / "data"))
     assert not server.asked
     data = datasets.mnist(str(tmp_path / "data"), download=True)
@@ -105,7 +105,7 @@ def test_what_is_missing_is_fetched_and_read(small_mnist, server, tmp_path, caps
     )
     (tmp_path / "data" / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"damaged")
     with pytest.raises(
-        UserError, match=r"cannot be read .*not an IDX file.*\n.*download=true to fetch it again"
+        UserError, match=r"cannot be read from .*not an IDX file.*\n.*download=true to fetch it"
     ):
         datasets.mnist(str(tmp_path / "data"))
     datasets.mnist(str(tmp_path / "data"), download=True)

@@ -146,10 +146,10 @@ def test_a_path_with_escapes(place, tables):
     refused("no such file", lambda: tables.csv(str(place / ESCAPES), "y"))
     refused("there is no folder", lambda: images.image_folder(str(place / ESCAPES)))
     refused(
-        "CIFAR10 is not in",
+        "CIFAR10 cannot be read from",
         lambda: pytest.importorskip("torchvision") and datasets.cifar10(str(place / ESCAPES)),
     )
-    refused("MNIST is not in", lambda: datasets.mnist(str(place / ESCAPES)))
+    refused("MNIST cannot be read from", lambda: datasets.mnist(str(place / ESCAPES)))
 
 
 # ---- images ----
@@ -364,7 +364,7 @@ def test_idx_files(name, place):
         else:
             (raw / f"{part}-images-idx3-ubyte").write_bytes(IDX[name])
     refused(
-        r"MNIST in .* cannot be read \(.*\)\.\nType dataset.download=true",
+        r"MNIST cannot be read from .* \(.*\)\.\nType dataset.download=true",
         lambda: datasets.mnist(str(place)),
     )
 

@@ -198,7 +198,7 @@ def test_a_limit_above_the_samples_of_a_loader_is_refused():
     mine = DataLoader(torch.arange(10.0), batch_size=4)
     assert len(make_loader(mine, "val", 4, limit=12)) == 3
     for shuffle in (False, True):
-        with pytest.raises(UserError, match="there are only 3 batches of 4"):
+        with pytest.raises(UserError, match="DataLoader has 3 batches of 4.\n"):
             make_loader(mine, "mine", 4, limit=13, shuffle=shuffle)
 
 
@@ -256,7 +256,7 @@ def test_what_is_no_part_is_refused(parts, message):
         ({"augment": ["flip"]}, r"dataset\.augment: this needs inputs of a known shape"),
         ({"resident": True}, r"dataset\.resident: this needs"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
-        ({"limit_val": 0.5}, r"limit_val=0\.5: DataLoader has no len\(\)\. Type a number"),
+        ({"limit_val": 0.5}, r"limit_val=0\.5: DataLoader has an unknown number of batches"),
     ],
 )
 def test_settings_that_these_data_cannot_have(options, message):
