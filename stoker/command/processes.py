@@ -36,7 +36,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
         UserError: `devices` or `strategy` cannot take effect.
     """
     if launch.world_size() > 1:
-        if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
+        if devices != "auto" and not invocation.is_started():
             raise UserError(
                 f"devices={devices}: torchrun has started {launch.world_size()} processes. "
                 "Remove devices; --nproc-per-node sets their number."
@@ -79,7 +79,8 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    # Seconds after which the agent kills ranks that are blocked, when another rank has failed.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "25")
     if of is not None:
         os.environ[JOB] = json.dumps(of)
     config = LaunchConfig(
@@ -93,9 +94,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    started = Path(sys.argv[0])
-    is_script = started.name in (invocation.SCRIPT, "stoker") and started.is_file()
-    program = [sys.argv[0]] if is_script else ["-m", "stoker"]
+    program = invocation.program()[1:] or ["-m", "stoker"]
     logging.disable(logging.CRITICAL)  # torchrun's agent repeats the ranks' output
     try:
         elastic_launch(config, sys.executable)("-u", *program, *arguments)

@@ -5,7 +5,6 @@ They are torchrun's, or those that `stoker.command.processes` has started.
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -13,7 +12,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,8 +33,6 @@ from stoker.trainer.launch import (
 )
 
 ANSWER = 5  # seconds within which other ranks have to report why they end
-# Seconds after which a process that has not handled a signal ends. torchrun kills it after 30.
-BLOCKED = 25
 # How gloo, NCCL and the store report that a peer is gone or does not respond.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
@@ -60,13 +56,13 @@ def quieten() -> None:
 
 
 def join() -> None:
-    """Announce this rank to the others, and watch for signals that it cannot handle."""
+    """Announce this rank to the others, and end it if torchrun is gone."""
     global joined
     if joined or world_size() == 1:
         return
     store().set(f"who/{rank()}", f"process {os.getpid()} on {platform.node()}")
     joined = True
-    watch_signals()
+    watch_parent()
 
 
 @contextlib.contextmanager
@@ -115,39 +111,16 @@ def digest(value: Any) -> str:
     return hashlib.sha256(value).hexdigest()[:16]
 
 
-# Signals. Python does not run its handlers while a rank waits inside a library.
+def watch_parent() -> None:
+    """Start a thread that ends this process when torchrun, its parent, is gone."""
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(2)
+        os._exit(128 + signal.SIGTERM)
 
-def watch_signals() -> None:
-    """Start a thread that ends this process if it does not handle a signal itself."""
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    try:
-        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread: the host program handles signals
-        return
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
-    threading.Thread(target=guard, args=(receiver, sender, os.getppid()), daemon=True).start()
-
-
-def guard(receiver: socket.socket, sender: socket.socket, parent: int) -> None:
-    """End this process if a signal is not handled in time, or if the process's parent is gone.
-
-    `sender` is an argument so that the thread keeps it open.
-    """
-    receiver.settimeout(2)
-    while True:
-        try:
-            number = receiver.recv(1)[0]
-        except TimeoutError:
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGTERM)
-            continue
-        if number in stopping.SIGNALS:
-            time.sleep(BLOCKED)
-            if stopping.received is None:
-                os._exit(128 + number)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # How a rank ends: one rank prints one message per fault.
