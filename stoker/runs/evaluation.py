@@ -4,7 +4,7 @@ samples.
 
 import colorsys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Evaluation:
     of its `unit`: samples, tokens or pixels.
     """
 
-    split: str
-    kind: str  # "classification" or "regression"
+    split: Literal["train", "val", "test"]
+    kind: Literal["classification", "regression"]
     samples: int
-    unit: str = "samples"
+    unit: Literal["samples", "tokens", "pixels"] = "samples"
     target: str | None = None
     standardised: bool | None = None
     classes: list[str] = field(default_factory=list)

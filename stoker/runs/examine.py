@@ -48,7 +48,7 @@ class Examination:
     higher_is_better = None
     ranked_by: ClassVar[dict[str, int]] = {"worst": 0, "random": 1}  # {list: a column of the rows}
 
-    def __init__(self, split: str, loader: Any, data: Data) -> None:
+    def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
         self.batch_size: int = loader.batch_size  # over all processes
@@ -100,7 +100,8 @@ class Examination:
         usual_ranks = parallel.add_up(int(self.is_usual))
         if usual_ranks == parallel.ranks():
             samples = parallel.add_up(self.samples)
-            self.evaluation = Evaluation(self.split, self.data.kind, samples)
+            kind: Any = self.data.kind
+            self.evaluation = Evaluation(self.split, kind, samples)
             self.complete(self.evaluation)
         return math.nan
 
@@ -283,7 +284,7 @@ class Numbers(Examination):
     in the user's units.
     """
 
-    def __init__(self, split: str, loader: Any, data: Data) -> None:
+    def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.targets = min(data.num_classes, MOST_TARGETS)
         super().__init__(split, loader, data)
         self.scale = self.per_target(data.target_scale)

@@ -44,7 +44,6 @@ MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
 
 STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files on which an entry depends
-ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Entry = dict[str, Any]
 Row = dict[str, float]
@@ -136,23 +135,23 @@ def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
 
 def escaped(value: Any) -> str:
     """Return the value as JSON that can stand in HTML."""
-    return ENCODER.encode(value).replace("<", r"\u003c")
+    return json.dumps(value, separators=(",", ":")).replace("<", r"\u003c")
 
 
-def runs_in(folder: str, levels: int = LEVELS, start: str = "") -> Iterator[tuple[str, set[str]]]:
+def runs_in(folder: str) -> Iterator[tuple[str, set[str]]]:
     """Yield the path of each run and sweep from the folder, and the names in it; no link is
     followed.
     """
-    with os.scandir(folder) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in reversed(folders):  # by default, names start with the date
-        path = os.path.join(folder, name)
-        with contextlib.suppress(OSError):
-            names = set(os.listdir(path))
-            if names & {SWEEP, directory.CONFIG, directory.RESULT}:
-                yield start + name, names
-            elif levels > 1 and not name.startswith("."):
-                yield from runs_in(path, levels - 1, f"{start}{name}/")
+    for path, folders, contents in os.walk(folder):
+        place = Path(path).relative_to(folder)
+        names = set(contents)
+        is_run = path != folder and names & {SWEEP, directory.CONFIG, directory.RESULT}
+        if is_run:
+            yield place.as_posix(), names
+        if is_run or len(place.parts) == LEVELS:
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders.sort(reverse=True)  # by default, names start with the date
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:

@@ -186,15 +186,10 @@ def evaluation_of(entries: Any) -> Evaluation:
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
     evaluation.points = list(filter(is_pair, evaluation.points))
-    is_known = [
-        evaluation.split in SPLITS,
-        evaluation.unit in ("samples", "tokens", "pixels"),
-        evaluation.kind == "regression" or (evaluation.kind == "classification" and classes),
-        evaluation.confusion is None or is_confusion(evaluation.confusion, len(classes)),
-        evaluation.confidence is None or are_bins(evaluation.confidence),
-        evaluation.second is None or (are_bins(evaluation.second) and len(classes) == 2),
-    ]
-    if not all(is_known):
+    bins = [counts for counts in (evaluation.confidence, evaluation.second) if counts is not None]
+    if not all(map(are_bins, bins)) or not is_confusion(evaluation.confusion, len(classes)):
+        raise ValueError
+    if evaluation.second is not None and len(classes) != 2:
         raise ValueError
     for name in ("worst", "uncertain", "random"):
         samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
@@ -211,10 +206,10 @@ def is_pair(value: Any) -> bool:
     return len(true) == len(predicted)
 
 
-def is_confusion(counts: list[list[int]], size: int) -> bool:
-    """Whether these are counts of each pair of classes."""
-    matrix = numpy.array(counts, dtype=float)
-    return matrix.shape == (size, size) and bool((matrix >= 0).all())
+def is_confusion(counts: list[list[int]] | None, size: int) -> bool:
+    """Whether these are counts of each pair of classes, or None."""
+    matrix = numpy.array(counts or [], dtype=float)
+    return counts is None or (matrix.shape == (size, size) and bool((matrix >= 0).all()))
 
 
 def are_bins(counts: list[list[int]]) -> bool:
