@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy
 
 from stoker.runs.evaluation import Evaluation, class_colour
-from stoker.runs.page import Table
 
 MOST_PAIRS = 20  # pairs of confused classes
 
@@ -23,12 +22,6 @@ class Class:
     colour: str  # in pictures of masks, for CSS
     count: int
     counts: list[int]
-
-    @property
-    def short(self) -> str:
-        """The two ends of a long name, where such names differ."""
-        name = self.name
-        return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
 
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
@@ -59,8 +52,8 @@ def share(part: int, total: int) -> str:
     return f"{part / total:.3f}" if total else ""
 
 
-def most_confused(classes: list[Class]) -> Table:
-    """Return the table of the classes most often confused."""
+def most_confused(classes: list[Class]) -> list[list[str]]:
+    """Return [true, predicted, count] of the classes most often confused."""
     wrong = numpy.array([row.counts for row in classes])
     numpy.fill_diagonal(wrong, 0)
     rows = []
@@ -69,11 +62,4 @@ def most_confused(classes: list[Class]) -> Table:
         if wrong[i, j]:
             true = classes[i]
             rows.append([true.name, classes[j].name, f"{wrong[i, j]:,} of {true.count:,}"])
-    return Table(["true", "predicted", "count"], rows)
-
-
-def by_recall(classes: list[Class]) -> Table:
-    """Return the table of all classes, the one with the lowest recall first."""
-    rows = [[row.name, row.precision, row.recall, f"{row.count:,}"] for row in classes]
-    rows.sort(key=lambda row: row[2] or "2")  # those without samples last
-    return Table(["class", "precision", "recall", "n"], rows)
+    return rows

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -439,13 +440,6 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number with the fewest decimals whose standardized value this is: float32 lost
-    those of the file.
-    """
-    number = value * std + mean
-    for digits in range(-15, 31):
-        rounded = round(number, digits)
-        standardised = (rounded - mean) / std
-        if torch.tensor(standardised, dtype=torch.float32).item() == value:
-            break
-    return rounded + 0.0  # turns -0.0 into 0.0
+    """Return the number of the file, rounded to what float32 keeps of its standardized value."""
+    error = std * abs(float(numpy.spacing(numpy.float32(value))))
+    return round(value * std + mean, -math.ceil(math.log10(error))) + 0.0  # turns -0.0 into 0.0

@@ -8,8 +8,6 @@ after the page are optional.
 import base64
 import functools
 import hashlib
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +18,6 @@ if TYPE_CHECKING:
     import markupsafe
 
 TEMPLATES = Path(__file__).with_name("templates")
-# Matches '1,234', '60.6%', '3 of 40' and an empty cell.
-NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?(%| of [\d,]+)?)?"
-
-
-@dataclass
-class Table:
-    """A table; its cells are texts, or Markup. Columns of numbers are aligned on the right."""
-
-    names: list[str]
-    rows: list[list[str]]
-
-    @property
-    def are_numbers(self) -> list[bool]:
-        """Whether each column has nothing but numbers."""
-        return [
-            all(re.fullmatch(NUMBER, row[i]) for row in self.rows) for i in range(len(self.names))
-        ]
 
 
 def render(template: str, **facts: Any) -> str:

@@ -84,13 +84,9 @@ class Plot:
         right = self.across(end)
         self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
-    def line(self, name: str, points: Points, colour: str, counts: Sequence[int] = ()) -> None:
-        """Draw a curve, whose points may stand for `counts` of samples; one without a name is not
-        read.
-        """
+    def line(self, name: str, points: Points, colour: str) -> None:
+        """Draw a curve; one without a name is not read."""
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
-        if counts:
-            values = [f"{value},{count}" for value, count in zip(values, counts, strict=True)]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))
         if len(points) <= MOST_MARKED:
@@ -190,13 +186,12 @@ def shares(
     xlabel: str,
     ylabel: str,
     ideal: Points = (),
-    counts: Sequence[int] = (),
 ) -> Markup:
     """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` one."""
     plot = Plot(linear([0, 1]), linear([0, 1]), f"{ylabel} by {xlabel}", xlabel, ylabel)
     if ideal:
         plot.line("", ideal, "line")
-    plot.line(name, points, "val", counts)
+    plot.line(name, points, "val")
     return plot.svg()
 
 

@@ -102,7 +102,7 @@ def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
     box_of = plot_of.bounding_box()
     page.mouse.move(box_of["x"] + 0.95 * box_of["width"], box_of["y"] + box_of["height"] / 2)
     lines = page.locator(".tip").inner_text().split("\n")
-    assert re.fullmatch(r"correct \d\.\d\d, \d+ samples?", lines[1]) and len(lines) == 2
+    assert re.fullmatch(r"correct [\d.]+", lines[1]) and len(lines) == 2
     page.locator("button.copy").first.click()
     assert page.evaluate("navigator.clipboard.readText()") == page.evaluate(
         "document.querySelector('pre.copy').firstChild.data"

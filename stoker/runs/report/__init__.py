@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
-from stoker.runs.confusion import by_recall, classes_of, most_confused
+from stoker.runs.confusion import classes_of, most_confused
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.readable import duration, seconds
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
@@ -79,8 +79,7 @@ def facts_of(seen: Evaluation | None) -> dict[str, Any]:
     return {
         "split": inputs.SPLITS[seen.split],
         "classes": classes,
-        "confused": most_confused(classes) if len(classes) > 20 else None,
-        "by_recall": by_recall(classes) if len(classes) > 40 else None,
+        "confused": most_confused(classes) if classes else [],
         "probabilities": evaluation.probabilities(seen),
         "regression": evaluation.regression(seen),
         "hardest": evaluation.hardest(seen),

@@ -6,7 +6,6 @@ from typing import Any
 import numpy
 
 from stoker.runs.evaluation import Evaluation, Sample
-from stoker.runs.page import Table
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
 from stoker.trainer.errors import printable
@@ -43,7 +42,9 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
                 facts["pictures"] = []
             described.append(facts)
         if described:
-            groups.append({"title": title, "samples": described, "table": table_of(described)})
+            names = list(described[0]["cells"])
+            rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
+            groups.append({"title": title, "samples": described, "table": (names, rows)})
     return groups
 
 
@@ -81,13 +82,6 @@ def tokens_of(sample: Sample) -> list[tuple[str, int]]:
     return tokens[:MOST_TOKENS]
 
 
-def table_of(samples: list[dict[str, Any]]) -> Table:
-    """Return the table of samples that are not pictures."""
-    names = list(samples[0]["cells"])
-    rows = [[sample["cells"].get(name, "") for name in names] for sample in samples]
-    return Table(names, rows)
-
-
 def figure(title: str, svg: Any, note: str = "") -> Figure:
     return {"title": title, "note": note, "svg": svg}
 
@@ -99,14 +93,13 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
     drawn = []
     if evaluation.confidence is not None:
-        points, counts = calibration(evaluation.confidence)
+        points = calibration(evaluation.confidence)
         svg = plots.shares(
             "correct",
             points,
             "probability of the answer",
             "share that is correct",
             ideal=diagonal,
-            counts=counts,
         )
         drawn.append(figure("calibration", svg))
     if evaluation.second is not None and any(evaluation.second[1]):
@@ -120,17 +113,14 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     return drawn
 
 
-def calibration(counts: list[list[int]]) -> tuple[Any, list[int]]:
-    """Return (mean probability, share that is correct) of tenths of the probability, and how many
-    samples each has.
-    """
+def calibration(counts: list[list[int]]) -> Any:
+    """Return (mean probability, share that is correct) of tenths of the probability."""
     samples, right = numpy.array(counts, dtype=float).reshape(2, 10, -1)
     middles = (numpy.arange(samples.size) + 0.5) / samples.size
-    sums = (samples * middles.reshape(samples.shape)).sum(1)
-    totals = samples.sum(1)
-    is_known = totals > 0
-    points = numpy.stack([sums, right.sum(1)], 1)[is_known] / totals[is_known, None]
-    return points.tolist(), totals[is_known].astype(int).tolist()
+    sums = samples * middles.reshape(samples.shape)
+    totals = samples.sum(1, keepdims=True)
+    points = numpy.stack([sums.sum(1), right.sum(1)], 1)[totals[:, 0] > 0]
+    return (points / totals[totals[:, 0] > 0]).tolist()
 
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:

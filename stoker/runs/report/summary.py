@@ -8,10 +8,8 @@ import numpy
 from stoker.runs.page import render
 from stoker.runs.readable import seconds
 from stoker.runs.report import words
-from stoker.runs.report.curves import metrics_of
-from stoker.runs.report.inputs import SPLITS, Row, Run
+from stoker.runs.report.inputs import SPLITS, Run
 from stoker.runs.report.words import one_line, shortened
-from stoker.runs.result import Best
 from stoker.trainer.readable import brief, number
 from stoker.trainer.typed import is_number
 
@@ -89,7 +87,7 @@ def quality_verdict(run: Run) -> str:
     if run.result.error:
         error, _ = words.without_commands(run.result.error)
         return f"The run failed: {shortened(' '.join(error.split()), MOST_ERROR)}"
-    best = run.best or latest(run.rows)
+    best = run.best
     evaluated = [row for row in run.rows if best is not None and best.name in row]
     text = render(
         "verdict.txt.jinja",
@@ -107,7 +105,7 @@ def quality_verdict(run: Run) -> str:
     )
     parts = text.splitlines()
     if not parts:
-        return "No evaluation yet."
+        return "No verdict yet."
     if parts[0].startswith("the "):  # the name of a metric stays as it is
         parts[0] = parts[0].replace("the", "The", 1)
     return f"{'; '.join(parts)}."
@@ -125,12 +123,3 @@ def scores(run: Run) -> dict[str, float]:
         counts = numpy.array(run.evaluation.confusion, dtype=float)
         known["acc"] = counts.trace() / max(1, counts.sum())
     return known
-
-
-def latest(rows: list[Row]) -> Best | None:
-    """Return the last value of a metric, for a run whose best value is unknown."""
-    name = next(iter(metrics_of(rows)), "val/loss")
-    for row in reversed(rows):
-        if name in row:
-            return Best(name, None, int(row["step"]), row[name])
-    return None

@@ -83,9 +83,8 @@ document.addEventListener("pointermove", event => {
   const lines = [`${xname} ${xname === "step" ? at.toLocaleString("en") : short(at)}`];
   if (+epochs) lines[0] += `, epoch ${+(at * epochs).toPrecision(3)}`;
   curves.forEach((curve, i) => {
-    const [place, value, count] = nearest[i];
-    if (Math.abs(x(place) - x(at)) >= width / 40) return;
-    lines.push(count ? `${curve.name} ${value.toFixed(2)}, ${count.toLocaleString("en")} sample${count === 1 ? "" : "s"}` : `${curve.name} ${short(value)}`);
+    const [place, value] = nearest[i];
+    if (Math.abs(x(place) - x(at)) < width / 40) lines.push(`${curve.name} ${short(value)}`);
   });
   tip.textContent = lines.join("\n");
   tip.style.display = "block";
