@@ -86,11 +86,13 @@ def load(path: str | Path) -> Any:
         TrainingError: The file cannot be read.
     """
     metadata, tensors = read_tensors(path)
-    if metadata.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
     tree = metadata.get("state", "")
-    if digest(tensors, tree) != metadata.get("sha256"):
-        raise DamagedCheckpoint(f"{path} is damaged: its contents do not match its SHA-256.")
+    signed = {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)}
+    if metadata != signed:
+        raise DamagedCheckpoint(
+            f"{path} is damaged, or not a {FORMAT} checkpoint: its contents do not match its "
+            "SHA-256."
+        )
     # Clones: otherwise the file stays mapped and Windows cannot remove it. Not before the digest:
     # cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -112,16 +114,14 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            raise DamagedCheckpoint(
-                f"{path} is not a readable checkpoint: its header has {length:,} bytes. "
-                "If torch.save wrote it, call model.load_state_dict(torch.load(FILE))."
+            raise ValueError(
+                f"its header has {length:,} bytes. If torch.save wrote it, call "
+                "model.load_state_dict(torch.load(FILE))"
             )
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
             return file.metadata() or {}, tensors
-    except DamagedCheckpoint:
-        raise
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:

@@ -244,21 +244,18 @@ def strange_entries(batch: Any) -> dict[str, str]:
     """Return {name: description} of the tensors of a batch with values that are not finite."""
     texts = {}
     for name, tensor in batches.entries(batch):
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            texts[name] = f"{name} has values that are not finite"
-            if tensor.ndim:
-                rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1)
-                first = rows.nonzero()[0].item()
-                texts[name] += f", in {rows.sum()} of {len(rows)} rows, the first being {first}"
+        rows = ~torch.atleast_1d(tensor).isfinite()
+        rows = rows.reshape(len(rows), -1).any(1)
+        if rows.any():
+            count = f"{rows.sum()} of {len(rows)} rows, the first being {rows.int().argmax()}"
+            texts[name] = f"{name} has values that are not finite, in {count}"
     return texts
 
 
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:
     """Write the state before a step, and its batch as {name: tensor}; return the state's path."""
-    tensors = {}
-    for name, tensor in batches.entries(batch):
-        # files cannot hold shared tensors
-        tensors[name] = tensor.detach().cpu().contiguous().clone()
+    # Clones: files cannot hold shared tensors.
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in batches.entries(batch)}
     folder.mkdir(parents=True, exist_ok=True)
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
     save_file(tensors, folder / f"batch_{state['step'] + 1:08d}{rank}.safetensors")
