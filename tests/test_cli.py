@@ -398,7 +398,7 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: loss=MSELoss is for regression, but digits has 10 classes.",
+        "error: loss=MSELoss is for regression, but digits is for classification.",
         "Type loss=cross_entropy",
     ),
     (
@@ -449,7 +449,7 @@ LATE = [
         "AdmaW: ",
         "Did you mean 'torch.optim.AdamW'?",
     ),
-    ("model._target_=stoker.models.mpl.MLP", "mpl", "Did you mean 'stoker.models.mlp'?"),
+    ("model._target_=stoker.models.mpl.MLP", "mpl", "No module named"),
     ("model._target_=modells.TinyNet", "modells", "start Python in the folder that contains it"),
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from stoker.command import build, compatible, trust
 from stoker.data.datasets import Data, TensorSplit
@@ -43,10 +43,6 @@ def test_a_warmup_is_shorter_than_the_training():
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation part"),
-        (
-            "+metrics.top._target_=stoker.trainer.metrics.TopK +metrics.top.k=10",
-            "metrics.top.k=10: any of 10 classes is always",
-        ),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
@@ -74,14 +70,6 @@ def test_of_two_settings_for_one_thing_one_is_refused(key, value, by, other):
     check_decided(cfg, {by})  # `key` is a default
     with pytest.raises(UserError, match=f"{key}={value}: {by}={other} overrides this"):
         check_decided(cfg, {key, by})
-
-
-def test_a_metric_of_a_config_file_is_not_refused(processed):
-    cfg = processed(*SMALL, "dataset.num_classes=10")
-    top = {"_target_": "stoker.trainer.metrics.TopK", "k": 10}
-    with open_dict(cfg):
-        cfg.metrics.top = top
-    check(cfg)
 
 
 def test_what_changes_something_is_allowed(processed):

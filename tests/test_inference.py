@@ -718,13 +718,13 @@ def test_a_key_is_for_its_task(forks, runs):
             "run=folder",
             "input=x",
             "dataset.missing=mean",
-        ): "dataset.missing is only for tables",
+        ): "dataset.missing: the input of this run does not need it.",
         (
             "task=predict",
             "run=prices",
             "input=x",
             "dataset.on_bad_sample=skip",
-        ): "dataset.on_bad_sample is only for images",
+        ): "dataset.on_bad_sample: the input of this run does not need it.",
         (
             "task=export",
             "run=prices",

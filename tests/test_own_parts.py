@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import yaml
 from hydra import errors as hydra_errors
 
 from stoker.command import build, compatible, messages, trust
@@ -239,18 +238,6 @@ def test_a_package_that_python_does_not_find_says_where_to_start(project):
     assert "Install own_absent, or start Python in the folder that contains it." in str(
         caught.value
     )
-
-
-def test_what_a_transform_of_torchvision_still_needs_can_be_typed():
-    pytest.importorskip("torchvision")
-    target = "torchvision.transforms.v2.RandomResizedCrop"
-    with trust.trusting([]):
-        with pytest.raises(UserError) as caught:
-            build.build("dataset.augment", {"_target_": target})
-        item = str(caught.value).partition("Type ")[2].removesuffix(" in the list")
-        node = yaml.safe_load(item.replace("...", "24"))
-        assert node == {"_target_": target, "size": 24}
-        assert build.build("dataset.augment", node).size == (24, 24)
 
 
 class NoValidationLoss(Trainer):

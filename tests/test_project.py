@@ -115,10 +115,10 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
         ("3d", "name a package with letters, digits and _. Type new my_project."),
         ("class", "name a package with letters, digits and _. Type new my_project."),
         ("../net", "name a package with letters, digits and _. Type new my_project."),
-        ("torch", "a package with this name already exists. Choose a different name."),
-        ("__main__", "a package with this name already exists. Choose a different name."),
-        ("configs", "a package with this name already exists. Choose a different name."),
-        ("here", "a file or folder with this name already exists. Choose a different name."),
+        ("torch", "this name is taken. Choose a different name."),
+        ("__main__", "this name is taken. Choose a different name."),
+        ("configs", "this name is taken. Choose a different name."),
+        ("here", "this name is taken. Choose a different name."),
     ],
 )
 def test_a_name_that_no_new_package_can_have_is_refused(folder, name, answer):

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import hydra
@@ -164,13 +164,10 @@ def arguments_to_pass(
     given = {*passed, *node, *positional}
     for name, default in names.items():
         if default is REQUIRED and name not in given:
-            to_type = f"+{key}.{name}=..."
-            if key == "dataset.augment":  # an item of a list has no key to type
-                to_type = f"{{_target_: {target}, {name}: ...}} in the list"
-            reason = ""
-            if key == "model" and name in ("in_shape", "num_classes"):
-                reason = "The data set does not tell the shape of its samples.\n"
-            raise UserError(f"{key}.{name}: {target} needs this argument. {reason}Type {to_type}")
+            raise UserError(
+                f"{key}.{name}: {target} needs this argument. Type +{key}.{name}=..., or write it "
+                "beside the _target_."
+            )
     return passed
 
 
@@ -300,42 +297,36 @@ def without_downloads(key: str, node: Any) -> None:
                 node[name] = None
 
 
-class Budget:
-    """How many numbers and modules a module may still have while it is built."""
+class TooLarge(MemoryError):
+    """A module has more values than it may have."""
 
-    def __init__(self, numbers: int, modules: int = 100_000) -> None:
-        self.numbers = numbers
-        self.modules = modules
 
-    def is_exceeded(self) -> bool:
-        return self.numbers < 0 or self.modules < 0
+@contextlib.contextmanager
+def at_most(numbers: int) -> Iterator[Callable[..., None]]:
+    """Raise TooLarge if the modules built in this context have more numbers.
 
-    def count(self, module: Any, name: str, part: Any) -> None:
-        """Count one parameter, buffer or module; MemoryError if there are too many."""
-        import torch
+    A module counts as ten. Gives the function that counts, for tensors that no hook sees.
+    """
+    import torch
+    from torch.nn.modules import module
 
+    def count(_: Any, name: str, part: Any) -> None:
+        nonlocal numbers
         if isinstance(part, torch.nn.Module):
-            self.modules -= 1
+            numbers -= 10
         elif isinstance(part, torch.Tensor) and not torch.nn.parameter.is_lazy(part):
-            self.numbers -= part.numel()
-        if self.is_exceeded():
-            raise MemoryError
+            numbers -= part.numel()
+        if numbers < 0:
+            raise TooLarge
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count all that is registered in any module in this context."""
-        from torch.nn.modules import module
-
-        hooks = [
-            module.register_module_parameter_registration_hook(self.count),
-            module.register_module_buffer_registration_hook(self.count),
-            module.register_module_module_registration_hook(self.count),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    with contextlib.ExitStack() as stack:
+        for register in (
+            module.register_module_parameter_registration_hook,
+            module.register_module_buffer_registration_hook,
+            module.register_module_module_registration_hook,
+        ):
+            stack.callback(register(count).remove)
+        yield count
 
 
 def check_size(
@@ -356,23 +347,27 @@ def check_size(
     place = f"{key}._target_={target}"
     wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
     numbers = sum(math.prod(shape) for shape in wanted.values())
-    budget = Budget(4 * numbers + 2**20)  # shared parameters are counted twice
     try:
-        with budget.watch(), torch.device("meta"), warnings.catch_warnings():
+        # Shared parameters are counted twice.
+        with (
+            at_most(4 * numbers + 2**20) as count,
+            torch.device("meta"),
+            warnings.catch_warnings(),
+        ):
             # torch's, of a constructor that loads weights into a module without memory
             warnings.simplefilter("ignore")
             built = build(key, node, **offered)
             # tensors that are not registered as buffers
             for state in getattr(built, "metric_state", {}).values():
-                budget.count(built, "", state)
+                count(built, "", state)
             state = built.state_dict()
-    except Exception as error:
-        if not budget.is_exceeded():
-            return
+    except TooLarge as error:
         allowed = "a loss or a metric" if weights is None else f"the checkpoint ({numbers:,})"
         raise UserError(
             f"{place}: with these arguments it has far more values than {allowed}."
         ) from error
+    except Exception:
+        return
     if weights is None:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -28,21 +28,14 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
     """
     function = getattr(loss, "func", loss)  # unwraps a partial
     name = getattr(function, "__name__", type(loss).__name__)
-    if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
-        advice = "Type loss=cross_entropy."
-        classes = data.classes or ()
-        if data.table is not None and all(one.removeprefix("-").isdigit() for one in classes):
-            # a column of few whole numbers
-            advice = "Type loss=cross_entropy, or dataset.kind=regression."
+    other = {"classification": "regression", "regression": "classification"}
+    unsuited = {"classification": LOSSES_OF_NUMBERS, "regression": (nn.CrossEntropyLoss,)}
+    if isinstance(loss, unsuited[data.kind]):
         raise UserError(
-            f"loss={name} is for regression, "
-            f"but {data.name} has {data.num_classes} classes. {advice}"
-        )
-    if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
-        raise UserError(
-            f"loss={name} is for classification, but {data.name} has numeric targets.\n"
-            "Type loss=mse, l1 or huber, for a table dataset.kind=classification, or for several "
-            "labels per sample loss._target_=torch.nn.BCEWithLogitsLoss."
+            f"loss={name} is for {other[data.kind]}, but {data.name} is for {data.kind}.\n"
+            "Type loss=cross_entropy for classes, mse, l1 or huber for numbers, and for several "
+            "labels per sample loss._target_=torch.nn.BCEWithLogitsLoss. For a table, "
+            "dataset.kind says what its target is."
         )
     outputs, targets = outputs_for(model, data)
     try:

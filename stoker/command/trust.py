@@ -6,7 +6,6 @@ The second gate is PART_CLASSES and PART_PACKAGES in build.py: is it the right p
 import contextlib
 import fnmatch
 import inspect
-import pkgutil
 import re
 import sys
 import traceback
@@ -18,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 
 from stoker import project
-from stoker.command import arguments, invocation
+from stoker.command import arguments
 from stoker.trainer.errors import UserError, did_you_mean
 
 # A target typed on the command line is always trusted. One in your config file needs
@@ -126,10 +125,8 @@ def locate(key: str, target: str) -> Any:
     trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
     both = ",".join([*own_packages(trusted), top])
     if not is_trusted_by_user(target) and not is_listed(target):
-        package = ".".join(target.split(".")[:2])
-        near = did_you_mean(package, [package for package in TRUSTED if "." in package])
         raise UserError(
-            f"{place}: this target is not allowed.{near}\nType trusted=[{both}] if it is your own."
+            f"{place}: this target is not allowed.\nType trusted=[{both}] if it is your own."
         )
     try:
         located = hydra.utils.get_object(target)
@@ -147,7 +144,7 @@ def locate(key: str, target: str) -> Any:
         parent, _, name = target.rpartition(".")
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
-        raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
+        raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: this target is not allowed.\nType trusted=[{both}] if you know what it does."
@@ -191,18 +188,10 @@ def is_builder(located: Any) -> bool:
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
 
 
-def similar_target(target: str) -> str:
+def advice_for(target: str) -> str:
     """Return " Did you mean X?" for a target that does not exist, or what to do about it."""
+    parent, _, name = target.rpartition(".")
     top = target.partition(".")[0]
-    start = target.rpartition(".")[0]
-    while start and start not in sys.modules:
-        start = start.rpartition(".")[0]
-    if not start:
-        if top == "torchmetrics":
-            return f"\nType {invocation.pip_install('metrics')}."
+    if top not in sys.modules:
         return f"\nInstall {top}, or start Python in the folder that contains it."
-    module = sys.modules[start]
-    names = [name for name in dir(module) if not name.startswith("_")]
-    names += [part.name for part in pkgutil.iter_modules(getattr(module, "__path__", []))]
-    missing = target.removeprefix(f"{start}.").partition(".")[0]
-    return did_you_mean(missing, names, whole=lambda name: f"{start}.{name}")
+    return did_you_mean(name, dir(sys.modules.get(parent)), whole=lambda near: f"{parent}.{near}")

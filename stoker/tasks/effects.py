@@ -22,8 +22,6 @@ DECIDED_BY = {
 
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
-    from stoker.trainer.metrics import TopK
-
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
@@ -33,15 +31,6 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
         )
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
-    for name, metric in parts.trainer.metrics.items():
-        is_typed = f"metrics.{name}.k" in typed
-        classes = parts.data.num_classes
-        if is_typed and isinstance(metric, TopK) and classes and metric.k >= classes:
-            raise UserError(
-                f"metrics.{name}.k={metric.k}: any of {parts.data.num_classes} classes is always "
-                f"among the top {metric.k}. Type metrics.{name}.k={parts.data.num_classes - 1} "
-                "or less."
-            )
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:

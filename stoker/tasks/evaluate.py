@@ -10,24 +10,17 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building
-from stoker.trainer.errors import UserError, log, printable
+from stoker.trainer.errors import UserError, log
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the numbers of the best weights of the run directory `run`."""
     with tested(cfg) as (path, parts, part, loader):
-        from stoker.trainer.metrics import MeanIoU
-
         split = "all" if cfg.split == "all" else part
         results = parts.trainer.evaluate(loader, split)
-        overlap = parts.trainer.metrics.get("miou")
-        overlaps = overlap.per_class().tolist() if isinstance(overlap, MeanIoU) else []
-        names = parts.data.classes or list(map(str, range(len(overlaps))))
     numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
     print(f"weights  {path}")
     print(f"{split:<9}{'  '.join(numbers)}")
-    for name, value in zip(names, overlaps, strict=False):
-        print(f"{'iou':<9}{printable(name)} {value}")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,9 +152,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
     """Run this program again in several processes, each with a rank."""
     task = job.task_typed(cfg)
     if task:
-        typed = [one for one in arguments.typed() if re.match("(strategy|devices)=", one)]
-        advice = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
-        raise UserError(f"{task} runs in one process. {advice}.")
+        raise UserError(f"{task} runs in one process. Leave out strategy and devices.")
     if not job.in_sweep():
         code = processes.start(several, sys.argv[1:])
         if code:

@@ -41,11 +41,6 @@ def check_name(name: str) -> None:
         raise UserError(
             f"new {name}: name a package with letters, digits and _. Type new {PLACEHOLDER}."
         )
-    if Path(name).exists():
-        raise UserError(
-            f"new {name}: a file or folder with this name already exists. Choose a different name."
-        )
-    if name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None:
-        raise UserError(
-            f"new {name}: a package with this name already exists. Choose a different name."
-        )
+    is_taken = name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None
+    if is_taken or Path(name).exists():
+        raise UserError(f"new {name}: this name is taken. Choose a different name.")

@@ -78,11 +78,8 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     for key in ("missing", "delimiter", "decimal", "marks"):
         if f"dataset.{key}" in typed:
             options[key] = config.dataset[key]
-    images_only = takes_table and "dataset.on_bad_sample" in typed
-    if images_only or (options and not takes_table):
-        key = "on_bad_sample" if images_only else next(iter(options))
-        use = "images, but this run was trained on a table"
-        if not takes_table:
-            use = "tables, but this run was not trained on one"
-        raise UserError(f"dataset.{key} is only for {use}. Remove this key.")
+    is_for_images = takes_table and "dataset.on_bad_sample" in typed
+    if is_for_images or (options and not takes_table):
+        key = min(key for key in typed if key.startswith("dataset."))
+        raise UserError(f"{key}: the input of this run does not need it. Remove this key.")
     return options
