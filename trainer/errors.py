@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -125,7 +126,9 @@ def check_number(
     if (value is None and optional) or (auto and value == "auto"):
         return value
     kinds = int if whole else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < 2**63
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    # A float may be larger than an integer, but not infinite.
+    fits = fits and abs(value) < (2**63 if isinstance(value, int) else math.inf)
     wanted = "a whole number" if whole else "a number"
     limits = []
     if least is not None:
