@@ -7,14 +7,13 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from stoker.trainer import launch, memory, settings
-from stoker.trainer.errors import TrainingError, UserError, first_line, log
-from stoker.trainer.modes import modes_restored
+from stoker.trainer.errors import TrainingError, UserError, first_line
 
 # torch's message if a tensor has another memory format.
 NO_VIEW = "view size is not compatible"
@@ -169,22 +168,6 @@ def autocast(
             f"precision: {device.type} cannot autocast to {dtype} ({first_line(error)}).\n"
             "Type precision=fp32."
         ) from None
-
-
-def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:
-    """Undo channels_last if the module's forward cannot handle it, such as `view` on an image."""
-    if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
-        return
-    try:
-        with modes_restored(module), torch.no_grad():
-            module.eval()
-            module(torch.zeros(2, *in_shape, device=device))
-    except Exception as error:  # any other error will show up in the first step
-        if NO_VIEW in str(error):
-            module.to(memory_format=torch.contiguous_format)
-            log.warning(
-                "%s uses .view() on images: channels_last is turned off.", type(module).__name__
-            )
 
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:

@@ -57,8 +57,6 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.evaluation_due = False
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
-    if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
-        devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
         trainer.go_on_from(checkpoint.loaded(resume), loader)
         trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's

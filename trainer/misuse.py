@@ -214,20 +214,13 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         )
 
 
-def check_layout(module: torch.nn.Module, channels_last: bool | str, compiled: bool) -> bool:
-    """Return whether `fit` may still take channels_last back, when it knows the images.
-
-    Raises:
-        UserError: `channels_last` was asked for, and the parameters are sharded.
-    """
-    if not any(map(parallel.is_shard, module.parameters())):
-        return channels_last == "auto" and not compiled
-    if channels_last is True:
+def check_layout(module: torch.nn.Module, channels_last: bool | str) -> None:
+    """Raise UserError if channels_last is asked for, and the parameters are sharded."""
+    if channels_last is True and any(map(parallel.is_shard, module.parameters())):
         raise UserError(
             "channels_last=true: sharded parameters have no memory format. "
             "Type channels_last=auto, or strategy=ddp."
         )
-    return False
 
 
 def check_epoch(expected: int, batches: int) -> None:

@@ -59,8 +59,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             process and "ddp" in several.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native type, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
-        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or where the
-            model's forward does not work with it.
+        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
         micro_batch: Or split it by size, at most this many samples each; "auto" starts with whole
             batches and halves the size when memory runs out.
@@ -111,7 +110,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             self.module.compile()
         self.model = parallel.wrap(self.module, self.strategy, self.device)
         self.replicas = parallel.replicas(self.model)
-        self.layout_may_change = misuse.check_layout(self.module, channels_last, bool(compile))
+        misuse.check_layout(self.module, channels_last)
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.divisor = losses.divisor(self.loss)
         self.metrics = dict(metrics or {})
