@@ -113,16 +113,15 @@ def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | Non
 
 def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
     """Return what `precision=auto` means: half precision if the hardware supports it."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if torch.version.hip is not None or major >= 8:
-            return torch.bfloat16, "native here"
-        if major == 7:
-            return torch.float16, f"tensor cores of sm_{major}{minor}, which have no bf16"
-        return None, f"no tensor cores in sm_{major}{minor}"
-    if device.type == "xpu":
+    if device.type not in ("cuda", "xpu"):
+        return None, f"the default on {device.type}"
+    if device.type == "xpu" or torch.version.hip is not None:
         return torch.bfloat16, "native here"
-    return None, f"the default on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return torch.bfloat16, "native here"
+    dtype = torch.float16 if major == 7 else None
+    return dtype, f"sm_{major}{minor} has no bf16"
 
 
 @functools.cache

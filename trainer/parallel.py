@@ -588,7 +588,6 @@ class Agreement:
 
     def __init__(self) -> None:
         self.start = time.monotonic()
-        self.last = self.start  # exchange
         self.agreed = 0.0  # seconds since the start, on the slowest clock
         self.calls = 0  # calls since the last exchange
         self.soonest = 1  # the call at which to exchange
@@ -609,14 +608,12 @@ class Agreement:
         self.calls += 1
         if self.calls < self.soonest:
             return False
-        now = time.monotonic()
-        seconds_per_call = (now - self.last) / self.calls
-        report = torch.tensor(
-            [here is not None, now - self.start, seconds_per_call], dtype=torch.float64
-        )
+        before = self.agreed
+        seconds = time.monotonic() - self.start
+        report = torch.tensor([here is not None, seconds], dtype=torch.float64)
         dist.all_reduce(report, op=dist.ReduceOp.MAX)
-        asked, self.agreed, slowest = report.tolist()
-        self.last = time.monotonic()
+        asked, self.agreed = report.tolist()
+        seconds_per_call = (self.agreed - before) / self.calls
+        self.soonest = min(MOST_CALLS, 1 + int(EXCHANGE / max(seconds_per_call, 1e-6)))
         self.calls = 0
-        self.soonest = min(MOST_CALLS, 1 + int(EXCHANGE / max(slowest, 1e-6)))
         return bool(asked)

@@ -205,9 +205,7 @@ def named(given: Any) -> Callable[..., Any]:
 
 def describe(scheduler: Any) -> str:
     """Return a scheduler in a few words, for the plan."""
-    if isinstance(scheduler, Schedule):
-        return scheduler.description
-    return type(scheduler).__name__
+    return str(getattr(scheduler, "description", type(scheduler).__name__))
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
