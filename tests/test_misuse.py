@@ -62,12 +62,12 @@ class Endless(IterableDataset):
         ({"model": torch.nn.Linear}, "model: must be a torch.nn.Module, not a type"),
         (
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
-            "4 of the 4 parameters of this SGD do not belong to the model",
+            "this SGD has parameters that do not belong to the Trainer's model",
         ),
         ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
         ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
         ({"callbacks": [Callback]}, "Callback: pass an instance"),
-        ({"callbacks": [STILL, STILL]}, "callbacks: this Callback is in the list twice."),
+        ({"callbacks": [STILL, STILL]}, "callbacks: the list has the same callback twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):

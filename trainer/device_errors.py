@@ -60,18 +60,18 @@ def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (description, tensor) for all tensors in a module and a batch."""
-    named: list[tuple[str, torch.Tensor]] = []
-    for name, parameter in module.named_parameters():
-        named.append((f"parameter {name!r}", parameter))
-    for name, buffer in module.named_buffers():
-        named.append((f"buffer {name!r}", buffer))
     # A tensor kept as a plain attribute does not move with the module: the usual mistake.
-    advice = "(make it a buffer: self.register_buffer)"
+    attributes = []
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             if isinstance(value, (torch.Tensor, list, tuple)):
-                place = f"{path}.{name}".lstrip(".")
-                for entry, tensor in batches.entries(value, place):
-                    named.append((f"attribute {entry!r} {advice}", tensor))
-    named += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
+                attributes += batches.entries(value, f"{path}.{name}".lstrip("."))
+    named = []
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+        ("attribute (make it a buffer: self.register_buffer)", attributes),
+        ("batch entry", batches.entries(batch)),
+    ):
+        named += [(f"{kind} {name!r}", tensor) for name, tensor in tensors]
     return named

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+import operator
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -131,15 +132,14 @@ def check_number(
     fits = fits and abs(value) < (2**63 if isinstance(value, int) else math.inf)
     wanted = "a whole number" if whole else "a number"
     limits = []
-    if least is not None:
-        limits.append(f"at least {least}")
-        fits = fits and value >= least
-    if above is not None:
-        limits.append(f"above {above}")
-        fits = fits and value > above
-    if most is not None:
-        limits.append(f"at most {most}")
-        fits = fits and value <= most
+    for words, bound, holds in (
+        ("at least", least, operator.ge),
+        ("above", above, operator.gt),
+        ("at most", most, operator.le),
+    ):
+        if bound is not None:
+            limits.append(f"{words} {bound}")
+            fits = fits and holds(value, bound)
     if fits:
         return value
     if limits:

@@ -32,20 +32,11 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
     trainer.divisor = losses.divisor(trainer.loss)
     loss_mean = Mean()
-    has_loss = True
     batch = None
 
-    def compute_losses(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
-        results = []
+    def compute(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
         with trainer.autocast:
-            for part in parts:
-                loss, outputs = trainer.compute_loss(part)
-                if loss is None:  # known only in training
-                    nonlocal has_loss
-                    has_loss = False
-                    loss = torch.zeros((), device=trainer.device)
-                results.append((part, loss, outputs))
-        return results
+            return [(part, *trainer.compute_loss(part)) for part in parts]
 
     try:
         reset(trainer)
@@ -57,19 +48,21 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise Interrupted
                 batch = copies.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(compute_losses, batch, trainer.sample_dims)
-                if parallel.has_samples(loader):
-                    for part, loss, outputs in results:
+                results = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
+                if not parallel.has_samples(loader):
+                    continue
+                for part, loss, outputs in results:
+                    if loss is not None:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
-                        trainer.update_metrics(outputs, part)
+                    trainer.update_metrics(outputs, part)
     except Exception as error:
         misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
         raise
-    loss_mean = loss_mean.over_ranks()
-    if not loss_mean.samples:
+    if batch is None:
         raise UserError(f"The {split} loader is empty.")
     values = metric_values(trainer, split)
-    if not has_loss:
+    loss_mean = loss_mean.over_ranks()
+    if not loss_mean.samples:
         return values
     name = f"{split}/loss"
     return {name: misuse.number(name, loss_mean.compute()), **values}
@@ -112,10 +105,8 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     carried = trainer.carried
     trainer.carried = {}
     try:
-        with modes_restored(trainer.model):
-            trainer.model.eval()
-            with hooks(trainer):
-                yield
+        with modes_restored(trainer.model), hooks(trainer):
+            yield
     finally:
         trainer.carried = carried
         if not within_fit:  # a fit does both itself
@@ -126,6 +117,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
 @contextlib.contextmanager
 def hooks(trainer: "Trainer") -> Iterator[None]:
     """Call the hooks around an evaluation, unless it is part of another one."""
+    trainer.model.eval()
     if trainer.is_evaluating:
         yield
         return

@@ -57,9 +57,10 @@ class Mean:
         """Return the mean, nan if nothing has a weight."""
         if not self.samples:
             return torch.tensor(torch.nan)
-        if not isinstance(self.total, torch.Tensor):
-            return torch.tensor(self.total, dtype=torch.float64) / self.weight
-        return self.total / self.weight
+        total = self.total
+        if not isinstance(total, torch.Tensor):
+            total = torch.tensor(total, dtype=torch.float64)
+        return total / self.weight
 
     def over_ranks(self) -> "Mean":
         """Return the Mean over all processes; all of them have to call this."""
@@ -352,8 +353,6 @@ class R2(Sums):
         given = None
         if self.sums is not None:
             given = torch.cat([self.origin[None], self.sums])
-        if given is not None and parallel.ranks() > 1:
-            given = given.cpu()
         parts = [part for part in parallel.from_all(given) if part is not None]
         if not parts:
             return torch.tensor(torch.nan)

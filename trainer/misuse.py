@@ -81,8 +81,8 @@ def check_parts(
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
-        if sum(other is callback for other in callbacks) > 1:
-            raise UserError(f"callbacks: this {type(callback).__name__} is in the list twice.")
+    if len(set(map(id, callbacks))) < len(callbacks):
+        raise UserError("callbacks: the list has the same callback twice.")
 
 
 def check_methods(kind: type, called: Collection[str]) -> None:
@@ -109,16 +109,12 @@ def check_unwrapped(model: torch.nn.Module) -> None:
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
     """Raise UserError for a ready-made optimizer that leaves a setting without effect."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    setting = "groups=" if groups else None
-    if not is_usual(type(trainer), "parameter_groups"):
-        setting = f"{type(trainer).__name__}.parameter_groups"
-    if setting is not None:
-        name = type(optimizer).__name__
+    has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
+    if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
         raise UserError(
-            f"optimizer: {setting} cannot change the parameter groups of this {name}.\n"
-            f"Pass a factory: optimizer=functools.partial({name}, lr=...)."
+            "optimizer: groups= and parameter_groups() cannot change the parameter groups of a "
+            f"ready-made {type(optimizer).__name__}.\n"
+            "Pass a factory: optimizer=functools.partial(torch.optim.SGD, lr=...)."
         )
 
 
@@ -166,20 +162,16 @@ def check_loss(trainer: "Trainer", use: str) -> None:
 def check_uncut(trainer: "Trainer", loader: Any) -> None:
     """Raise UserError where a setting cuts or captures batches that have to stay whole."""
     kind = type(trainer)
-    names = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
+    carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
+    accumulates = getattr(loader, "accumulate", 1) > 1
     setting = trainer.micro_batch.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
-    if names:
-        reason = f"{kind.__name__}.{names[0]} is carried over from one whole batch to the next"
-        if parallel.ranks() > 1 or trainer.replicas:
-            setting = f"strategy={trainer.strategy}"
-    elif getattr(loader, "accumulate", 1) > 1:
-        reason = f"with accumulate={loader.accumulate} the loader's batches are the micro-batches"
-    else:
-        return
-    if setting is not None:
-        raise UserError(f"{setting}: {reason}.\nRemove {setting.partition('=')[0]}.")
+    if carried and (parallel.ranks() > 1 or trainer.replicas):
+        setting = f"strategy={trainer.strategy}"
+    if setting is not None and (carried or accumulates):
+        reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"
+        raise UserError(f"{setting}: it cannot be used with {reason}, which takes whole batches.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
@@ -194,12 +186,12 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
-    is_list = isinstance(loader, (list, tuple)) and len(loader) > 0
-    is_several = is_list and isinstance(loader[0], torch.utils.data.DataLoader)
-    is_batch = isinstance(loader, (torch.Tensor, Mapping, str))
-    if is_list and use != "predict" and is_usual(type(trainer), "compute_loss"):
-        is_batch = isinstance(loader[0], torch.Tensor)
-    if is_several or is_batch or not hasattr(loader, "__iter__"):
+    first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
+    is_wrong = isinstance(loader, (torch.Tensor, Mapping, str))
+    is_wrong = is_wrong or isinstance(first, torch.utils.data.DataLoader)
+    if use != "predict" and is_usual(type(trainer), "compute_loss"):
+        is_wrong = is_wrong or isinstance(first, torch.Tensor)
+    if is_wrong or not hasattr(loader, "__iter__"):
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
             "DataLoader(dataset, batch_size=64), or a list of batches.\n"
@@ -287,9 +279,11 @@ def raise_explained(
         raise micro_batch.explain(samples) from error
     frames = traceback.extract_tb(error.__traceback__)
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
-    explained = unpaired(trainer, error, batch, methods)
-    explained = explained or device_errors.explain(error, trainer.module, batch, trainer.device)
-    explained = explained or parallel.explain(error)
+    explained = (
+        unpaired(trainer, error, batch, methods)
+        or device_errors.explain(error, trainer.module, batch, trainer.device)
+        or parallel.explain(error)
+    )
     if steps.captures(trainer):
         explained = explained or graph.explain(error, trainer)
     if explained is not None:

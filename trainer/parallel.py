@@ -500,6 +500,8 @@ def from_all(value: Any) -> list[Any]:
     """Return the values of all processes, by rank: plain values, or tensors on the CPU."""
     if ranks() == 1:
         return [value]
+    if isinstance(value, torch.Tensor):
+        value = value.cpu()
     values = [None] * ranks()
     dist.all_gather_object(values, value)
     return values

@@ -76,20 +76,15 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
     """Return (name, GPUs listed or None) of `auto`, `dp:0+1` and so on; UserError for anything
     else.
     """
-    name, _, listed = as_typed(strategy).partition(":")
-    if name not in STRATEGIES or (listed and name != "dp"):
+    text = as_typed(strategy)
+    if text in STRATEGIES:
+        return text, None
+    if not re.fullmatch(r"dp:\d{1,4}(\+\d{1,4})*", text, re.ASCII):
         raise UserError(
-            f"strategy={as_typed(strategy)}: there is no such strategy."
-            f"{did_you_mean(name, STRATEGIES)}\n"
-            "Type strategy=auto, single, dp, dp:0+1, ddp or fsdp."
+            f"strategy={text}: there is no such strategy.{did_you_mean(text, STRATEGIES)}\n"
+            "Type strategy=auto, single, dp, dp:0+1 (these GPUs), ddp or fsdp."
         )
-    if not listed:
-        return name, None
-    if not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", listed):
-        raise UserError(
-            f"strategy={strategy}: list the GPUs as numbers joined by +, as in strategy=dp:0+1."
-        )
-    return name, [int(index) for index in listed.split("+")]
+    return "dp", [int(index) for index in text.removeprefix("dp:").split("+")]
 
 
 RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that no rule may set

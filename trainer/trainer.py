@@ -238,8 +238,11 @@ class Trainer(Predicting, Stoppable, Reporting):
         """Drop the model, the optimizer and the data, and free their memory."""
         if self.module is not None:
             parallel.unwrap(self.module)
-        self.module = self.model = self.optimizer = self.optimizer_step = self.scheduler = None
-        self.loss = self.scaler = self.special_step = self.train_loader = self.val_loader = None
+        for name in (
+            "module", "model", "optimizer", "optimizer_step", "scheduler", "loss", "scaler",
+            "special_step", "train_loader", "val_loader",
+        ):  # fmt: skip
+            setattr(self, name, None)
         self.metrics = {}
         self.carried = {}
         self.callbacks = []
