@@ -946,6 +946,14 @@ def test_the_target_of_a_table_is_named():
     assert summary.about(run) == "MLP on a.csv, target price"
 
 
+@pytest.mark.parametrize("bins", [[[], []], [[0] * 10, [0] * 10], [[5] * 20, [5] * 20]])
+def test_any_bins_are_drawn(bins):
+    seen = {"kind": "classification", "split": "test", "samples": 9, "classes": ["a", "b"]}
+    seen |= {"confidence": bins, "second": bins}
+    drawn = evaluation.probabilities(report.inputs.evaluation_of(seen))
+    assert len(drawn) == (3 if any(bins[1]) else 1)
+
+
 def test_a_thin_curve_keeps_its_ends_and_its_extremes():
     generator = random.Random(0)
     points = [(i, generator.random()) for i in range(12345)]
@@ -1024,20 +1032,12 @@ def test_a_histogram_counts_all_values():
     assert heights == pytest.approx(expected.tolist(), abs=0.06)
 
 
-def test_the_warmup_and_the_rate_of_each_group_are_drawn():
+def test_the_warmup_is_that_of_our_schedules():
     config = {"scheduler._target_": "stoker.trainer.schedules.cosine", "scheduler.warmup": 0.1}
-    rows = [{"step": n, "epoch": n / 10, "train/lr": 1 / n} for n in range(50, 1001, 50)]
-    run = run_with(rows, config=config, result=RunResult(total_steps=1000))
-    assert curves.warmup_of(run) == 100
-    assert curves.rates(rows) == {"learning rate": [(row["step"], row["train/lr"]) for row in rows]}
-    for row in rows:
-        row["train/lr/head"] = 2 * row["train/lr"]
-    lines = curves.rates(rows)
-    assert list(lines) == ["first group", "head"] and len(lines["head"]) == len(rows)
-    own = {"scheduler.warmup": 9}
-    assert curves.warmup_of(run_with(rows, config=own, result=run.result)) == 0
-    negative = config | {"scheduler.warmup": -1}
-    assert curves.warmup_of(run_with(rows, config=negative, result=run.result)) == 0
+    result = RunResult(total_steps=1000)
+    assert curves.warmup_of(run_with(config=config, result=result)) == 100
+    for odd in ({"scheduler.warmup": -1}, {"scheduler.warmup": "x"}, {"scheduler._target_": "own"}):
+        assert curves.warmup_of(run_with(config=config | odd, result=result)) == 0
 
 
 def test_a_step_near_zero_leaves_the_time_unknown():

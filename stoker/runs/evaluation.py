@@ -25,7 +25,7 @@ class Sample:
     columns: dict[str, Any] = field(default_factory=dict)
     masks: list[str] = field(default_factory=list)  # PNGs of the true and predicted classes
     tokens: list[str] = field(default_factory=list)  # the first targets
-    losses: list[float] = field(default_factory=list)  # losses of these tokens
+    losses: list[float | None] = field(default_factory=list)  # losses of these tokens
 
 
 @dataclass

@@ -146,8 +146,7 @@ def scale(values: Sequence[float], far: float) -> Axis:
         return linear(values)
     first = exponent(min(values))
     last = exponent(max(values)) + 1
-    every = math.ceil((last - first) / 8)
-    ticks = [10.0**i for i in range(first, last + every, every)]
+    ticks = [10.0**i for i in range(first, last + 1)]
     notation = ",.10g" if first >= -4 and last < 6 else ".0e"
     return labeled(ticks, notation, is_log=True)
 

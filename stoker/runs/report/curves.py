@@ -10,10 +10,10 @@ from stoker.trainer.history import weight_of
 from stoker.trainer.typed import is_number
 
 MOST_METRICS = 6  # metrics drawn beside the loss
-MOST_RATES = 8  # parameter groups drawn, as many as the style has colors
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
+    "train/lr": "learning rate",
     "train/grad_norm": "gradient norm",
     "device/memory_mib": "device memory held, MiB",
 }
@@ -36,23 +36,17 @@ def frames(run: Run) -> list[dict[str, Any]]:
         lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
         far = LOSS_FAR if metric == "loss" else math.inf
         drawn.append(frame(run, shortened(metric), lines, far))
-    drawn.append(frame(run, "learning rate", rates(rows)))
     for name, title in MEASURED.items():
         drawn.append(frame(run, title, {title: series(rows, name)}))
     return [one for one in drawn if one is not None]
 
 
-def metrics_of(rows: list[Row], split: str = "val") -> list[str]:
-    """Return the metrics of a validation set that are not the loss."""
-    return [name for name in names_in(rows, f"{split}/") if name != f"{split}/loss"]
-
-
-def names_in(rows: list[Row], start: str) -> list[str]:
-    """Return the names of numbers that begin so, in their order."""
+def metrics_of(rows: list[Row], split: str) -> list[str]:
+    """Return the metrics of a validation set that are not the loss, in their order."""
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
-    return [name for name in names if name.startswith(start)]
+    return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
 
 
 def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
@@ -62,8 +56,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
     lines = {name: points for name, points in lines.items() if points}
     if max(map(len, lines.values()), default=0) < 2:
         return None
-    colours = {name: f"c{i}" for i, name in enumerate(lines)}
-    colours |= {name: name for name in ("train", "val") if name in lines}
+    colours = {name: name if name in ("train", "val") else "c0" for name in lines}
     step = run.best.step if run.best else None
     best = next((point for point in lines.get("val", []) if point[0] == step), None)
     warmup = warmup_of(run)
@@ -95,15 +88,6 @@ def warmup_of(run: Run) -> int:
         return 0
     steps = warmup * total if warmup < 1 else warmup
     return round(min(max(0, steps), total))
-
-
-def rates(rows: list[Row]) -> Lines:
-    """Return the learning rate of each parameter group."""
-    names = names_in(rows, "train/lr/")[: MOST_RATES - 1]
-    lines = {"first group" if names else "learning rate": series(rows, "train/lr")}
-    for name in names:
-        lines[name.removeprefix("train/lr/")] = series(rows, name)
-    return lines
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:

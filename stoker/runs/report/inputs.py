@@ -128,12 +128,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_texts(path: Path) -> list[tuple[float, str]]:
-    """Return (epoch, text) of a samples.jsonl: of more than MOST_TEXTS the first and the last."""
+    """Return (epoch, text) of the last MOST_TEXTS rows of a samples.jsonl."""
     texts = []
     for row in read_lines(path):
         if is_number(row.get("epoch")) and isinstance(row.get("text"), str):
             texts.append((row["epoch"], shortened(row["text"], MOST_SAMPLE)))
-    return texts if len(texts) <= MOST_TEXTS else [texts[0], *texts[1 - MOST_TEXTS :]]
+    return texts[-MOST_TEXTS:]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -186,10 +186,13 @@ def evaluation_of(entries: Any) -> Evaluation:
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
     evaluation.points = list(filter(is_pair, evaluation.points))
-    bins = [counts for counts in (evaluation.confidence, evaluation.second) if counts is not None]
-    if not all(map(are_bins, bins)) or not is_confusion(evaluation.confusion, len(classes)):
-        raise ValueError
-    if evaluation.second is not None and len(classes) != 2:
+    is_sound = [
+        is_confusion(evaluation.confusion, len(classes)),
+        are_bins(evaluation.confidence),
+        are_bins(evaluation.second),
+        evaluation.second is None or len(classes) == 2,
+    ]
+    if not all(is_sound):
         raise ValueError
     for name in ("worst", "uncertain", "random"):
         samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
@@ -212,12 +215,11 @@ def is_confusion(counts: list[list[int]] | None, size: int) -> bool:
     return counts is None or (matrix.shape == (size, size) and bool((matrix >= 0).all()))
 
 
-def are_bins(counts: list[list[int]]) -> bool:
-    """Whether these are the sample counts of bins, and counts of some of those samples."""
-    bins = numpy.array(counts, dtype=float)
-    if bins.ndim != 2 or len(bins) != 2 or bins.shape[1] % 10:
-        return False
-    return bool((bins[1] >= 0).all() and (bins[1] <= bins[0]).all())
+def are_bins(counts: list[list[int]] | None) -> bool:
+    """Whether these are the sample counts of bins, and counts of some of those samples, or None."""
+    bins = numpy.array(counts or [[0] * 10] * 2, dtype=float)
+    has_shape = bins.ndim == 2 and len(bins) == 2 and bins.shape[1] % 10 == 0
+    return has_shape and bool((bins[1] >= 0).all() and (bins[1] <= bins[0]).all())
 
 
 def fits(sample: Sample, evaluation: Evaluation) -> bool:
@@ -226,12 +228,12 @@ def fits(sample: Sample, evaluation: Evaluation) -> bool:
         return False
     if len(sample.tokens) != len(sample.losses):
         return False
+    labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
-        return is_pair([sample.true, sample.predicted])
-    if evaluation.unit != "samples":
-        return True
+        return is_pair(labels)
     places = range(len(evaluation.classes))
-    return all(type(label) is int and label in places for label in (sample.true, sample.predicted))
+    are_classes = all(type(label) is int and label in places for label in labels)
+    return are_classes or evaluation.unit != "samples"
 
 
 def is_small_png(text: str) -> bool:

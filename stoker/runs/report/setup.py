@@ -65,11 +65,10 @@ def origin(run: Run) -> list[tuple[str, str]]:
     again = command(run.overrides, setting("run_dir", run.folder))
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
-        left_out = ("optimizer.lr=", "run_dir=")
-        slower = [one for one in run.overrides if not one.startswith(left_out)]
+        anew = [override for override in run.overrides if not override.startswith("run_dir=")]
         tenth = f"{rate / 10:g}".replace("e+", "e")
-        slower.append(f"optimizer.lr={tenth}")
-        commands.append(("Train it with a tenth of the learning rate", command(slower)))
+        slower = command(anew, f"optimizer.lr={tenth}")
+        commands.append(("Train it with a tenth of the learning rate", slower))
     elif run.state == "failed" and run.result.code == exit_codes.FAILED:
         commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":

@@ -104,11 +104,7 @@ def quality_verdict(run: Run) -> str:
         evaluations=len(evaluated),
     )
     parts = text.splitlines()
-    if not parts:
-        return "No verdict yet."
-    if parts[0].startswith("the "):  # the name of a metric stays as it is
-        parts[0] = parts[0].replace("the", "The", 1)
-    return f"{'; '.join(parts)}."
+    return f"{'; '.join(parts)}." if parts else "No verdict yet."
 
 
 def scores(run: Run) -> dict[str, float]:
