@@ -51,7 +51,8 @@ class Progress(Callback):
     def start_epoch(self) -> None:
         self.samples = 0
         self.seconds = 0.0
-        self.numbers: dict[str, float] = {}  # logged since the last line
+        self.loss: dict[str, str] = {}  # {"loss": mean over the epoch so far}
+        self.numbers: dict[str, str] = {}  # logged since the last line
         # {name: (weighted sum, weight)} of the training numbers
         self.sums: dict[str, tuple[float, float]] = {}
 
@@ -62,9 +63,11 @@ class Progress(Callback):
         for name, value in row.items():
             is_shown = isinstance(value, float) and not name.startswith("train/lr/")
             if name == "train/loss":
-                self.current["loss"] = number(self.mean("loss", value, weight_of(row)))
+                self.loss["loss"] = number(self.mean(name, value, weight_of(row)))
             elif is_shown and name not in (*NUMBERS, "epoch"):
-                self.numbers[name] = self.mean(name, value, samples) if samples else value
+                mean = self.mean(name, value, samples) if samples else value
+                self.numbers[name] = number(mean)
+        self.current.update({**self.loss, **self.numbers})
         if "train/lr" in row:
             self.current["lr"] = f"{row['train/lr']:.1e}"
             self.current["samples/s"] = f"{samples / row['train/seconds']:,.0f}"
@@ -103,15 +106,9 @@ class Progress(Callback):
 
     def line(self, trainer: "Trainer") -> None:
         """Print a line with the numbers so far."""
-        numbers = {}
-        if "loss" in self.sums:
-            total, weight = self.sums["loss"]
-            numbers["loss"] = number(total / weight)
-        for name, value in self.numbers.items():
-            numbers[name] = number(value)
+        numbers = {**self.loss, **self.numbers}
         self.numbers = {}
         self.names.update(dict.fromkeys(numbers, ""))
-        self.current.update(numbers)
         self.is_evaluated = False
         cells = {**place(trainer), **self.names, **numbers}
         speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""

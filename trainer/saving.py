@@ -57,9 +57,8 @@ class Checkpoint(Monitor):
         if launch.is_first():
             self.check_folder(trainer)
             checkpoint.go_back(self.folder, trainer.step)
-            if self.best:
-                path = checkpoint.path_of(self.folder, int(self.best["step"]))
-                is_gone = not path.exists()
+            steps = checkpoint.files(self.folder)
+            is_gone = self.best is not None and self.best["step"] not in steps
         if parallel.add_up(int(is_gone)):
             self.best = None  # it belongs to another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
