@@ -86,10 +86,9 @@ def check_length(given: Mapping[str, Any]) -> None:
     """Raise UserError if `epochs` was typed, but `max_steps` sets the length."""
     typed = arguments.typed_keys()
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
-        advice = "Type one of them." if "max_steps" in typed else "Type max_steps=null as well."
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            f"both set the length. {advice}"
+            "both set the length. Type max_steps=null, or leave out epochs."
         )
 
 

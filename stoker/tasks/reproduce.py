@@ -13,9 +13,10 @@ from stoker.runs import directory, resume, saved_config
 from stoker.runs.result import RunResult, finished
 from stoker.runs.rows import read_rows
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError
 
 MOST_CAUSES = 12
+MOST_DIFFERENCES = 3
 MOST_BYTES = 2**24  # size of a file in provenance/
 UNRECORDED = "something that runs do not record: the processor, its threads, an untracked file"
 OF_TIME = "/seconds"  # suffixes of entries that differ in every run
@@ -41,15 +42,16 @@ def again(cfg: DictConfig) -> DictConfig:
 
 
 def compare(before: Path, now: Path) -> None:
-    """Print whether two runs are the same bit for bit, or where they diverge and what differs."""
-    differences = list(parting(before, now))
+    """Print whether two runs are the same bit for bit, or what differs."""
+    new = outcome(now)
+    differences = list(differing(outcome(before), new))
     if not differences:
+        weights = str(new[directory.WEIGHTS])[:12]
         count = len(read_rows(now / directory.METRICS))
-        sha256 = checksum(now)[:12]
-        print(f"same     bit for bit: {directory.WEIGHTS} (SHA-256 {sha256}...) and {count} rows")
+        print(f"same     bit for bit: {directory.WEIGHTS} (SHA-256 {weights}...) and {count} rows")
         return
     exit_codes.codes.append(exit_codes.DIFFERENT)
-    print_lines("differs", differences)
+    print_lines("differs", differences[:MOST_DIFFERENCES])
     old = facts(before)
     new = facts(now)
     causes = list(differing(old, {name: new.get(name) for name in old}))
@@ -62,21 +64,16 @@ def print_lines(name: str, lines: list[str]) -> None:
         print(f"{'' if number else name:<9}{line}")
 
 
-def parting(before: Path, now: Path) -> Iterator[str]:
-    """Yield what differs in the weights, the rows and the test of two runs."""
-    if checksum(before) != checksum(now):
-        yield f"{directory.WEIGHTS} has different weights"
-    pairs = zip(rows(before), rows(now), strict=False)
-    for old, new in pairs:
-        if old != new:
-            yield f"{directory.METRICS} from step {new['step']} on: {changes(old, new)}"
-            break
-    else:
-        if len(rows(before)) != len(rows(now)):
-            yield f"{directory.METRICS} has {len(rows(now))} rows (was {len(rows(before))})"
-    tests = [result_of(folder).tests() for folder in (before, now)]
-    if tests[0] != tests[1]:
-        yield f"{directory.RESULT}: {changes(*tests)}"
+def outcome(folder: Path) -> dict[str, Any]:
+    """Return {name: value} of the weights, the logged rows and the test of a run."""
+    path = folder / directory.WEIGHTS
+    weights = path.read_bytes() if path.is_file() else b""
+    values: dict[str, Any] = {directory.WEIGHTS: hashlib.sha256(weights).hexdigest()}
+    for number, row in enumerate(read_rows(folder / directory.METRICS), 1):
+        values[f"{directory.METRICS}, line {number}"] = {
+            name: value for name, value in row.items() if not name.endswith(OF_TIME)
+        }
+    return {**values, **result_of(folder).tests()}
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -104,25 +101,6 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             yield f"{key}={now.get(key)} (was {before.get(key)})"
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first few values that differ."""
-    return first_few(list(differing(before, now)), 2)
-
-
-def checksum(folder: Path) -> str:
-    """Return the SHA-256 of the weights of a run; "" without any."""
-    path = folder / directory.WEIGHTS
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the logged rows without their times."""
-    return [
-        {name: value for name, value in row.items() if not name.endswith(OF_TIME)}
-        for row in read_rows(folder / directory.METRICS)
-    ]
 
 
 def result_of(folder: Path) -> RunResult:
