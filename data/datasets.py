@@ -266,16 +266,13 @@ def synthetic(
     classification = kind == "classification"
     check_choice("dataset.kind", kind, ("classification", "regression"))
     check_number("dataset.n", n, whole=True, least=1)
-    fewest = 2 if classification else 1
-    check_number("dataset.num_classes", num_classes, whole=True, least=fewest)
+    check_number("dataset.num_classes", num_classes, whole=True, least=2 if classification else 1)
     check_number("dataset.noise", noise, least=0)
     shape = (in_shape,) if isinstance(in_shape, int) else tuple(in_shape)
     for size in shape:
         check_number("dataset.in_shape", size, whole=True, least=1)
     if len(shape) not in (1, 3):
-        raise UserError(
-            f"dataset.in_shape={list(shape)}: give [features] or [channels,height,width]."
-        )
+        raise UserError(f"dataset.in_shape={in_shape}: give [features] or [channels,height,width].")
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     is_image = len(shape) == 3
     dtype = torch.uint8 if is_image else torch.float32

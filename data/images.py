@@ -186,9 +186,9 @@ def _list_parts(
             f"{printable(error.filename or root)}: cannot be read ({error.strerror})."
         ) from None
     empty = [tops[part] for part, (files, _) in listed.items() if len(files) == 0]
-    labels = set(listed["train"][1].tolist())
-    for label, name in enumerate(classes):
-        if label not in labels:
+    counts = torch.bincount(listed["train"][1], minlength=len(classes)).tolist()
+    for name, count in zip(classes, counts, strict=True):
+        if count == 0:
             empty.append(os.path.join(tops["train"], name))
     if empty:
         raise UserError(
@@ -319,22 +319,17 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     broken = []
     whole = {}
     for name, split in splits.items():
-        indices = split.broken()
-        broken += [split.files[i] for i in indices]
         keep = torch.ones(len(split), dtype=torch.bool)
-        keep[indices] = False
+        keep[split.broken()] = False
+        broken += [split.files[i] for i in (~keep).nonzero().view(-1).tolist()]
         whole[name] = split.take(keep.nonzero().view(-1))
     if not broken:
         return splits
     shown = first_few(broken, 3)
-    lost = [f"the {name} part" for name, split in whole.items() if len(split) == 0]
-    labels = set(whole["train"].targets.tolist())
-    for label, name in enumerate(classes):
-        if label not in labels:
-            lost.append(f"the class {printable(name)}")
-    if lost:
+    is_empty = any(len(split) == 0 for split in whole.values())
+    if is_empty or len(whole["train"].targets.unique()) < len(classes):
         raise UserError(
-            f"dataset.on_bad_sample=skip: no image of {lost[0]} can be read ({shown}).\n"
+            f"dataset.on_bad_sample=skip: no image of a part or a class can be read ({shown}).\n"
             "Replace or remove these files."
         )
     total = sum(map(len, splits.values()))
@@ -534,6 +529,14 @@ class BrokenImage(UserError):
     """An image file that cannot be read."""
 
 
+def broken_image(file: str, reason: str) -> BrokenImage:
+    """Make the error for an image that cannot be read."""
+    return BrokenImage(
+        f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
+        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave such images out."
+    )
+
+
 def decode_image(
     file: str, size: Sequence[int] | None, channels: int, resize: bool | int = False
 ) -> Tensor:
@@ -610,14 +613,6 @@ def open_image(file: str) -> "Iterator[Image]":
         raise broken_image(file, f"it is not one of {formats}, or is damaged") from None
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         raise broken_image(file, str(error) or type(error).__name__) from None
-
-
-def broken_image(file: str, reason: str) -> BrokenImage:
-    """Make the error for an image that cannot be read."""
-    return BrokenImage(
-        f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
-        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave such images out."
-    )
 
 
 @functools.cache

@@ -104,7 +104,8 @@ def test_python_calls_of_a_step():
 
 
 def test_python_calls_of_a_step_that_timing_does_not_sample(monkeypatch):
-    monkeypatch.setattr(timing, "MOST_COST", 1e-9)  # of the time: the first two steps are sampled
+    monkeypatch.setattr(timing, "ALWAYS", 2)
+    monkeypatch.setattr(timing, "SHARE", 0.0)
     calls = calls_beyond_the_bare_loop(timing.Timing())
     assert calls <= 12, calls
 

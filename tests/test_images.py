@@ -326,7 +326,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
     with pytest.raises(
-        UserError, match=r"skip: no image of the val part can be read \(.*a/0.png, .*b/0.png\)"
+        UserError, match=r"skip: no image of a part or a class can be read \(.*a/0.png, .*b/0.png\)"
     ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
@@ -334,7 +334,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
     for file in (tmp_path / "train" / "b").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="skip: no image of the class b can be read"):
+    with pytest.raises(UserError, match="skip: no image of a part or a class can be read"):
         load()
     with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: not a valid choice"):
         load(on_bad_sample="ignore")

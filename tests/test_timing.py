@@ -9,7 +9,7 @@ from torch import nn
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
 from stoker.diagnostics import timing as timing_module
-from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, speed_verdict
+from stoker.diagnostics.timing import ALWAYS, SHARE, SOON, STAGES, Timing, speed_verdict
 from stoker.runs import live, report
 from stoker.runs.loggers import Logger
 from stoker.trainer import fitting
@@ -278,16 +278,6 @@ def test_an_evaluation_without_a_fit_is_not_timed():
     ).evaluate(Slow(2, Clock()))
 
 
-def test_a_slow_step_among_others_blames_nobody(virtual):
-    class Once(Callback):
-        def on_step_end(self, trainer):
-            if trainer.step == 11:
-                time.sleep(0.1)
-
-    timing, _ = fitted(Slow(20, Clock()), callbacks=[Once()], epochs=1)
-    assert timing.said.startswith("compute bound: ")
-
-
 def test_too_many_checkpoints(tmp_path):
     clock = Clock(at_least=0.02)
 
@@ -466,20 +456,14 @@ def test_a_fit_that_fails_leaves_nothing_behind():
     assert fits.spans == silent_spans() and timing.took == {}
 
 
-def test_the_sampling_has_its_share_and_no_more():
-    cheap = nn.Sequential(nn.Linear(6, 3))
-    timing, total = fitted(Slow(4000, Clock(at_least=0.0001)), model=cheap)
-    assert len(timing.sampled["fit"]) == 1 and 5 <= len(timing.sampled["other"]) <= 0.5 * 4000
-    assert timing.cost <= 2 * MOST_COST * total + 0.001
-
-
-@pytest.mark.parametrize(("batches", "epochs"), [(1, 500), (2, 250)])
-def test_nor_has_that_of_the_first_steps_of_many_short_epochs(virtual, batches, epochs):
+@pytest.mark.parametrize(("batches", "epochs"), [(4000, 1), (1, 2000), (2, 1000)])
+def test_the_sampling_has_its_share_and_no_more(virtual, batches, epochs):
     cheap = nn.Sequential(nn.Linear(6, 3))
     timing, total = fitted(Slow(batches, Clock(at_least=0.003)), model=cheap, epochs=epochs)
-    assert sum(map(len, timing.sampled.values())) <= 0.5 * 500
-    assert timing.cost <= 2 * MOST_COST * total + 0.001
-    assert abs(timing.took["data"] - 500 * 0.003) <= POINTS * total
+    steps = batches * epochs
+    assert len(timing.sampled["fit"]) == 1
+    assert ALWAYS <= sum(map(len, timing.sampled.values())) <= ALWAYS + 2 * SHARE * steps
+    assert abs(timing.took["data"] - steps * 0.003) <= POINTS * total
 
 
 @pytest.mark.parametrize("settings", [{"max_steps": 2}, {"max_steps": 3}, {"epochs": 2}])

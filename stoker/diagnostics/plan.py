@@ -8,8 +8,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from stoker.runs.page import render
 from stoker.runs.readable import duration, seconds
 from stoker.trainer import checkpoint, graph, schedules, summary, terminal
@@ -48,9 +46,8 @@ class Watch(Callback):
     """Time the steps after the first ones, measure the activations of one, and end the fit.
 
     If checkpoints are written before the end (`every` steps), the measured step holds a copy of the
-    state, as a step does while a checkpoint is written. It also holds the largest weight once more:
-    freed copies fragment the memory, which raised the peak by at most twice that size (12 runs on a
-    slow disk). With a NaNGuard, the fit `keeps_first` a copy of its first state.
+    state, as a step does while a checkpoint is written. With a NaNGuard, the fit `keeps_first` a
+    copy of its first state.
     """
 
     def __init__(self, every: float, keeps_first: bool) -> None:
@@ -71,8 +68,7 @@ class Watch(Callback):
             self.first_state = checkpoint.copy(trainer.state_dict())
         self.settings = [dict(group) for group in trainer.optimizer.param_groups]
         self.measuring = contextlib.ExitStack()
-        self.start = time.perf_counter()
-        self.begun = self.start
+        self.begun = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.measuring.close()
@@ -81,30 +77,25 @@ class Watch(Callback):
             self.measure_next(trainer)
         is_last = trainer.step == trainer.total_steps
         timed = trainer.step - WARMUP
-        if trainer.step == 1:
-            self.first = self.clock(trainer) - self.start
-        if timed == 0 and not is_last:
-            self.begun = self.clock(trainer)
-        elif is_last or (timed > 0 and timed % STEPS == 0):
-            elapsed = self.clock(trainer) - self.begun
+        if trainer.step == 1 or timed % STEPS == 0 or is_last:
+            devices.synchronize(trainer.device)
+            now = time.perf_counter()
+            if trainer.step == 1:
+                self.first = now - self.begun
+            if timed == 0 and not is_last:
+                self.begun = now
             self.timed = timed if timed > 0 else trainer.step
-            self.seconds = elapsed / self.timed
-            if timed >= MOST or (timed >= STEPS and elapsed >= LONG):
+            self.seconds = (now - self.begun) / self.timed
+            if timed >= MOST or (timed >= STEPS and now - self.begun >= LONG):
                 trainer.stop("planned")
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self.measuring.close()
 
-    def clock(self, trainer: Trainer) -> float:
-        devices.synchronize(trainer.device)
-        return time.perf_counter()
-
     def measure_next(self, trainer: Trainer) -> None:
         """Measure the next step's activations, with a copy of the state beside it."""
         if self.every < trainer.total_steps:
-            largest = max(parameter.nbytes for parameter in trainer.module.parameters())
-            piece = torch.ones(largest, dtype=torch.uint8)
-            self.copy = checkpoint.copy(trainer.state_dict()), piece
+            self.copy = checkpoint.copy(trainer.state_dict())
         if summary.can_be_counted(trainer):
             self.measuring.enter_context(self.saved.counted())
 

@@ -19,7 +19,9 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-MOST_COST = 0.005  # share of the time spent on sampling; `on_step_end` costs about as much again
+# A sample takes about a tenth of a short step, so sampling takes about 0.2% of the time.
+ALWAYS = 32  # steps that are sampled at the beginning
+SHARE = 0.02  # of the other steps
 SOON = 10.0  # seconds; advice on a shorter training would save little
 FEWEST_STEPS = 8  # per epoch, to suggest larger batches
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
@@ -68,7 +70,7 @@ class Timing(Callback):
 
     It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the drawing of the
     live report are always timed. Steps are sampled: the first one of the fit, which stands for
-    itself, and random first steps of epochs and other steps, as many as take MOST_COST of the time.
+    itself, the ALWAYS steps after it, and a random SHARE of the others.
     A sampled step is cut by marks in the work of the device (events on a GPU), for which nothing
     waits. A step that is one graph, or a `train_step` that enters no spans, is the stage "step".
 
@@ -99,8 +101,6 @@ class Timing(Callback):
         self.waited = False  # whether Python waited for the device in that step
         self.idle: list[bool] = []  # whether the device was idle at the end of the step
         self.random = random.Random(0)
-        self.cost = 0.0  # seconds spent on sampling
-        self.next_step = trainer.step + 1
         self.heard = {name: Span(self, name) for name in NAMES}
         for name in WHOLE:
             trainer.spans[name] = self.heard[name]
@@ -125,10 +125,10 @@ class Timing(Callback):
             self.end_sample(trainer)
         if trainer.step % trainer.steps_per_epoch == 0:
             self.say(trainer)
-            if not self.sampled["epoch"] or self.too_early() == 0:
-                self.begin_sample(trainer, "epoch")
-        elif trainer.step >= self.next_step:
-            self.begin_sample(trainer, "other")
+        # At random, since a loader may do more work in every fourth step, for example.
+        if trainer.step - self.first_step < ALWAYS or self.random.random() < SHARE:
+            starts = trainer.step % trainer.steps_per_epoch == 0
+            self.begin_sample(trainer, "epoch" if starts else "other")
 
     def say(self, trainer: Trainer) -> None:
         """Write the sentence once, after the line of the first whole epoch."""
@@ -179,13 +179,8 @@ class Timing(Callback):
         if self.marks:
             self.marks.append((stage, devices.mark(self.device)))
 
-    def too_early(self) -> float:
-        """Return the seconds until the sampling so far is within MOST_COST of the time."""
-        return max(0.0, self.cost / MOST_COST - (time.perf_counter() - self.began))
-
     def begin_sample(self, trainer: Trainer, kind: str) -> None:
         """Sample the next step."""
-        start = time.perf_counter()
         self.kind = kind
         self.sample_start = trainer.step
         self.waited = False
@@ -194,10 +189,9 @@ class Timing(Callback):
         for name in ["transfer"] if captures(trainer) else SAMPLED:
             trainer.spans[name] = self.heard[name]
         self.marks = [(None, devices.mark(self.device))]
-        self.mark_cost = time.perf_counter() - start
 
     def end_sample(self, trainer: Trainer) -> None:
-        """Keep the marks of the step that is done, and choose the next one."""
+        """Keep the marks of the step that is done."""
         self.mark(self.gap)
         for name in SAMPLED:
             trainer.spans[name] = SILENT
@@ -205,15 +199,7 @@ class Timing(Callback):
             _, done = self.marks[-2]
             self.idle.append(devices.has_caught_up(done))
         self.unread.append((self.kind, self.marks))
-        self.cost += self.mark_cost * len(self.marks)
         self.marks = []
-        # At random, since a loader may do more work in every fourth step, for example. The first of
-        # the other steps is always sampled.
-        pause = 0.0
-        if trainer.step - self.first_step > 1:
-            seconds_per_step = (time.perf_counter() - self.began) / (trainer.step - self.first_step)
-            pause = self.too_early() / seconds_per_step
-        self.next_step = trainer.step + int(2 * self.random.random() * pause)
 
     def read(self) -> None:
         """Turn the marks of sampled steps into seconds; the device must have reached them."""
@@ -235,10 +221,13 @@ class Timing(Callback):
         others = trainer.step - self.first_step - 1 - epochs
         count = {"fit": 1, "epoch": epochs, "other": others}
         steps = dict.fromkeys(STAGES, 0.0)
-        for kind, samples in self.sampled.items():
-            for sample in samples:
+        # Without a sample of the first steps of later epochs, they are taken for other steps.
+        if not self.sampled["epoch"]:
+            count["other"] += count.pop("epoch")
+        for kind, number in count.items():
+            for sample in self.sampled[kind]:
                 for stage, seconds in sample.items():
-                    steps[stage] += count[kind] / len(samples) * seconds
+                    steps[stage] += number / len(self.sampled[kind]) * seconds
         # The samples give an estimate, which is scaled to the measured time.
         scale = (total - sum(self.whole.values())) / max(sum(steps.values()), 1e-9)
         took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
