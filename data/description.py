@@ -130,26 +130,22 @@ def _is_consistent(about: Entries) -> bool:
     for values in (about.mean, about.std):
         if values is not None and len(values) != shape[0]:
             return False
-    scales = list(about.std or ())
+    scales = [*(about.std or ()), *torch.tensor(about.target_scale).view(-1).tolist()]
     for units in (about.target_mean, about.target_scale):
         if isinstance(units, list) and len(units) not in (1, outputs):
             return False
-    scales += torch.tensor(about.target_scale).view(-1).tolist()
-    if about.tokens is not None:
-        has_ids = is_classification and about.dtype == "int64"
-        letters = about.classes if about.tokens == "characters" else ()
-        if not has_ids or letters is None or any(len(letter) != 1 for letter in letters):
-            return False
-        if about.tokens == "bytes" and outputs != 256:
-            return False
+    if about.tokens is not None and not (is_classification and about.dtype == "int64"):
+        return False
+    if about.tokens == "characters" and about.classes is None:
+        return False
+    if about.tokens == "bytes" and outputs != 256:
+        return False
     if about.table is not None:
         width = 0
         for column in about.table.columns:
             if isinstance(column, Numbers):
-                width += 1
                 scales.append(column.std)
-            else:
-                width += len(column.categories)
+            width += 1 if isinstance(column, Numbers) else len(column.categories)
         if about.dtype != "float32" or shape != [width]:
             return False
     return all(scale > 0 for scale in scales)

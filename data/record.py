@@ -377,29 +377,28 @@ def _target_shape(part: Split) -> tuple[int, ...]:
 
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
     """Check that labels are class numbers, of as many per sample as `shape` has dimensions."""
-    labels = getattr(part, "targets", None)
-    # labels with an extra dimension, since no sequence has a single token
-    is_column = shape == (1,)
-    if labels is not None and (labels.dtype != torch.int64 or labels.ndim > 3 or is_column):
-        raise UserError(
-            f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "
-            f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
-        )
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: the targets of a sample have the shape {_target_shape(part)}, "
             f"but those of the training part have {shape}."
         )
+    labels = getattr(part, "targets", None)
     if labels is None:
         return
+    # No sequence has a single token: (N, 1) are labels with an extra dimension.
+    if labels.dtype != torch.int64 or labels.ndim > 3 or shape == (1,):
+        raise UserError(
+            f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "
+            f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
+        )
     low, high = labels.aminmax()
     if low >= 0 and high < classes:
         return
-    wrong = (labels < 0) | (labels >= classes)
+    is_wrong = (labels < 0) | (labels >= classes)
     if shape:
-        wrong &= labels != IGNORED
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
+        is_wrong &= labels != IGNORED
+    if is_wrong.any():
+        place = is_wrong.nonzero()[0].tolist()
         raise UserError(
             f"{where}: the label {labels[tuple(place)].item()} of sample {place[0]} is not one of "
             f"the {classes} classes 0 to {classes - 1}."

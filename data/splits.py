@@ -2,6 +2,7 @@
 divided among them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -76,11 +77,11 @@ class DatasetSplit:
                 "Pass a map-style Dataset."
             )
         with random_stream():
-            self.nbytes: int = len(dataset) * self._inputs(dataset, [0]).nbytes
+            self.nbytes: int = len(dataset) * _stacked(dataset, [dataset[0]], 0).nbytes
             if targets is None:
-                targets = [dataset[i][1] for i in range(len(dataset))]
+                targets = _stacked(dataset, [dataset[i] for i in range(len(dataset))], 1)
         self.dataset = dataset
-        self.targets = _stacked(dataset, "target", targets)
+        self.targets = torch.as_tensor(targets)
         if self.targets.is_floating_point():  # for a regression: (N, number of targets)
             self.targets = self.targets.float().view(len(self.targets), -1)
 
@@ -88,33 +89,24 @@ class DatasetSplit:
         return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self._inputs(self.dataset, indices), self.targets[indices]
-
-    @staticmethod
-    def _inputs(dataset: Any, indices: list[int]) -> Tensor:
-        inputs = []
-        for i in indices:
-            sample = dataset[i]
-            if not isinstance(sample, (tuple, list)) or len(sample) < 2:
-                raise UserError(
-                    f"DatasetSplit: sample {i} of this {type(dataset).__name__} is "
-                    f"{kind_of(sample)}, not (input, target).\n"
-                    "Return both from __getitem__, as tensors or numbers."
-                )
-            inputs.append(sample[0])
-        return _stacked(dataset, "input", inputs)
+        inputs = _stacked(self.dataset, [self.dataset[i] for i in indices], 0)
+        return inputs, self.targets[indices]
 
 
-def _stacked(dataset: Any, part: str, values: Sequence[Any] | Tensor) -> Tensor:
-    """Return the inputs or the targets of samples as one tensor; UserError unless they are numbers
-    of one shape.
+def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
+    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; UserError unless
+    they are numbers of one shape.
     """
     try:
-        return torch.stack([torch.as_tensor(value) for value in values])
+        for sample in samples:
+            if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+                raise TypeError(f"a sample is {kind_of(sample)}, not (input, target)")
+        return torch.stack([torch.as_tensor(sample[part]) for sample in samples])
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"DatasetSplit: the {part}s of this {type(dataset).__name__} cannot be stacked, "
-            f"{cause(error)}.\nReturn tensors of equal shape, or numbers, from __getitem__."
+            f"DatasetSplit: the samples of this {type(dataset).__name__} cannot be stacked: "
+            f"{cause(error)}.\nReturn (input, target) from __getitem__, as tensors of equal shape "
+            "or numbers."
         ) from error
 
 
@@ -208,14 +200,10 @@ def divide(
 
 def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Return the indices of the first samples, of those before the last, and of the last ones."""
-    train, *sizes = _sizes(len(times), fractions)
-    ordered = times.sort().values
-    part = torch.zeros(len(times), dtype=torch.long)
-    for number, size in enumerate(sizes, 1):
-        if size > 0:
-            part[times >= ordered[train]] = number
-        train += size
-    parts = [(part == number).nonzero().view(-1) for number in range(len(sizes) + 1)]
+    starts = torch.tensor(_sizes(len(times), fractions)[:-1]).cumsum(0)
+    ordered = torch.cat([times.sort().values, torch.tensor([math.inf])])
+    part = torch.bucketize(times, ordered[starts], right=True)
+    parts = [(part == number).nonzero().view(-1) for number in range(len(fractions) + 1)]
     _check_sizes(parts, fractions)
     return parts
 

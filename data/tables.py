@@ -128,11 +128,13 @@ def csv(
         folds=folds,
         fold=fold,
         groups=None if split_group is None else numbered(values[str(split_group)])[rows],
-        times=None if split_time is None else table.times(str(split_time), values)[rows],
+        times=None
+        if split_time is None
+        else table.times(split_time, values[str(split_time)])[rows],
     )
     center = 0.0
     scale = 1.0
-    if classes is None and kind == "regression":
+    if classes is None:
         center, scale = mean_and_std(targets[parts[0]])
         if trained is not None:
             center = trained["target_mean"]
@@ -145,19 +147,18 @@ def csv(
         table.warned.update(names)  # only a run can meet unknown categories
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
-    sizes = [len(part) for part in parts]
     pieces = (inputs, targets[order], rows[order] + FIRST)
-    splits = []
-    for part in zip(*(piece.split(sizes) for piece in pieces), strict=True):
-        splits.append(TensorSplit(*part) if len(part[0]) else None)
+    split_pieces = zip(*(piece.split(list(map(len, parts))) for piece in pieces), strict=True)
+    splits = [TensorSplit(*part) if len(part[0]) else None for part in split_pieces]
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
         cut += f" into {folds} folds (fold {fold} validates)"
+    train_part, val, test = splits
     return Data(
         Path(path).stem,
-        splits[0],
-        splits[1],
-        splits[2],
+        train_part,
+        val,
+        test,
         inputs.shape[1:],
         num_classes=1 if classes is None else len(classes),
         kind=kind,
@@ -218,8 +219,6 @@ class Table:
         try:
             with open_plain(self.path, links=True) as plain:
                 start = plain.read(LONGEST)
-            if not start:
-                raise UserError(f"{self.shown} is empty: it needs a header and a row.")
             with pyarrow.OSFile(self.path) as file:
                 if start.startswith(b"PAR1"):
                     stored = parquet.ParquetFile(file)
@@ -277,7 +276,8 @@ class Table:
         """Return the columns: float64 where all values are numbers and the name is not in `texts`,
         else texts.
         """
-        pieces: dict[str, list[Texts]] = {name: [] for name in names}
+        none = pyarrow.array([], pyarrow.string())
+        pieces: dict[str, list[Texts]] = {name: [none] for name in names}
         rows = 0
         for piece in self.pieces(names):
             rows += len(piece[names[0]])
@@ -288,8 +288,6 @@ class Table:
                 )
             for name, values in piece.items():
                 pieces[name].append(values)
-        if rows == 0:
-            raise UserError(f"{self.shown} is empty: it needs a header and a row.")
         columns = {}
         for name in names:
             values = pyarrow.concat_arrays(pieces.pop(name))
@@ -338,15 +336,15 @@ class Table:
             return tensor_of(values)
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
-    def times(self, name: str, columns: dict[str, Any]) -> Tensor:
+    def times(self, name: str, values: Any) -> Tensor:
         """Return the numbers or days of a column, in which no value may be missing."""
         for is_date in (False, True):
-            times = self.amounts(columns[name], is_date)
+            times = self.amounts(values, is_date)
             if not times.isnan().any():
                 return times
         raise UserError(
-            f"dataset.split_time={name}: a value is missing, or neither a number nor a date such "
-            "as 2024-01-31."
+            f"dataset.split_time={name}: give a column of numbers or of dates such as 2024-01-31, "
+            "without missing values."
         )
 
     def describe(
@@ -465,22 +463,19 @@ def _encoded(
 
     The columns are taken out of `values`, so that a large table is not in memory twice.
     """
-    widths = [len(names_of(column)) for column in columns]
-    if sum(widths) * len(rows) > MOST_NUMBERS:  # a small file can ask for any amount
-        name = columns[widths.index(max(widths))]["name"]
+    width = sum(len(names_of(column)) for column in columns)
+    if width * len(rows) > MOST_NUMBERS:  # a small file can ask for any amount
         raise UserError(
-            f"Column {name!r} has {max(widths)} categories in {len(rows)} rows, "
-            f"which is more than fits in memory.\nType dataset.ignore=[{name}]."
+            f"{table.shown}: {len(rows):,} rows of {width:,} numbers, one per category, are more "
+            "than fits in memory.\nType dataset.ignore=[COLUMN] for a column of many categories."
         )
-    inputs = torch.empty(len(rows), sum(widths))
-    start = 0
-    for column, width in zip(columns, widths, strict=True):
+    blocks = []
+    for column in columns:
         block = table.encode(column, values.pop(column["name"]))[rows]
-        if "categories" not in column:
+        if "mean" in column:
             block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0)
-        inputs[:, start : start + width] = block
-        start += width
-    return inputs
+        blocks.append(block.float())
+    return torch.cat(blocks, 1)
 
 
 def _read_target(
@@ -513,8 +508,8 @@ def _read_target(
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
         whole = (numbers == numbers.floor()) | numbers.isnan()
         has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
-        classes = is_text or has_codes or (few and whole.all())
-        kind = "classification" if classes else "regression"
+        is_class = is_text or has_codes or (few and whole.all())
+        kind = "classification" if is_class else "regression"
     if kind == "regression":
         return kind, None, numbers
     if len(names) > max(2, rows / 2):
@@ -523,8 +518,7 @@ def _read_target(
             "Choose another column, or type dataset.kind=regression to predict a number."
         )
     if not is_text:
-        amounts = table.notation.numbers(pyarrow.array(names)).to_pylist()
-        names = [name for _, name in sorted(zip(amounts, names, strict=True))]
+        names.sort(key=lambda name: table.notation.numbers(pyarrow.array([name]))[0].as_py())
     return kind, names, labels_of(texts, names)
 
 

@@ -98,12 +98,15 @@ def text(
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
     classes = None
-    if form == "characters":
-        ids, classes = read_characters(path, trained["classes"] if trained else None)
-        count = len(classes)
-    else:
-        ids = open_ids(path, form)
-        count = 256 if form == "bytes" else count_ids(path, ids, form)
+    try:
+        if form == "characters":
+            ids, classes = read_characters(path, trained["classes"] if trained else None)
+            count = len(classes)
+        else:
+            ids = open_ids(path, form)
+            count = 256 if form == "bytes" else count_ids(path, ids, form)
+    except OSError as error:
+        raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
         raise unreadable(path, f"these are {kind}, but the run was trained on {trained['tokens']}.")
@@ -151,13 +154,9 @@ def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, lis
         raise unreadable(
             path, f"byte {error.start:,} is not UTF-8.\nType dataset.tokens=bytes."
         ) from None
-    except OSError as error:
-        raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     codes = np.frombuffer(letters.encode("utf-32-le"), np.uint32)
     if known is None:
-        is_used = np.zeros(UNICODE, bool)
-        is_used[codes] = True
-        known = list(map(chr, np.flatnonzero(is_used).tolist()))
+        known = sorted(set(letters))
     places = np.full(UNICODE, len(known), np.int32)
     places[list(map(ord, known))] = np.arange(len(known))
     ids = places[codes].astype(np.uint8 if len(known) < 256 else np.int32)
@@ -179,8 +178,6 @@ def open_ids(path: str, form: str) -> Tokens:
             ids: Any = np.lib.format.open_memmap(path, mode="r")
         else:
             ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
-    except OSError as error:
-        raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     except (ValueError, EOFError):
         raise unreadable(
             path, f"it does not contain {form}.\nChoose one of: {', '.join(FORMS)}."
@@ -219,8 +216,8 @@ def encode(prompt: str, about: Description) -> list[int]:
     for number in ids:
         if not number.isdecimal() or len(number) > 9 or int(number) >= about["num_classes"]:
             raise UserError(
-                f"prompt: {printable(number)} is not a token id; they go from 0 to "
-                f"{about['num_classes'] - 1}."
+                f"prompt: type token ids below {about['num_classes']}, such as 5 0 7, not "
+                f"{printable(number)}."
             )
     return list(map(int, ids))
 

@@ -229,20 +229,20 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
             "DatasetSplit: this .* or has no length",
         ),
         (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
-        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "sample 0 of this list is a dict, not"),
-        (lambda inputs, labels: DatasetSplit(inputs), "sample 0 of this Tensor is a Tensor, not"),
+        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "a sample is a dict, not"),
+        (lambda inputs, labels: DatasetSplit(inputs), "a sample is a Tensor, not"),
         (lambda inputs, labels: DatasetSplit(["text"]), "is a str, not .input, target"),
         (
             lambda inputs, labels: DatasetSplit([("text", 1)]),
-            "the inputs of .* cannot be stacked, .*str",
+            "the samples of .* cannot be stacked: .*str",
         ),
         (
             lambda inputs, labels: DatasetSplit([(1.0, None)]),
-            "the targets of .* cannot be stacked, .*NoneType",
+            "the samples of .* cannot be stacked: .*NoneType",
         ),
         (
             lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]),
-            "targets of .* cannot be stacked, .*\n.*of equal shape",
+            "samples of .* cannot be stacked: .*\n.*of equal shape",
         ),
     ],
 )

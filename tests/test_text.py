@@ -166,7 +166,7 @@ def test_a_prompt_without_tokens_is_none(file, tmp_path):
     assert write_on(model, about, "", tokens=5) == alone and len(alone) == 5
     ids = about | {"tokens": "ids", "classes": None}
     assert write_on(model, ids, " ", tokens=5) == write_on(model, ids, tokens=5)
-    with pytest.raises(UserError, match="is not a token id"):
+    with pytest.raises(UserError, match="type token ids below"):
         texts.encode("9" * 5000, ids)
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)

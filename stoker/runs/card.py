@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
@@ -104,12 +103,11 @@ def step_of(result: RunResult) -> int | None:
 def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
     metrics = metrics_of(result)
-    parts = []
-    for split in ("val", "test"):
-        text = numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
-        if text:
-            parts.append(f"{split} {text}")
-    return "; ".join(parts) or "none"
+    texts = {
+        split: numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
+        for split in ("val", "test")
+    }
+    return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
 
 
 def metrics_of(result: RunResult) -> dict[str, Any]:
@@ -131,12 +129,9 @@ def tested_part(result: RunResult) -> str | None:
 
 def front_matter(about: Description, target_shape: tuple[int, ...]) -> list[str]:
     """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
-    front: dict[str, Any] = {"library_name": "stoker", "tags": ["pytorch", "stoker"]}
+    front = ["library_name: stoker", "tags: [pytorch, stoker]"]
     task = task_of(about, target_shape)
-    if task != "other":
-        front["pipeline_tag"] = task
-    text: str = yaml.safe_dump(front, sort_keys=False)
-    return text.splitlines()
+    return front if task == "other" else [*front, f"pipeline_tag: {task}"]
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str:

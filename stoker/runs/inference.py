@@ -253,9 +253,10 @@ def predict(
 def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[Any]) -> None:
     """Raise TrainingError for the first sample whose scores or values are not finite."""
     if card.is_usual(outputs, about) and not outputs.isfinite().all():
-        first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
-        name = f"{place}{printable(first)}"
-        raise TrainingError(f"{name}: the model returns values that are not finite.")
+        first = int(outputs.isfinite().all(1).int().argmin())
+        raise TrainingError(
+            f"{place}{printable(labels[first])}: the model returns values that are not finite."
+        )
 
 
 def in_units(outputs: Any, about: Description) -> Any:
@@ -279,8 +280,8 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
             for ids in outputs.argmax(1).tolist():
                 yield {"text": text_of(ids, about)}
             return
-        classes = about["num_classes"] if about["kind"] == "classification" else None
-        if isinstance(outputs, Tensor) and outputs.ndim > 2 and outputs.shape[1] == classes:
+        is_classes = about["kind"] == "classification" and isinstance(outputs, Tensor)
+        if is_classes and outputs.ndim > 2 and outputs.shape[1] == about["num_classes"]:
             outputs = {"classes": outputs.argmax(1)}
         for sample in prediction.samples_of(outputs):
             yield finite(sample if isinstance(sample, dict) else {"output": sample})
