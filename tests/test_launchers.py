@@ -210,7 +210,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     )
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
-    assert lines[1] == f"jobs     {at_once} at once, 1 threads each"
+    assert lines[1] == f"jobs     {at_once} at once; threads per job: 1"
     assert lines[0] == "sweep    3 jobs; their output is in all/jobs"
     told = [re.split(" {2,}", line) for line in lines[2:5]]
     assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]

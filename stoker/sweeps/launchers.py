@@ -186,7 +186,7 @@ class Jobs(Callback):
         holding.callback(self.look_for_ends)
         poll(self.look_for_ends, holding)
         if self.launcher != "submitit_slurm":
-            print(f"jobs     {self.jobs} at once, {self.threads} threads each", flush=True)
+            print(f"jobs     {self.jobs} at once; threads per job: {self.threads}", flush=True)
 
     def look_for_ends(self) -> bool:
         """Print a line for each new result; a failure raises a signal if sweep.on_error=stop."""
