@@ -10,7 +10,6 @@ import math
 import re
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -130,14 +129,10 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
         )
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
-    exchanged[spread] = trained(module)
+    spread.exchanged = trained(module)  # type: ignore[assignment]
     # Last: DistributedDataParallel does not accept a SyncBatchNorm on the CPU.
     spread_norms(module)
     return spread
-
-
-# {wrapped module: names of the parameters whose gradients are exchanged}
-exchanged: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
 def trained(module: torch.nn.Module) -> set[str]:
@@ -148,7 +143,7 @@ def trained(module: torch.nn.Module) -> set[str]:
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
     """Raise UserError if a parameter was unfrozen whose gradients are not exchanged."""
-    unfrozen = trained(module) - exchanged.get(model, trained(module))
+    unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
             f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was created, "
