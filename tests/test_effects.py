@@ -4,8 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from stoker.command import build, compatible, trust
-from stoker.data.datasets import Data, TensorSplit
+from stoker.command import build, trust
 from stoker.tasks import parts
 from stoker.tasks.effects import check_decided, check_effects
 from stoker.tasks.overfit import overfit
@@ -91,18 +90,6 @@ def test_the_loss_is_checked_for_metrics_of_training_batches_too(processed):
         check(processed(*SMALL, kind, "loss=mse"))
     with parts.building(processed(*SMALL, kind)) as built:
         assert list(built.trainer.metrics) == ["acc"]
-
-
-def test_mixing_needs_a_loss_of_shares():
-    inputs, targets = torch.randn(8, 4), torch.arange(8) % 3
-    split = TensorSplit(inputs, targets)
-    data = Data("small", split, split, None, (4,), 3)
-    model = torch.nn.Linear(4, 3)
-    for loss in (torch.nn.NLLLoss(), torch.nn.MultiMarginLoss()):
-        compatible.check_fit(model, loss, data)
-        with pytest.raises(UserError, match=f"dataset.augment: mixup .* {type(loss).__name__}"):
-            compatible.check_fit(model, loss, data, mixes=True)
-    compatible.check_fit(model, torch.nn.CrossEntropyLoss(), data, mixes=True)
 
 
 OWN = """

@@ -86,11 +86,6 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
     return "-h" in arguments or "--help" in arguments
 
 
-def is_debugged(arguments: Sequence[str]) -> bool:
-    """Return whether debug=true was typed, even if the config could not be composed."""
-    return "debug=true" in arguments
-
-
 def choices(arguments: Sequence[str]) -> list[str]:
     """Return the chosen options, as in ["model=cnn"]; for a sweep, the first one of each group."""
     chosen = []

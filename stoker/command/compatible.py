@@ -21,11 +21,8 @@ LOSSES_OF_LOGITS = (
 REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward rejects its inputs
 
 
-def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> None:
-    """Raise UserError if the loss or the model does not suit the data.
-
-    `mixes`: the augmentation mixes samples, and makes each class target a vector of shares.
-    """
+def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
+    """Raise UserError if the loss or the model does not suit the data."""
     function = getattr(loss, "func", loss)  # unwraps a partial
     name = getattr(function, "__name__", type(loss).__name__)
     other = {"classification": "regression", "regression": "classification"}
@@ -42,14 +39,6 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
         loss(outputs, targets)
     except REFUSALS as error:
         raise UserError(f"loss={name}: {first_line(error)}") from error
-    if mixes and data.kind == "classification":
-        try:
-            loss(outputs, nn.functional.one_hot(targets, data.num_classes).float())
-        except REFUSALS as error:
-            raise UserError(
-                f"dataset.augment: mixup and cutmix need a loss of class probabilities, "
-                f"but {name} takes class labels. Remove them, or type loss=cross_entropy."
-            ) from error
 
 
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:

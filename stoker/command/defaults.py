@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -17,14 +15,6 @@ from omegaconf import OmegaConf
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.dotted import plain, put
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One of the files that a config is merged from, with its keys where they go."""
-
-    file: Path
-    config: dict[str, Any]
 
 
 def defaults() -> dict[str, Any]:
@@ -54,13 +44,13 @@ def composed(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", list(overrides)))
 
 
-def layers() -> tuple[Layer, ...]:
-    """Return the files of this job's options in the order in which Hydra merges them."""
+def layers() -> tuple[dict[str, Any], ...]:
+    """Return the contents of this job's files in the order in which Hydra merges them."""
     return files_of(*chosen(), *arguments.search_path())
 
 
 @functools.cache
-def files_of(*overrides: str) -> tuple[Layer, ...]:
+def files_of(*overrides: str) -> tuple[dict[str, Any], ...]:
     """Read the files that Hydra merges for these overrides."""
     with hydra_is_ready():
         loader = GlobalHydra.instance().config_loader()
@@ -72,7 +62,7 @@ def files_of(*overrides: str) -> tuple[Layer, ...]:
             keys = plain(OmegaConf.load(path))
             config: dict[str, Any] = {}
             put(config, {default.package: keys} if default.package else keys)
-            result.append(Layer(path, config))
+            result.append(config)
     return tuple(result)
 
 

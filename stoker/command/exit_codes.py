@@ -145,7 +145,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         return nobody_reads()
     code = exit_code(error)
     text: str | None = message(error)
-    if code == BUG or arguments.is_debugged(sys.argv[1:]):
+    if code == BUG or "debug=true" in sys.argv:
         whole = "".join(traceback.format_exception(error)).rstrip()
         text = whole if code == BUG else f"{whole}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file

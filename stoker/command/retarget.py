@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.build import arguments_of
-from stoker.command.defaults import Layer, layers
+from stoker.command.defaults import layers
 from stoker.command.dotted import is_interpolation, plain
 from stoker.trainer.errors import UserError
 
@@ -59,12 +59,12 @@ def targets(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from targets(value, f"{name}.")
 
 
-def leftovers(files: tuple[Layer, ...], name: str, target: str) -> dict[str, Any]:
+def leftovers(files: tuple[dict[str, Any], ...], name: str, target: str) -> dict[str, Any]:
     """Return the arguments that only files with another target give to a node."""
     left: dict[str, Any] = {}
     given: set[str] = set()
     for file in files:
-        node = settings.value_of(file.config, name)
+        node = settings.value_of(file, name)
         if not isinstance(node, dict):
             continue
         if node.get("_target_", target) == target:

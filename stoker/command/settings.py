@@ -305,10 +305,7 @@ def check_task(config: Mapping[str, Any]) -> None:
         everywhere = set(TRAINING) <= set(setting.tasks)
         if everywhere or config["task"] in setting.tasks or value in (None, False):
             continue
-        hint = ""
-        if key == "run":
-            hint = " To name the folder of a new run, type run_dir=DIR."
-        raise UserError(f"{key}={as_typed(value)} is for task={' or '.join(setting.tasks)}.{hint}")
+        raise UserError(f"{key}={as_typed(value)} is for task={' or '.join(setting.tasks)}.")
     if config.get("profile") and config.get("overfit") is not None:
         raise UserError(
             "profile=true needs a training run and cannot be combined with "

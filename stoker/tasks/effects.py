@@ -81,13 +81,11 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         if setting.every is None:
             continue
         value = OmegaConf.select(cfg, key)
-        unit = setting.every
-        length = lengths[unit]
+        length = lengths[setting.every]
         # Patience runs out at the earliest one evaluation after the best one.
         most = length - 1 if key == "patience" else length
         if key in typed and value is not None and value > most:
-            units = unit if length == 1 else f"{unit}s"
             raise UserError(
-                f"{key}={value}: this run has only {length:,} {units}, so it would have no "
-                "effect. Lower it, train longer, or remove it."
+                f"{key}={value}: this run has only {length:,} {setting.every}s, so it would have "
+                "no effect. Lower it, train longer, or remove it."
             )

@@ -241,7 +241,6 @@ def build_metrics(
 ) -> dict[str, Any]:
     """Return the usual metrics, if they make sense, and those of the config."""
     from stoker.command.compatible import check_fit, has_usual_outputs
-    from stoker.data.augment import MIXING
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 
@@ -249,9 +248,7 @@ def build_metrics(
     kind = locate("trainer", cfg.trainer._target_)
     is_known = data.kind != "other"  # otherwise the first batch shows which ones fit
     if is_known and is_usual(kind, "compute_loss"):
-        augment = plain(cfg.dataset, resolve=True).get("augment") or []
-        mixes = any(name in item for item in augment for name in MIXING)
-        check_fit(model, loss, data, mixes)
+        check_fit(model, loss, data)
     metrics: dict[str, Any] = {}
     if is_known and is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
         dims = len(data.target_shape)

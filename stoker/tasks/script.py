@@ -60,7 +60,9 @@ def fit(
         SystemExit: A signal came.
     """
     started = time.perf_counter()
-    check_arguments(trainer, (train_loader, val_loader, test_loader))
+    misuse.check_fit(trainer, train_loader, val_loader)
+    if test_loader is not None:
+        misuse.check_loader(trainer, test_loader, "evaluate")
     folder = Path(run_dir)
     with (
         index.held(folder) if launch.is_first() else contextlib.nullcontext(),
@@ -81,14 +83,6 @@ def fit(
     for row in rows.read_rows(folder / directory.METRICS):
         history.add(numbers(row))
     return history
-
-
-def check_arguments(trainer: Trainer, loaders: tuple[Any, Any, Any]) -> None:
-    """Raise UserError for a mistake that would otherwise show late, or as a bug."""
-    train_loader, val_loader, test_loader = loaders
-    misuse.check_fit(trainer, train_loader, val_loader)
-    if test_loader is not None:
-        misuse.check_loader(trainer, test_loader, "evaluate")
 
 
 def leave_reason(folder: Path, error: TrainingError) -> None:
