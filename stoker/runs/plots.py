@@ -19,7 +19,7 @@ MOST_POINTS = 400  # points in a drawn curve
 MOST_MARKED = 30  # most points for which a curve has dots
 MOST_DOTS = 800  # dots in a scatter plot
 # The ends of the axes, in pixels of a plot of 360 x 220, nearly the size on a phone.
-LEFT = 64
+LEFT = 70
 RIGHT = 346
 FOOT = 186
 TOP = 8
