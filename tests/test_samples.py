@@ -306,7 +306,7 @@ def test_an_export_of_data_of_any_form_answers_with_a_line_that_loads(forks, tmp
     assert "## Limits\n- The test samples come from the same source" in card
 
 
-def test_what_torch_refuses_is_three_lines_and_a_traceback_if_debugged(forks, tmp_path):
+def test_what_torch_refuses_is_two_lines_and_a_traceback_if_debugged(forks, tmp_path):
     (tmp_path / "configs" / "dataset").mkdir(parents=True)
     own = tmp_path / "configs" / "dataset" / "mine.yaml"
     own.write_text("_target_: test_samples.make_data\n", encoding="utf-8")
@@ -314,11 +314,11 @@ def test_what_torch_refuses_is_three_lines_and_a_traceback_if_debugged(forks, tm
     wrong += ["+model.out_features=3", "trusted=[test_samples]", "run_dir=run"]
     done = forks.run(tmp_path, *wrong)
     assert done.code == 2 and not (tmp_path / "run").exists(), done.err
-    first, second, third = done.err.splitlines()
+    first, second = done.err.splitlines()
     assert "mat1 and mat2 shapes cannot be multiplied (" in first and first.startswith("error: ")
-    assert second.startswith("In Linear, called by ") and "test_samples.py:" in second
-    assert third.startswith("The batch: batch['inputs'] (23, 6) torch.float32, batch['boxes'][0]")
-    assert third.endswith(". debug=true shows the traceback.")
+    assert second.startswith("In ") and "test_samples.py:" in second
+    assert "The batch: batch['inputs'] (23, 6) torch.float32, batch['boxes'][0]" in second
+    assert second.endswith(". debug=true shows the traceback.")
     debugged = forks.run(tmp_path, *wrong, "debug=true")
     assert debugged.code == 2 and debugged.err.startswith("Traceback"), debugged.err
     assert debugged.err.endswith(done.err)

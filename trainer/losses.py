@@ -96,11 +96,11 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
     `targets_are_uniform` says that all samples have the same number of targets, and no class is
     negative.
     """
-    kind = divides_by(loss)
-    if kind == "classes":
-        counts_all = not has_class_weights(loss) and option(loss, "ignore_index", IGNORED) < 0
-        return targets_are_uniform and counts_all
-    return targets_are_uniform or kind is None
+    if divides_by(loss) is None:
+        return True
+    ignored = ignored_class(loss)
+    counts_all = ignored is None or ignored < 0
+    return targets_are_uniform and counts_all and not has_class_weights(loss)
 
 
 @contextlib.contextmanager

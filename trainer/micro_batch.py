@@ -73,7 +73,7 @@ class MicroBatch:
             parts = math.ceil(most / self.size)
         if sample_bounds:
             parts = min(parts, sample_bounds[1])
-        return batches.split(batch, parts, sample_dim) if parts > 1 else [batch]
+        return batches.split(batch, parts, sample_dim)
 
     def work(
         self,

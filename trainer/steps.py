@@ -114,11 +114,16 @@ class ClosureStep(Step):
         return loss
 
 
+def scale_of(trainer: "Trainer") -> torch.Tensor:
+    """Return the fp16 scale, which the backward pass has set, on the device."""
+    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
+    scale: torch.Tensor = trainer.scaler._get_scale_async()
+    return scale
+
+
 def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients of parameters without an optimizer: the norm covers them too."""
-    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
-    scale = trainer.scaler._get_scale_async()
-    assert scale is not None  # set in the backward pass
+    scale = scale_of(trainer)
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale
@@ -129,9 +134,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
 
     Return the norm, 0 for a skipped step.
     """
-    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
-    scale = trainer.scaler._get_scale_async()
-    assert scale is not None  # set in the backward pass
+    scale = scale_of(trainer)
     before = scale.clone()
     trainer.scaler.update()
     is_skipped = scale < before
