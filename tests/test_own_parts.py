@@ -167,11 +167,9 @@ def test_the_beginning_of_a_name_stands_for_it():
     assert [kind_of(value) for value in (1, "a", Ellipsis)] == ["an int", "a str", "an ellipsis"]
 
 
-def test_an_unfinished_job_is_at_the_step_of_its_newest_checkpoint(tmp_path):
+def test_an_unfinished_job_is_at_the_step_of_its_last_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "train/loss": 1.0}\n', encoding="utf-8")
     assert jobs.progress(tmp_path) == "at step 20"
-    checkpoint.save(checkpoint.path_of(tmp_path / "checkpoints", 23), {})
-    assert jobs.progress(tmp_path) == "at step 23"
 
 
 def test_a_second_signal_ends_with_the_command_that_resumes():
