@@ -122,19 +122,14 @@ class Data:
         """
         if self.kind == "other":
             return {**dict.fromkeys(KEYS), "dataset": self.name, "kind": self.kind}
-        return {
+        about = {key: getattr(self, key, None) for key in KEYS}
+        return about | {
             "dataset": self.name,
-            "kind": self.kind,
             "in_shape": [int(size) for size in self.in_shape],
             "dtype": str(input_type(self.train)).removeprefix("torch."),
             "num_classes": int(self.num_classes),
-            "classes": self.classes,
-            "mean": self.mean,
-            "std": self.std,
             "target_mean": torch.as_tensor(self.target_mean, dtype=torch.float64).tolist(),
             "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
-            "table": self.table,
-            "tokens": self.tokens,
             "resize": getattr(self.train, "resize", None),  # for image files, see decode_image
         }
 

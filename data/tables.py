@@ -388,9 +388,8 @@ class Table:
                 "\"dataset.marks='%$'\" for\n"
                 f"characters to leave out, or type {instead}."
             )
-        is_few = len(odd) <= max(1, FEW * present)
-        has_mistakes = is_few or len(texts.unique()) > FEW_KINDS
-        if not is_text or (has_mistakes and len(odd) < present / 2):
+        are_mistakes = len(odd) <= max(1, FEW * present) or len(texts.unique()) > FEW_KINDS
+        if not is_text or (are_mistakes and len(odd) < present / 2):
             raise UserError(
                 f"{where}: {len(odd)} of {present} values cannot be read as a number, the first "
                 f"{first}.\n{CORRECT}, or type {instead}."
@@ -491,9 +490,9 @@ def _read_target(
         classes = trained["classes"]
         is_class = compute.is_in(texts, pyarrow.array(classes))
         texts = only(compute.or_(is_class, present.is_valid()), texts)
-        unknown = set(texts.unique().drop_null().to_pylist()).difference(classes)
-        if unknown:
-            raise unknown_class(min(unknown), classes)
+        for name in texts.unique().drop_null().to_pylist():
+            if name not in classes:
+                raise unknown_class(name, classes)
         return kind, classes, labels_of(texts, classes)
     where = f"dataset.target={name}"
     numbers = table.amounts(present)

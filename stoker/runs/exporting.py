@@ -243,8 +243,9 @@ def quiet() -> Iterator[None]:
     """Drop what the exporters print and log: they raise what went wrong."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     finally:
         logging.disable(level)
