@@ -2,7 +2,6 @@
 
 from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
-from stoker.trainer.readable import brief
 
 MOST_TEXT = 200  # characters kept of a string from a file
 
@@ -44,11 +43,6 @@ def setting(value: object) -> str:
 def percent(share: float) -> str:
     """'97.2%', '99.94%', '0.012%'."""
     return f"{100 * share:.4g}%"
-
-
-def mib(value: float) -> str:
-    """'1,234 MiB', '2.5 MiB'."""
-    return f"{brief(value)} MiB"
 
 
 def flop(value: float) -> str:
