@@ -393,7 +393,8 @@ LATE = [
     ),  # typed as the help has it
     (
         "monitor=val/accc",
-        "error: monitor=val/accc: no such number is logged. Did you mean 'val/acc'?",
+        "error: monitor=val/accc: no such number is logged, or it does not say whether higher is "
+        "better. Did you mean 'val/acc'?",
         "Choose one of: val/acc",
     ),
     (
@@ -404,7 +405,7 @@ LATE = [
     (
         "dataset=synthetic dataset.kind=regression",
         "error: loss=CrossEntropyLoss is for classification",
-        "Type loss=mse",
+        "Type loss=cross_entropy for classes, mse, l1 or huber for numbers",
     ),
     (
         "model=cnn dataset=synthetic",

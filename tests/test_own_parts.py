@@ -251,11 +251,6 @@ class NoValidationLoss(Trainer):
     [
         ({"acc": Accuracy()}, "auto", None),
         ({"acc": Accuracy()}, "train/loss", None),
-        (
-            {"acc": Accuracy()},
-            "val/loss",
-            "^monitor=val/loss: evaluations return no loss",
-        ),
     ],
 )
 def test_an_unknown_loss_of_evaluations_is_left_out(metrics, monitor, answer):
