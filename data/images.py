@@ -115,6 +115,11 @@ def image_folder(
     )
     shape = (size, size) if size is not None else _first_size(listed["train"][0], skip)
     form = resize or size is not None
+    if size is None and trained is not None:
+        _, *wanted = trained["in_shape"] or (channels,)
+        if len(wanted) == 2 and tuple(wanted) != shape:
+            shape = (wanted[0], wanted[1])
+            form = True  # resized as in task=predict
     images = sum(len(files) for files, _ in listed.values())
     source = hashlib.blake2b(digest_size=8)
     source.update(os.fsencode(f"{os.path.realpath(root)}\0{[channels, *shape]} {form}"))
