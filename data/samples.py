@@ -42,13 +42,12 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
             'Return {"train": ..., "val": ..., "test": ...}; only train is required.'
         )
     for key, part in parts.items():
-        if not isinstance(key, str) or not key.isidentifier():
-            raise UserError(f"dataset: {name} has a part named {key!r}. Use letters, digits and _.")
         is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
-        if part is not None and (is_batch or not (has_samples(part) or hasattr(part, "__iter__"))):
+        is_part = part is None or has_samples(part) or (hasattr(part, "__iter__") and not is_batch)
+        if not isinstance(key, str) or not key.isidentifier() or is_batch or not is_part:
             raise UserError(
-                f"dataset: {name} returns {kind_of(part)} as {key}. "
-                "Return a torch Dataset, an IterableDataset or a loader."
+                f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
+                "IterableDataset or a loader, under a name of letters, digits and _."
             )
     given = {key: part for key, part in parts.items() if part is not None}
     facts: dict[str, Any] = {"kind": "other"}
@@ -95,8 +94,8 @@ def is_labelled(part: Any) -> bool:
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         return False
     inputs, label = sample
-    is_class = isinstance(label, int) or (isinstance(label, torch.Tensor) and not label.ndim)
-    return isinstance(inputs, torch.Tensor) and inputs.ndim > 0 and is_class
+    is_class = isinstance(label, int) or (torch.is_tensor(label) and not label.ndim)
+    return torch.is_tensor(inputs) and inputs.ndim > 0 and is_class
 
 
 def loader_line(data: Data) -> str:

@@ -240,8 +240,8 @@ class Stream(IterableDataset):
     [
         ({"val": Boxes()}, "returns a dict without train"),
         ({"train": None}, "returns a dict without train"),
-        ({"train": "a.csv"}, "returns a str as train"),
-        ({"train": Boxes(), "a/b": Boxes()}, "has a part named 'a/b'"),
+        ({"train": "a.csv"}, "returns a str as 'train'"),
+        ({"train": Boxes(), "a/b": Boxes()}, "returns a Boxes as 'a/b'"),
         ({"train": Boxes(0)}, "is empty"),
     ],
 )

@@ -1,7 +1,9 @@
 """Count a model's FLOPs and measure the device's peak; together they yield the MFU."""
 
+import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import time
 from typing import Any
@@ -32,21 +34,17 @@ def efficiency(
     lower than what training reached, so is not the peak.
     """
     flops = per_sample(trainer.module, in_shape, tokens)
-    achieved = None
-    if flops and samples_per_second:
-        achieved = flops * samples_per_second
-    try:
+    achieved = flops * samples_per_second if flops and samples_per_second else None
+    best = None
+    with contextlib.suppress(RuntimeError):  # not enough memory for the matrices
         best = peak(trainer.device, trainer.dtype) * parallel.ranks()
-    except RuntimeError:  # not enough memory for the matrices
-        best = None
     if achieved and best and achieved > best:  # the device was busy when its peak was measured
         best = None
-    mfu = achieved / best if achieved and best else None
     return {
         "flops_per_sample": flops,
         "flops_per_second": achieved,
         "peak_flops": best,
-        "mfu": mfu,
+        "mfu": achieved / best if achieved and best else None,
     }
 
 
@@ -107,15 +105,10 @@ def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     matrix = torch.randn(
         width, width, dtype=dtype or torch.float32, device=device, generator=generator
     )
-    fastest = float("inf")
-    began = time.perf_counter()
-    for _ in range(1 + TRIES):  # the first product chooses the kernel
+    devices.synchronize(device)
+    times = [time.perf_counter()]
+    while len(times) < 2 + TRIES and times[-1] - times[0] < ENOUGH:
+        matrix @ matrix  # the first product chooses the kernel
         devices.synchronize(device)
-        start = time.perf_counter()
-        matrix @ matrix
-        devices.synchronize(device)
-        end = time.perf_counter()
-        fastest = min(fastest, end - start)
-        if end - began > ENOUGH:
-            break
-    return 2 * width**3 / fastest
+        times.append(time.perf_counter())
+    return 2 * width**3 / min(end - start for start, end in itertools.pairwise(times))
