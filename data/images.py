@@ -290,13 +290,11 @@ def _images_below(
         ending = os.path.splitext(entry.name)[1].lower()
         if entry.is_dir():
             yield from _images_below(entry.path, left_out, (*around, here))
-        elif ending not in IMAGE_ENDINGS:
-            left_out[f"ending in {printable(ending)}" if ending else "without an ending"] += 1
-        elif entry.is_file():
+        elif ending in IMAGE_ENDINGS and entry.is_file():
             status = entry.stat()
             yield entry.path, status.st_size, status.st_mtime_ns
         else:
-            left_out["that are not regular files"] += 1
+            left_out[f"not image files ({printable(ending)})"] += 1
 
 
 def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:

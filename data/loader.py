@@ -118,8 +118,15 @@ def make_loaders(
             options[name] |= {"workers": count, "timeout": timeout}
     elif resident is True or not hasattr(first, "missing"):
         # Images become resident only once they are decoded, so workers are useful.
-        _check_unused("workers", workers, 0, "auto")
-        _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
+        for key, value, unused in (
+            ("workers", workers, (0, "auto")),
+            ("timeout", timeout, (TIMEOUT,)),
+        ):
+            if value not in unused:
+                raise UserError(
+                    f"dataset.{key}={value}: a resident data set does not use workers.\n"
+                    f"Type dataset.resident=false, or dataset.{key}={unused[-1]}."
+                )
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
@@ -176,15 +183,6 @@ def bytes_to_decode(split: Split) -> int:
     if not isinstance(split, ImageSplit) or split.cache is None:
         return 0
     return split.nbytes * len(split.missing()) // len(split)
-
-
-def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
-    """Refuse a typed setting of the workers if the data is resident."""
-    if value not in (unused, default):
-        raise UserError(
-            f"dataset.{key}={value}: a resident data set does not use workers.\n"
-            f"Type dataset.resident=false, or dataset.{key}={default}."
-        )
 
 
 def check_first(data: Data, name: str, split: Split) -> None:

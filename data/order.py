@@ -76,28 +76,19 @@ class Ordered(Seekable):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.mine = slice(launch.rank(), None, launch.world_size())
-        if shuffle:
-            self._check_share(launch.world_size())
+        last = 0 if drop_last else self.samples % batch_size
+        ranks = launch.world_size()
+        if shuffle and min(batch_size, last or batch_size) < ranks:
+            raise UserError(
+                f"batch_size={batch_size}: each of the {ranks} processes needs a sample of every "
+                f"batch, but the smallest has {min(batch_size, last or batch_size)}.\n"
+                "Type another batch_size or drop_last=true, or start fewer processes."
+            )
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.samples // self.batch_size
         return -(-self.samples // self.batch_size)
-
-    def _check_share(self, ranks: int) -> None:
-        """Check that every process has at least one sample of each training batch."""
-        last = 0 if self.drop_last else self.samples % self.batch_size
-        if self.batch_size < ranks:
-            raise UserError(
-                f"batch_size={self.batch_size}: this is too small for {ranks} processes. "
-                f"Type batch_size={ranks} or more, or start fewer."
-            )
-        if 0 < last < ranks:
-            raise UserError(
-                f"batch_size={self.batch_size}: the last batch of an epoch has {last} "
-                f"samples, fewer than the {ranks} processes.\n"
-                "Type drop_last=true, or another batch_size."
-            )
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of the split in the order of this epoch, int64 on the CPU."""

@@ -190,7 +190,7 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         assert torch.equal(part.tensors()[0], pixels)
     [record] = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled), "
+        f"{tmp_path}: left out: 6 not image files (.txt), 1 folder beside train (unlabelled), "
         "1 outside the class folders"
     )
 
@@ -219,7 +219,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path, caplog):
     data = images.image_folder(str(tmp_path / "data"), cache=False, val_fraction=0, test_fraction=0)
     assert [len(data.train), data.train.targets.tolist()] == [8, [0] * 5 + [1] * 3]
     assert caplog.records[0].getMessage().partition("left out: ")[2] == (
-        "3 links to a parent folder, 1 that are not regular files"
+        "3 links to a parent folder, 1 not image files (.png)"
     )
 
 
