@@ -447,8 +447,8 @@ REFUSED = [
     ),
     (
         "strategy=ddp devices=5 batch_size=4",
-        "error: batch_size=4: each of the 5 processes needs a sample",
-        "Type another batch_size",
+        "error: batch_size=4: this is too small for 5 processes",
+        "Type batch_size=5 or more",
     ),
 ]
 REFUSED_AMONG_SEVERAL = [
