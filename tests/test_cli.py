@@ -263,7 +263,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "type hydra.sweep.dir=DIR.",
     ),
     ("micro_batch=0", "error: micro_batch=0: give auto, or a whole number at least 1", "or null"),
-    ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
+    ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "or null"),
     (
         "micro_batch=8 grad_accum_steps=2",
         "micro_batch=8 and grad_accum_steps=2 both split",
@@ -393,9 +393,8 @@ LATE = [
     ),  # typed as the help has it
     (
         "monitor=val/accc",
-        "error: monitor=val/accc: no such number is logged, or it does not say whether higher is "
-        "better. Did you mean 'val/acc'?",
-        "Choose one of: val/acc",
+        "error: monitor=val/accc: no such number is logged, or ",
+        "Did you mean 'val/acc'?",
     ),
     (
         "loss=mse",
@@ -475,8 +474,9 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
-            from stoker.runs import report
-            report.html = lambda folder, state: ""  # half a second of drawing, of which tests/test_report.py has enough
+            if "torch" in sys.modules:  # otherwise only mistakes are answered, without a report
+                from stoker.runs import report
+                report.html = lambda folder, state: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:
                 runpy.run_path(train, run_name="__main__")
