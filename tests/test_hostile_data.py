@@ -74,7 +74,7 @@ TABLES = {
     "link to nothing": (lambda path: os.symlink("nowhere", path), "no such file"),
     "utf-16": ("a,b,y\n1,2,3\n".encode("utf-16"), "cannot be read as a table"),
     "gzip": (gzip.compress(ROWS.encode()), "cannot be read as a table"),
-    "zeros": (bytes(100_000), "only one column|cannot be read as a table"),
+    "zeros": (bytes(100_000), "cannot be read as a table"),
     "long field": (f"a,b,y\n1,{'x' * 200_000},no\n", "1 samples cannot be split"),
     "long line": (b"x" * 5_000_000, "cannot be read as a table"),
     "open quote": ('a,b,y\n1,"2,3\n' + ROWS, "values for the 3 columns|cannot be read as a table"),
