@@ -181,24 +181,19 @@ def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
     then on. A sharded SGD gets it too, or a fused one could not go on from its state where a
     parameter had no gradient yet.
     """
-    for group in optimizer.param_groups:
-        if group["momentum"] and group["dampening"] and group["fused"]:
-            # torch does not apply dampening in the first step; starting from 0 would apply it.
-            unfuse(optimizer)
-            return
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    if any(group["momentum"] and group["dampening"] and group["fused"] for group in groups):
+        # torch does not apply dampening in the first step; starting from 0 would apply it.
+        # private: _step_supports_amp_scaling, says whether the optimizer unscales fp16, torch 2.15
+        optimizer._step_supports_amp_scaling = False
+        for group in groups:
+            group["fused"] = False
+        return
+    for group in groups:
         if group["momentum"] and (group["fused"] or (is_sharded and not group["dampening"])):
             for parameter in group["params"]:
                 momentum = torch.zeros_like(parameter)
                 optimizer.state[parameter]["momentum_buffer"] = momentum
-
-
-def unfuse(optimizer: torch.optim.Optimizer) -> None:
-    """Leave the fused form of an optimizer that was just built."""
-    # private: _step_supports_amp_scaling, says whether the optimizer unscales fp16, torch 2.15
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    for group in optimizer.param_groups:
-        group["fused"] = False
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:

@@ -173,21 +173,17 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
         if report["kind"] == "error":
             return None, report["code"]
     absent = [peer for peer in range(world_size()) if peer not in present]
-    if absent and any(report["kind"] == "lost" for report in reports):
-        message = absent_ranks(absent)
+    dead = [peer for peer in absent if has_ended(peer)]
+    if dead or (absent and any(report["kind"] == "lost" for report in reports)):
+        names = " and ".join(f"rank {peer} ({who(peer)})" for peer in (dead or absent)[:3])
+        advice = "Type the same command again."
+        if signals.resume_command:
+            advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
+        message = f"error: {names} is gone, or did not respond for {launch.timeout:g} s.\n{advice}"
         code = 3
     elif kind == "lost" and stopping.received is not None:  # the others have ended, as they should
         return None, signals.exit_code()
     return (message if rank() == min(present) else None), code
-
-
-def absent_ranks(ranks: list[int]) -> str:
-    """Return the message that names the ranks that are gone, or do not respond."""
-    names = " and ".join(f"rank {peer} ({who(peer)})" for peer in ranks[:3])
-    advice = "Type the same command again."
-    if signals.resume_command:
-        advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
-    return f"error: {names} is gone, or did not respond for {launch.timeout:g} s.\n{advice}"
 
 
 def wait_for_all(key: str) -> list[int]:
@@ -204,6 +200,18 @@ def who(peer: int) -> str:
     """Return "process 123 on host" for another rank."""
     key = f"who/{peer}"
     return store().get(key).decode() if store().check([key]) else "which never came"
+
+
+def has_ended(peer: int) -> bool:
+    """Return whether another rank ran on this machine and its process is gone."""
+    _, pid, *place = who(peer).split()
+    if place[-1:] != [platform.node()] or os.name != "posix":
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def end(code: int | str | None) -> None:
