@@ -340,7 +340,7 @@ def wrong_attribute(net):
 WRONG = {
     "parameter 'linear.bias' is on meta": wrong_parameter,
     "buffer 'offset' is on meta": wrong_buffer,
-    "attribute (make it a buffer: self.register_buffer) 'inner.scale' is on meta": wrong_attribute,
+    "attribute 'inner.scale' (make it a buffer: self.register_buffer) is on meta": wrong_attribute,
 }
 
 
@@ -413,7 +413,7 @@ def test_a_state_that_the_model_keeps_is_named():
     net = HiddenState()
     net.state = (torch.zeros(1), [torch.zeros(1, device="meta")])
     assert device_errors.misplaced(net, None, CPU) == [
-        "attribute (make it a buffer: self.register_buffer) 'state[1][0]' is on meta"
+        "attribute 'state[1][0]' (make it a buffer: self.register_buffer) is on meta"
     ]
 
 
@@ -473,8 +473,8 @@ def test_the_audit_names_what_the_first_forward_pass_has_elsewhere(caplog, capsy
         own.fit(loader())
     assert caplog.messages == [
         (
-            "device=cpu, but buffer 'mask' is on meta; attribute (make it a buffer: "
-            "self.register_buffer) 'cache[0]' is on meta."
+            "device=cpu, but buffer 'mask' is on meta; attribute 'cache[0]' (make it a buffer: "
+            "self.register_buffer) is on meta."
         )
     ]
     assert "devices  all" not in capsys.readouterr().out

@@ -67,11 +67,11 @@ def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.
             if isinstance(value, (torch.Tensor, list, tuple)):
                 attributes += batches.entries(value, f"{path}.{name}".lstrip("."))
     named = []
-    for kind, tensors in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-        ("attribute (make it a buffer: self.register_buffer)", attributes),
-        ("batch entry", batches.entries(batch)),
+    for kind, tensors, advice in (
+        ("parameter", module.named_parameters(), ""),
+        ("buffer", module.named_buffers(), ""),
+        ("attribute", attributes, " (make it a buffer: self.register_buffer)"),
+        ("batch entry", batches.entries(batch), ""),
     ):
-        named += [(f"{kind} {name!r}", tensor) for name, tensor in tensors]
+        named += [(f"{kind} {name!r}{advice}", tensor) for name, tensor in tensors]
     return named

@@ -13,6 +13,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -134,7 +135,7 @@ void Memory::release(void* data) {
   }
 }
 
-class PinnedMemory final : public c10::Allocator {
+class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     void* data = std::malloc(std::max<size_t>(bytes, 1));
@@ -150,6 +151,12 @@ class PinnedMemory final : public c10::Allocator {
     std::lock_guard<std::mutex> guard(mutex());
     return blocks().count(data) > 0;
   }
+  // It caches and counts nothing.
+  bool record_event(void*, void*, Stream) override { return false; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
  private:
   static void release(void* data) {
@@ -503,6 +510,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 REGISTER_ALLOCATOR(kType, &memory);
+REGISTER_HOST_ALLOCATOR(kType, &pinned_memory);  // torch 2.14 asks for one without a check
 const bool has_hooks = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
