@@ -1,6 +1,6 @@
 """Stoker: a configurable PyTorch training framework with a loop that fits on a page.
 
-`import stoker` costs no torch: each public name is imported when you first use it.
+`import stoker` does not import torch: each public name is imported on first use.
 """
 
 import importlib
@@ -30,7 +30,7 @@ __all__ = [
     "tune_process",
 ]
 
-# The modules of the names that are imported when they are first used.
+# The module of each name that is imported on first use.
 _MODULES = {
     "Callback": "stoker.trainer.callbacks",
     "Trainer": "stoker.trainer.trainer",

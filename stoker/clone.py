@@ -1,5 +1,5 @@
-"""In a clone the folders `trainer`, `models` and `data` are on the path too: make them the packages
-of stoker.
+"""In a clone, the folders `trainer`, `models` and `data` are importable too: make them aliases of
+stoker's packages.
 
 Without this, `import trainer` in a clone would load a second copy of every class. In an installed
 package nothing imports this module.
@@ -16,9 +16,7 @@ from typing import ClassVar
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for each package that `alias` was
-    called with.
-    """
+    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
 
     packages: ClassVar[set[str]] = set()
 

@@ -1,4 +1,4 @@
-"""The user's project: the working directory, and the project file that may be in it.
+"""The user's project: the working directory, and its project file if there is one.
 
 The project file is `stoker.toml`, or `[tool.stoker]` in `pyproject.toml`.
 """
@@ -21,10 +21,10 @@ KEYS = 'The keys are trusted = ["mypackage"], experiment = "NAME" and runs = "FO
 
 @dataclasses.dataclass(frozen=True)
 class Project:
-    """What the project file says."""
+    """The contents of the project file."""
 
     trusted: tuple[str, ...] = ()  # packages that a config's _target_ may name
-    experiment: str | None = None  # the experiment used if none is typed
+    experiment: str | None = None  # the experiment to use if none is typed
     runs: str = "runs"  # folder for runs
 
 
@@ -58,12 +58,12 @@ def of_folder(folder: Path) -> Project:
 
 
 def import_folders() -> list[str]:
-    """Return the folders whose modules a run may import: the project's, and `src` in it."""
+    """Return the folders whose modules a run may import: the project folder and its `src`."""
     return [str(folder) for folder in (Path.cwd(), Path.cwd() / "src") if folder.is_dir()]
 
 
 def enter() -> None:
-    """Have the project's modules found."""
+    """Put the project's modules on the import path."""
     for folder in reversed(import_folders()):
         if folder not in sys.path:
             sys.path.insert(0, folder)

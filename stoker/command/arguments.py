@@ -45,8 +45,8 @@ SHORT = {
     "-sc": "--shell-completion",
 }
 NO_EXPERIMENT = "experiment=null"
-DELETE_EXPERIMENT = "~experiment"  # how Hydra, which takes no null for a group, writes it
-# Settings that count as typed although there is no command line.
+DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
+# Settings that count as typed when there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
 )
@@ -64,7 +64,7 @@ def typed() -> list[str]:
 
 
 def typed_keys() -> set[str]:
-    """Return the keys of the settings that were typed; for key={...}, those inside."""
+    """Return the keys of the settings that were typed; for key={...}, the keys inside it."""
     keys = set()
     for override in typed():
         key, _, value = override.partition("=")
@@ -101,8 +101,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra needs them.
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
-    The project adds its experiment, its `configs/` and where its runs go.
-    A prompt is kept character for character. Hydra has no null for a group. `stoker plan` is short
+    The project adds its experiment, its `configs/` and where its runs go. A prompt is kept
+    character for character. Hydra's own spelling replaces null for a group. `stoker plan` is short
     for `stoker task=plan`, and so on for each task.
     """
     if arguments and arguments[0] in settings.TASKS:
@@ -138,7 +138,7 @@ def search_path() -> list[str]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise UserError for what Hydra would misunderstand, or report only in each job of a sweep."""
+    """Raise UserError for mistakes that Hydra would miss, or report only in each job of a sweep."""
     sweep = is_sweep(arguments)
     if sweep and launch.world_size() > 1:
         program = " ".join(invocation.program())
@@ -168,7 +168,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def check_place(argument: str, sweep: bool) -> None:
-    """Raise UserError for a run's setting typed for a sweep, or a sweep's typed for a run."""
+    """Raise UserError for a single run's setting in a sweep, or a sweep's setting in a run."""
     key, _, value = argument.partition("=")
     if key == "run_dir" and sweep and value != "null":
         raise UserError(
@@ -180,7 +180,7 @@ def check_place(argument: str, sweep: bool) -> None:
 
 
 def check_group(argument: str, key: str, value: str) -> None:
-    """Raise UserError for what is not one option, unless the group takes several."""
+    """Raise UserError unless the value names one option, or a list for the group that takes one."""
     if argument.startswith("+") and "/" not in key:
         raise UserError(f"{argument}: every run has this group. Type {key}={value}.")
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)

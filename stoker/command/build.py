@@ -24,7 +24,7 @@ from stoker.trainer.errors import (
     kind_of,
 )
 
-# Hydra's keys that a node may have; its other keys change how Hydra builds objects and what it
+# The keys of Hydra that a node may have. The others change how Hydra builds objects and what it
 # allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # called by the Trainer or the loader
@@ -65,10 +65,10 @@ REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # torch rejects
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     """Build the object that a node describes.
 
-    Its constructor also gets those of the `offered` arguments that it has and the node does not.
+    Its constructor also gets each `offered` argument that it accepts and the node does not set.
 
     Raises:
-        UserError: the target does not exist, is not trusted, or is another part of a run.
+        UserError: the target does not exist, is not trusted, or builds a different part of a run.
     """
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
@@ -81,7 +81,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     part = part_of(key)
     check_node(key, node, offered)
     located = locate(key, target)
-    # Your own class shows by its bases what it is; your own function, only when it is called.
+    # The bases of your own class show what it builds; your own function must be called first.
     is_called = not isinstance(located, type) or part in (*FACTORIES, *WITHOUT_BASE_CLASS)
     is_trial = is_called and is_trusted_by_user(target)
     if part in PART_CLASSES and not is_trial and not returns_part(part, located):
@@ -117,7 +117,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
 
 
 def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one of torch's losses that are lists of numbers, as tensors."""
+    """Return the class weights of one of torch's losses, lists in a config, as tensors."""
     import torch
 
     weights = {}
@@ -151,7 +151,7 @@ def arguments_to_pass(
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # With **kwargs, your own Trainer accepts all of them, and torchvision's models num_classes.
+    # With **kwargs, your own Trainer accepts all of them; torchvision's models accept num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
     if takes_more and target.startswith("torchvision.models."):
@@ -172,9 +172,9 @@ def arguments_to_pass(
 
 
 def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
-    """Return the UserError for a value that a constructor refused.
+    """Return the UserError for a value that a constructor rejected.
 
-    A bug in user code is returned as it is.
+    A bug in user code is returned unchanged.
     """
     target = node["_target_"]
     if (
@@ -187,7 +187,7 @@ def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
 
 
 def returns_part(part: str, located: Any) -> bool:
-    """Return whether a trusted class or function returns this part, judged without calling it."""
+    """Return whether a trusted class or function returns this part, without calling it."""
     if isinstance(located, type):
         return issubclass(located, classes_of(part))
     module = f"{getattr(located, '__module__', None)}."
@@ -206,7 +206,7 @@ def is_part(part: str, built: Any) -> bool:
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the classes of PART_CLASSES, but import no library for it."""
+    """Return the classes of PART_CLASSES, without importing a library for them."""
     return tuple(
         hydra.utils.get_object(name)
         for name in PART_CLASSES[part]
@@ -285,7 +285,7 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
 
 
 def without_downloads(key: str, node: Any) -> None:
-    """Keep torchvision's builders in a node from fetching weights: a checkpoint's follow."""
+    """Keep torchvision's builders in a node from downloading weights: the checkpoint has them."""
     for name, item in items_of(node):
         without_downloads(f"{key}.{name}", item)
     target = node.get("_target_") if isinstance(node, dict) else None
@@ -298,14 +298,14 @@ def without_downloads(key: str, node: Any) -> None:
 
 
 class TooLarge(MemoryError):
-    """A module has more values than it may have."""
+    """A module has more values than allowed."""
 
 
 @contextlib.contextmanager
 def at_most(numbers: int) -> Iterator[Callable[..., None]]:
-    """Raise TooLarge if the modules built in this context have more numbers.
+    """Raise TooLarge if the modules built in this context have more than `numbers` values.
 
-    A module counts as ten. Gives the function that counts, for tensors that no hook sees.
+    A module counts as ten. Yield the function that counts, for tensors that no hook sees.
     """
     import torch
     from torch.nn.modules import module
@@ -354,7 +354,7 @@ def check_size(
             torch.device("meta"),
             warnings.catch_warnings(),
         ):
-            # torch's, of a constructor that loads weights into a module without memory
+            # torch warns about a constructor that loads weights into a module on the meta device
             warnings.simplefilter("ignore")
             built = build(key, node, **offered)
             # tensors that are not registered as buffers
@@ -381,7 +381,7 @@ def check_size(
 
 
 def is_on(node: Any) -> bool:
-    """Return whether a callback is on: null instead of it, or in a setting, switches it off."""
+    """Return whether a callback is on: it is off if it, or one of its settings, is null."""
     if node is None:
         return False
     return not (isinstance(node, (dict, DictConfig)) and None in node.values())

@@ -46,10 +46,10 @@ def check_config(cfg: DictConfig) -> None:
     given = plain(cfg)
     usual = defaults()
     known = usual
-    if len(configs.folders()) > 1:  # a key of yours may be misspelt
+    if len(configs.folders()) > 1:  # your own key may be misspelled
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key in given:
-        is_variable = f"${{{key}}}" in str(given)  # another key follows it
+        is_variable = f"${{{key}}}" in str(given)  # another key refers to it
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
     for key in usual:
@@ -73,7 +73,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_choices(given: Mapping[str, Any]) -> None:
-    """Raise UserError for a typed option whose class a file of the user replaces."""
+    """Raise UserError for a typed option whose class is replaced by one of the user's files."""
     typed = arguments.typed_keys()
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
@@ -93,7 +93,7 @@ def check_length(given: Mapping[str, Any]) -> None:
 
 
 def check_callbacks(resolved: Mapping[str, Any]) -> None:
-    """Raise UserError for a typed argument of a callback that is off, unless that is typed too."""
+    """Raise UserError for a typed argument of a callback that stays off."""
     typed = arguments.typed_keys()
     for name, node in resolved["callbacks"].items():
         if node is None or is_on(node):
@@ -109,7 +109,7 @@ def check_callbacks(resolved: Mapping[str, Any]) -> None:
 
 
 def followed_key(value: Any) -> str | None:
-    """Return the key that a value such as ${patience} follows; None for any other value."""
+    """Return the key that a value such as ${patience} refers to; None for any other value."""
     match = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
     return None if match is None else match[1]
 
@@ -153,7 +153,7 @@ def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
     """Raise UserError for a value of a different type from its default.
 
-    A default that follows another key is not checked: the constructor checks the value.
+    A default that refers to another key is not checked: the constructor checks the value.
     """
     for key, default in usual.items():
         if not is_interpolation(default):
@@ -165,7 +165,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
 
     A default of null or auto allows any type; its limit or its constructor checks the value.
     """
-    top = name.removeprefix("trainer.")  # its keys mirror those at the top
+    top = name.removeprefix("trainer.")  # its keys mirror the top-level keys
     limit = settings.limit_of(top)
     if default in (None, "???", "auto") or (isinstance(limit, Choice) and limit.has(value)):
         return

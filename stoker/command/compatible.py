@@ -1,4 +1,4 @@
-"""Check on two samples that model, loss and data are compatible, before anything is trained."""
+"""Check on two samples that model, loss and data are compatible, before training starts."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LOSSES_OF_LOGITS = (
     nn.KLDivLoss,
     nn.BCELoss,
 )
-REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward rejects its inputs
+REFUSALS = (RuntimeError, ValueError, TypeError)  # what `forward` raises for inputs it cannot take
 
 
 def check_fit(model: nn.Module, loss: Any, data: Data) -> None:

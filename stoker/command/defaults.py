@@ -68,7 +68,7 @@ def files_of(*overrides: str) -> tuple[dict[str, Any], ...]:
 
 @contextlib.contextmanager
 def hydra_is_ready() -> Iterator[None]:
-    """Use the command's Hydra if it runs, and else one of its own."""
+    """Use the command's Hydra if it is initialized; otherwise, initialize one."""
     if GlobalHydra.instance().is_initialized():
         yield
         return

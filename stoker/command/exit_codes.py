@@ -56,7 +56,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
     """Run `main`, print how it ended, and return the exit code.
 
     Raises:
-        KeyboardInterrupt: a signal came.
+        KeyboardInterrupt: the process received a signal.
     """
     open_closed()
     ranks.quieten()
@@ -124,14 +124,15 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def open_closed() -> None:
-    """Open the streams that a shell has closed (`>&-`), or the next file takes their numbers."""
+    """Open the streams that a shell has closed (`>&-`), so that no file takes their numbers."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def nobody_reads() -> int:
-    """Drop further output after `| head`, also at the interpreter's exit; return the exit code."""
+    """Drop further output after `
+    head`, including at interpreter exit; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return NOBODY_READS
 

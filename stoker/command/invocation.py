@@ -31,7 +31,7 @@ def program() -> list[str]:
 
 
 def python() -> str:
-    """Return how a shell finds the Python that runs this."""
+    """Return the command that starts this Python from a shell."""
     for name in ("python", "python3"):
         path = shutil.which(name)
         if path is not None and Path(path).parent == Path(sys.executable).parent:
@@ -58,7 +58,7 @@ def is_started() -> bool:
 def command(start: list[str] | None = None) -> list[str]:
     """Return `start`, or torchrun's command if torchrun has started this process.
 
-    `start` is a program behind its Python, by default `program()`.
+    `start` has the words of a program, its Python first; by default `program()`.
     """
     start = start or program()
     if launch.world_size() == 1 or is_started():

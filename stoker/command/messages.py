@@ -23,8 +23,8 @@ from stoker.trainer.errors import (
     printable,
 )
 
-LONGEST = 500  # characters in a line, since a value or a path may be of any length
-# Failures of a disk or file system. Any other OSError is a wrong path.
+LONGEST = 500  # characters in a line: a value or a path may have any length
+# Failures of a disk or file system. Any other OSError means that a path is wrong.
 FAILING = {
     getattr(errno, name, None)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
@@ -75,7 +75,7 @@ def no_such_option(error: BaseException) -> str | None:
     if missing == "hydra/sweeper/optuna":
         install = invocation.pip_install(choice)
         return f"sweep=optuna needs the Hydra plugin of that name.\nType {install}."
-    options = getattr(error, "options", None)  # Hydra does not name those of a list
+    options = getattr(error, "options", None)  # Hydra does not name the options of a list
     options = options or [path.stem for path in configs.options(group)]
     hint = did_you_mean(choice, options)
     return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
@@ -115,13 +115,13 @@ def not_understood(error: BaseException) -> str | None:
     return (
         f"{typed}: this cannot be parsed.{task} Settings are key=value, as in epochs=3, and lists "
         "are 'key=[1,2]'.\n"
-        "Quote a value with special characters inside the shell's quotes: "
+        "Put quotes around a value with special characters, inside the shell's quotes: "
         "\"dataset.path='my täble.csv'\"."
     )
 
 
 def no_such_key(key: str, config: Mapping[str, Any]) -> str:
-    """Explain a misspelt key, with a hint at the right one."""
+    """Explain a misspelled key, with a hint about the right one."""
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
         hint = " The files of this group begin with '# @package _global_'."

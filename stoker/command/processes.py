@@ -59,7 +59,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def job() -> Any:
-    """Return the `of` that `start` passed to this process; None if it is not a job of a sweep."""
+    """Return the value that `start` got as `of`; None if this process runs no job of a sweep."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None
@@ -69,7 +69,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     """Run this program with these arguments in several processes, and return the exit code.
 
     The code is that of the rank that failed first, 3 if it was killed, or 128 plus the number of a
-    signal. `job()` returns the plain value `of` in the processes.
+    signal. In the new processes, `job()` returns the plain value `of`.
     """
     import logging
 

@@ -1,4 +1,4 @@
-"""What the processes of one run owe each other: the same code, and one message for each fault.
+"""Keep the processes of one run in agreement: the same code, and one message for each fault.
 
 They are torchrun's, or those that `stoker.command.processes` has started.
 """
@@ -44,7 +44,7 @@ reported: bool = False  # whether this process has announced why it ends
 
 
 def quieten() -> None:
-    """Silence ranks above 0, except for errors, and torch's messages about connections on all."""
+    """Silence ranks above 0, except for errors, and torch's connection messages on every rank."""
     if world_size() == 1:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -79,7 +79,7 @@ def one_first(name: str) -> Iterator[None]:
 def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that all ranks have the same `parts`: {kind: {name: value}}, such as code and config.
 
-    Ranks that differ would train together silently. UserError on all ranks where one differs.
+    Otherwise, ranks that differ would train together silently. Raises UserError on every rank.
     """
     if world_size() == 1:
         return
@@ -123,7 +123,7 @@ def watch_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# How a rank ends: one rank prints one message per fault.
+# How a rank ends: each fault is printed once, by one rank.
 
 
 def is_lost(error: BaseException | None) -> bool:
@@ -163,7 +163,7 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
 
 
 def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return what this rank prints after a signal or a lost contact, and its exit code.
+    """Return what this rank prints after a signal or a lost connection, and its exit code.
 
     Another rank's own error explains it. Otherwise the ranks that do not report are named.
     """
@@ -199,7 +199,7 @@ def wait_for_all(key: str) -> list[int]:
 def who(peer: int) -> str:
     """Return "process 123 on host" for another rank."""
     key = f"who/{peer}"
-    return store().get(key).decode() if store().check([key]) else "which never came"
+    return store().get(key).decode() if store().check([key]) else "which never started"
 
 
 def has_ended(peer: int) -> bool:

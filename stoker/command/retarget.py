@@ -1,4 +1,4 @@
-"""Give each node of a config the arguments that are meant for its target, and no others."""
+"""Leave each node of a config only the arguments that are meant for its target."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +14,10 @@ from stoker.trainer.errors import UserError
 
 
 def retarget(cfg: DictConfig) -> None:
-    """Drop from each node what a file gives for another target.
+    """Drop from each node the arguments that a file sets for a different target.
 
-    What is typed stays, and so does an argument that follows another setting (`${...}`) if the new
-    target has it.
+    Typed arguments stay, and so does an argument that refers to another setting (`${...}`) if the
+    new target accepts it.
     """
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
@@ -60,7 +60,7 @@ def targets(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def leftovers(files: tuple[dict[str, Any], ...], name: str, target: str) -> dict[str, Any]:
-    """Return the arguments that only files with another target give to a node."""
+    """Return the arguments of a node that only files with a different target set."""
     left: dict[str, Any] = {}
     given: set[str] = set()
     for file in files:

@@ -1,4 +1,4 @@
-"""Errors of a script as those of the command: one to three lines and an exit code."""
+"""Report a script's errors as the command does: one to three lines and an exit code."""
 
 import sys
 from types import TracebackType
@@ -7,12 +7,12 @@ from stoker.trainer.errors import TrainingError, UserError
 
 
 def short_errors() -> None:
-    """From here on, end an uncaught UserError or TrainingError as the command does.
+    """From here on, report an uncaught UserError or TrainingError as the command does.
 
     Call it at the top of a script: it prints the error's one to three lines in place of a
     traceback, and exits with code 2, or 3 if the training failed (see docs/exit-codes.md). It sets
-    `sys.excepthook`: errors that are caught, those of other libraries, notebooks and pytest stay
-    as they are.
+    `sys.excepthook`: errors that you catch, errors of other libraries, notebooks and pytest are not
+    affected.
     """
     outer = sys.excepthook
 

@@ -1,4 +1,4 @@
-"""The table of settings: the limits of each key, and the tasks, resumes and ranks it matters to.
+"""The table of settings: each key's limits and tasks, and whether resumes and ranks may change it.
 
 This is the only place that lists keys. Defaults and help texts are the values and comments of
 configs/. The limits of constructor arguments come from `trainer/settings.py` and
@@ -35,7 +35,7 @@ FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A list of some of these values, perhaps empty."""
+    """A list of some of these values, possibly empty."""
 
     values: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class Setting:
         local: Whether the ranks of one run may differ in it.
         debug: The value that debug=true sets; None changes nothing.
         loader: Whether it configures the loader instead of the data set.
-        every: The unit that it counts; it never acts in a run of fewer than its value.
+        every: The unit that it counts; it has no effect in a run of fewer than its value.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
     """
 
@@ -209,7 +209,7 @@ LOADER_KEYS = tuple(
 
 
 def limit_of(key: str) -> Limit | None:
-    """Return what a key may be: the limit of its record, or of the argument that it sets."""
+    """Return the limit of a key: from its record, or of the argument that it sets."""
     return record(key).limit or LIMITS.get(key) or DATA_LIMITS.get(key)
 
 
@@ -316,7 +316,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # an error may only occur on that device
+    if "device" in typed:  # the error may occur only on that device
         del values["device"]
     for key, value in values.items():
         given = value_of(config, key)

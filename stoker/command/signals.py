@@ -12,7 +12,7 @@ from types import FrameType
 from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
-received_at: float = 0.0  # when the first signal came
+received_at: float = 0.0  # when the first signal arrived
 ready: bool = False  # whether an exception would be handled
 code: int | None = None  # the exit code to use instead of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
@@ -49,10 +49,10 @@ def heard(resume: str) -> Iterator[None]:
 
 
 def hear(number: int, _: FrameType | None) -> None:
-    """Handle the first signal gently if the program is ready, and end the process at the second.
+    """Handle the first signal gracefully if the program is ready; at the second, end the process.
 
-    Among several ranks a second signal within a second is the first one again: torchrun passes on
-    what all of them have received.
+    Among several ranks a second signal within a second is a copy of the first:
+    torchrun passes on what all of them have already received.
     """
     global received_at
     is_first = stopping.received is None
@@ -62,7 +62,7 @@ def hear(number: int, _: FrameType | None) -> None:
         if os.environ.get("RANK", "0") == "0" and not told:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
             os.write(2, f"ended at once.{advice}\n".encode())
-        # No clean-up, since it may be what takes so long. Files are written atomically.
+        # No cleanup, since it may be what hangs. Files are written atomically.
         os._exit(128 + number)
     stopping.received = number
     received_at = time.monotonic()
@@ -72,7 +72,7 @@ def hear(number: int, _: FrameType | None) -> None:
 
 
 def print_advice(text: str) -> None:
-    """Print what to do after a signal. The next signal ends the process without a word."""
+    """Print what to do after a signal. The next signal ends the process silently."""
     global told
     print(text, file=sys.stderr, flush=True)
     told = True
@@ -91,5 +91,5 @@ def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
+    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt without a signal."""
     return code or 128 + (stopping.received or signal.SIGINT)

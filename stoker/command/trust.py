@@ -65,7 +65,7 @@ UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
 
 def of_project() -> tuple[str, ...]:
-    """Return the packages that the project file trusts: for commands, not for a script."""
+    """Return the packages that the project file trusts; none in a script."""
     return project.current().trusted if HydraConfig.initialized() else ()
 
 
@@ -85,7 +85,7 @@ def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def trusting(packages: Sequence[str]) -> Iterator[None]:
-    """Trust these packages without a command line, as trusted=[...] does on one."""
+    """Trust these packages from Python, as trusted=[...] does on the command line."""
     typed = (f"trusted=[{','.join(packages)}]",) if packages else ()
     token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), *typed))
     try:
@@ -165,7 +165,7 @@ def failing_line(error: BaseException) -> str | None:
 
 
 def is_of_kind(located: Any) -> bool:
-    """Return whether KINDS lists the object for its module; a module is one to name a part of."""
+    """Return whether KINDS lists the object for its module, or a module on the way to one."""
     if inspect.ismodule(located):
         return located.__name__.startswith(tuple(KINDS))
     module = getattr(located, "__module__", None) or ""
@@ -182,7 +182,7 @@ def is_of_kind(located: Any) -> bool:
 
 
 def is_builder(located: Any) -> bool:
-    """Return whether this is a function of torchvision like resnet18, which takes no path."""
+    """Return whether this is a model builder of torchvision, such as resnet18: it takes no path."""
     if not inspect.isfunction(located):
         return False
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]

@@ -30,8 +30,8 @@ def tune_process(
 
     Args:
         device: The device that you will train on, from `Trainer.device` or `torch.device(...)`.
-        parts: `"allocator"` makes glibc keep the memory that a step frees, for a training on the
-            CPU. `"threads"` allows `few_threads`, which you put around a fit: only there are the
+        parts: `"allocator"` makes glibc keep the memory that a step frees, for training on the CPU.
+            `"threads"` allows `few_threads`, which you put around a fit: only there are the
             model and the batch size known.
         deterministic: Use only deterministic kernels, without TF32. Otherwise a GPU may use TF32
             and cuDNN searches for its fastest kernels.
@@ -62,8 +62,8 @@ def freeze_imports() -> None:
 def spare_the_compiler() -> None:
     """Let optimizers be built, saved and loaded without an import of torch's compiler (a second).
 
-    The methods below import it only to tell it to look away. This tells each of them, for the whole
-    process, that it needs no telling: do not compile a function that calls one of them.
+    The methods below import it only to keep it from compiling them. This marks each of them as
+    already excluded, for the whole process: do not compile a function that calls one of them.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
