@@ -131,8 +131,7 @@ def open_closed() -> None:
 
 
 def nobody_reads() -> int:
-    """Drop further output after `
-    head`, including at interpreter exit; return the exit code."""
+    """Drop further output after `| head`, including at interpreter exit; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return NOBODY_READS
 

@@ -51,8 +51,8 @@ def heard(resume: str) -> Iterator[None]:
 def hear(number: int, _: FrameType | None) -> None:
     """Handle the first signal gracefully if the program is ready; at the second, end the process.
 
-    Among several ranks a second signal within a second is a copy of the first:
-    torchrun passes on what all of them have already received.
+    Among several ranks a second signal within a second is a copy of the first: torchrun
+    passes on what all of them have already received.
     """
     global received_at
     is_first = stopping.received is None
