@@ -16,7 +16,7 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
-WINDOW = 3  # samples that have to agree before it warns
+WINDOW = 3  # samples that must agree before it warns
 FEWEST = 20  # samples in a run, if it has enough steps
 DEAD = 0.5  # share of a layer's units
 VANISHED = 1e-6  # times the largest gradient, both relative to the weight
@@ -52,7 +52,7 @@ class Sample:
 
 
 class Doctor(Callback):
-    """Warn, by layer, of what keeps a model from learning, and sum up at the end.
+    """Warn, by layer, about what keeps a model from learning, and sum up at the end.
 
     It samples the first steps and then one in `every`, at least FEWEST in a run: the gradient and
     the update of each weight with two or more dimensions. A unit whose whole gradient is zero is
@@ -206,7 +206,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
     """Return {kind: {layer: problem}} for the problems that all samples share."""
     wrong: Findings = defaultdict(dict)
     names = [name for name in samples[-1].gradients if all(name in s.gradients for s in samples)]
-    # A layer's gradient as a share of the step's largest one, at its highest.
+    # The highest ratio of each layer's gradient to the largest gradient of the same step.
     shares = dict.fromkeys(names, 0.0)
     for sample in samples:
         largest = max(sample.gradients.values(), default=0.0) or 1.0
@@ -227,9 +227,9 @@ def findings(samples: Sequence[Sample]) -> Findings:
         elif dead > DEAD * len(silent) and not (vanishes and has_vanished):
             wrong["dead"][name] = f"no gradient in {dead} of {len(silent)} units"
         elif has_vanished:
-            wrong["vanishing"][name] = f"a gradient of {shares[name]:.0e} of the largest"
+            wrong["vanishing"][name] = f"a gradient {shares[name]:.0e} times the largest"
         elif min(sizes) > EXPLODED:
-            wrong["exploding"][name] = f"a gradient of {min(sizes):,.0f} times the weights"
+            wrong["exploding"][name] = f"a gradient {min(sizes):,.0f} times the weights"
         if update > LARGE:
             wrong["large updates"][name] = f"a step changes it by {update:.0%} of its size"
     return dict(wrong)

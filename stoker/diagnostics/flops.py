@@ -30,8 +30,8 @@ def efficiency(
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
-    `mfu` is the share of the combined peak of all devices. Both are None if the measured peak is
-    lower than what training reached, so is not the peak.
+    `mfu` is the share of the combined peak of all devices. Both are None if training was faster
+    than the measured peak, which then is not the peak.
     """
     flops = per_sample(trainer.module, in_shape, tokens)
     achieved = flops * samples_per_second if flops and samples_per_second else None
@@ -97,8 +97,8 @@ def counter() -> Any:
 def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
-    They are random: a GPU that multiplies equal numbers draws less power, and is faster than it is
-    at any work (by 13% on an H200).
+    They are random: a GPU that multiplies equal numbers draws less power, and is faster than in
+    real work (by 13% on an H200).
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)

@@ -12,10 +12,10 @@ HEADER = ("layer", "type", "output", "parameters", "FLOPs")
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
-    """Yield a table of the modules that have no others inside, or weights of their own.
+    """Yield a table of the modules that have no submodules, or have weights of their own.
 
     Shapes and FLOPs are of the forward pass of one sample. They are missing if the shape of a
-    sample is not known, or if the model does not take it alone.
+    sample is not known, or if the model rejects a single sample.
     """
     shapes, counts = forward(module, in_shape, tokens) if in_shape is not None else ({}, {})
     rows = [HEADER]
@@ -43,8 +43,7 @@ def quantity(value: int) -> str:
 def forward(
     module: torch.nn.Module, in_shape: tuple[int, ...], tokens: bool
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Return {layer: shape of its output} and {layer: FLOPs} of a sample of zeros; empty if it is
-    refused.
+    """Return {layer: output shape} and {layer: FLOPs} for a sample of zeros; empty if rejected.
 
     The model and the random states are left as they are.
     """

@@ -39,7 +39,7 @@ def lr_find(
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
     It ends early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3), and restores the trainer's state. UserError without a curve.
+    1506.01186, section 3.3), and restores the trainer's state. UserError if there is no curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
@@ -103,7 +103,7 @@ def endless(loader: Any) -> Iterable[Any]:
 
 
 def write(curve: Curve, path: Path) -> None:
-    """Write the curve as a CSV file, and the folder it is in."""
+    """Write the curve as a CSV file, and create its folder."""
     rows = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(curve.rates, curve.losses, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(["lr,loss", *rows, ""]))

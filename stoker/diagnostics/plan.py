@@ -19,9 +19,9 @@ from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
 WARMUP = graph.WARMUP  # untimed steps, which choose kernels and create the optimizer's state
-STEPS = 10  # timed at least
-LONG = 1.0  # seconds; more steps are timed up to this,
-MOST = 200  # or up to this many
+STEPS = 10  # timed steps, at least
+LONG = 1.0  # more steps are timed for up to this many seconds,
+MOST = 200  # or up to this many steps
 BATCHES = 10  # batches in a timed evaluation
 MOST_RATES = 10**6  # learning rates computed for a schedule
 
@@ -46,8 +46,8 @@ class Watch(Callback):
     """Time the steps after the first ones, measure the activations of one, and end the fit.
 
     If checkpoints are written before the end (`every` steps), the measured step holds a copy of the
-    state, as a step does while a checkpoint is written. With a NaNGuard, the fit `keeps_first` a
-    copy of its first state.
+    state, as a step does while a checkpoint is written. `keeps_first`: the fit keeps a copy of its
+    first state, for a NaNGuard.
     """
 
     def __init__(self, every: float, keeps_first: bool) -> None:

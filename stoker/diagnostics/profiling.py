@@ -64,7 +64,7 @@ class Profile(Callback):
             with quiet():
                 self.profiler.step()
         else:
-            devices.synchronize(trainer.device)  # wait for the device to finish these steps
+            devices.synchronize(trainer.device)  # wait until the device has finished these steps
             self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:

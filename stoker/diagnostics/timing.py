@@ -22,7 +22,7 @@ from stoker.trainer.trainer import Trainer
 # A sample takes about a tenth of a short step, so sampling takes about 0.2% of the time.
 ALWAYS = 32  # steps that are sampled at the beginning
 SHARE = 0.02  # of the other steps
-SOON = 10.0  # seconds; advice on a shorter training would save little
+SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch, to suggest larger batches
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed in sampled steps only
@@ -69,10 +69,10 @@ class Timing(Callback):
     """Split the time of a fit into STAGES; after the first epoch, say what to change.
 
     It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the drawing of the
-    live report are always timed. Steps are sampled: the first one of the fit, which stands for
-    itself, the ALWAYS steps after it, and a random SHARE of the others.
-    A sampled step is cut by marks in the work of the device (events on a GPU), for which nothing
-    waits. A step that is one graph, or a `train_step` that enters no spans, is the stage "step".
+    live report are always timed. Steps are sampled: the first one of the fit, which counts only for
+    itself, the ALWAYS steps after it, and a random SHARE of the others. A sampled step is divided
+    by marks in the work of the device (events on a GPU); nothing waits for them. A step that is one
+    graph, or a `train_step` that enters no spans, is the stage "step".
 
     Put it last in the list of callbacks: the time from it to the next batch counts as data.
     """
@@ -165,7 +165,7 @@ class Timing(Callback):
 
     def turn(self) -> None:
         """Count the time since the last turn for the innermost open span of `whole`."""
-        devices.synchronize(self.device)  # excludes the work of the previous step
+        devices.synchronize(self.device)  # without the work of the previous step
         self.waited = True
         now = time.perf_counter()
         if self.within:

@@ -32,7 +32,7 @@ class Job:
     """A job, as read from its folder.
 
     `best` and `test` come from its result. `note` says why it failed or was pruned, or how far it
-    is. `code` counts for the exit code of the sweep.
+    is. The exit code of the sweep depends on `code`.
     """
 
     name: str
@@ -144,10 +144,10 @@ def varied(jobs: list[dict[str, str]]) -> list[str]:
 def check_same(
     folder: Path, name: str, typed: list[str], before: list[str], varied: Iterable[str] = ()
 ) -> None:
-    """Raise UserError if a job in the folder of a sweep had other settings than now.
+    """Raise UserError if a job in the folder of a sweep had different settings than it has now.
 
-    Settings that change no result may differ, unless the sweep varies them. Some change no weights,
-    but decide which are the best.
+    Settings that change no result may differ, unless the sweep varies them. Some settings change no
+    weights, but decide which weights are best.
     """
     now = settings_of(typed)
     old = settings_of(before)

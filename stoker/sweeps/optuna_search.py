@@ -1,4 +1,4 @@
-"""The search by Optuna, with a storage to resume from, and the callback that prunes trials."""
+"""The search by Optuna, which resumes from its storage, and the callback that prunes trials."""
 
 import itertools
 import math
@@ -47,9 +47,9 @@ class OptunaSearch(Sweeper):
     """Hydra's Optuna sweeper, and its settings, with our loop.
 
     Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
-    function of (seed, number, the results before), so a resumed search proposes the same trials.
-    The job of a trial and its folder have the trial's number. The results are read from the folder,
-    so a killed search can resume.
+    function of (seed, number, earlier results), so a resumed search proposes the same trials. The
+    job of a trial and its folder have the trial's number. The results are read from the folder, so
+    a killed search can resume.
     """
 
     config: DictConfig
@@ -116,7 +116,7 @@ class OptunaSearch(Sweeper):
                 self.study.tell(number, result.best.value)
 
     def define(self, searched: dict[str, Override]) -> list[str]:
-        """Take the overrides to search, by key, and return the overrides of an example trial."""
+        """Define the space from these overrides; return the overrides of an example trial."""
         self.space: dict[str, BaseDistribution] = {}
         for override in searched.values():
             try:

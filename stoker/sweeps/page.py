@@ -1,4 +1,4 @@
-"""The page of a sweep: its table, and what templates/sweep.js draws its plots from."""
+"""The page of a sweep: its table, and the data from which templates/sweep.js draws its plots."""
 
 import contextlib
 import math
@@ -61,7 +61,7 @@ def link_of(sweep: Sweep, job: Job) -> str | None:
 def plots(sweep: Sweep) -> dict[str, Any]:
     """Return what the page draws, for JSON: the settings, and a record for each job that ended.
 
-    Nothing but numbers, and texts without control characters.
+    It has only numbers, and text without control characters.
     """
     rows = [*sweep.groups, *([job] for job in sweep.unfinished)]
     ended = []

@@ -45,7 +45,7 @@ class Ends:
         """Print a line for each job that has ended since the last call, and return these jobs."""
         ended = []
         for path in self.results():
-            with contextlib.suppress(OSError):  # the file may be being replaced
+            with contextlib.suppress(OSError):  # the file may be in the middle of being replaced
                 time_ns = path.stat().st_mtime_ns
                 if time_ns != self.times.get(path):
                     self.times[path] = time_ns

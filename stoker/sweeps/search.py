@@ -9,7 +9,7 @@ from stoker.command import settings
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
 
-# Keys of Hydra's sweeper that keys of ours replace.
+# Keys of Hydra's sweeper that our own keys replace.
 REPLACED = (
     "direction",
     "n_trials",
@@ -49,7 +49,7 @@ def at_once(cfg: DictConfig) -> int:
 
 
 def maximizes(cfg: DictConfig) -> bool:
-    """Whether the search maximises, decided before any trial has built a metric."""
+    """Return whether the search maximizes, decided before any trial has built a metric."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":  # if the data has a different metric, check_mode ends the search
@@ -72,7 +72,7 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
 
 
 def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
-    """Return the overrides of a search: what fits of `sweep.space`, then the typed ones."""
+    """Return the overrides of a search: those of `sweep.space` that apply, then the typed ones."""
     values = dict(override.split("=", 1) for override in typed if "=" in override)
     groups = cfg.hydra.runtime.choices
     kept = []

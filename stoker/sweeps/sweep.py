@@ -111,7 +111,7 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     """Raise UserError if the directory of one of these jobs belongs to another job.
 
-    A directory without a run is free. Settings that change no result may differ, unless the
+    A directory without a run is available. Settings that change no result may differ, unless the
     sweep varies them.
     """
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])

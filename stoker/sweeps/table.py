@@ -90,7 +90,7 @@ def short(setting: str) -> str:
 
 
 def as_number(setting: str) -> float | None:
-    """Return the number that was typed; None for other texts and for huge numbers."""
+    """Return the number that was typed; None for any other text and for huge numbers."""
     try:
         value = float(setting)
     except ValueError:

@@ -45,7 +45,7 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
 
 
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that a loader of your own has decided itself."""
+    """Raise UserError for a typed setting that your own loader determines."""
     from stoker.data.samples import has_samples, is_stream
 
     if parts.data.kind != "other":
@@ -65,7 +65,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
 
 
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that waits for longer than the run takes."""
+    """Raise UserError for a typed setting that would act only after the end of the run."""
     from stoker.trainer.loading import epoch_length
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)

@@ -27,7 +27,7 @@ def evaluate(cfg: DictConfig) -> None:
 def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     """Build the parts of a run with its best weights, for one part of its data or of other data.
 
-    Gives the checkpoint, the parts, and the name and the loader of that part.
+    Yield the checkpoint, the parts, and the name and the loader of that part.
     """
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference

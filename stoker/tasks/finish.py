@@ -76,7 +76,7 @@ def finish(
 
 
 def load_best(parts: Parts, saver: "Checkpoint") -> bool:
-    """Load the best weights, or the newest if their file is damaged; return whether it is not."""
+    """Load the best weights, or the newest if that file is damaged; return whether it is intact."""
     from stoker.trainer import checkpoint
 
     trainer = parts.trainer

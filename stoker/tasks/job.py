@@ -41,7 +41,7 @@ def task_typed(cfg: DictConfig) -> str:
 
 
 def is_finished(cfg: DictConfig) -> bool:
-    """Return whether an earlier start of the same sweep finished this job."""
+    """Return whether this job was finished when the same sweep ran before."""
     if not in_sweep() or task_typed(cfg) or cfg.resume == "never":
         return False
     return finished(HydraConfig.get().runtime.output_dir) is not None
@@ -53,7 +53,7 @@ def typed_for_run() -> list[str]:
 
 
 def run_directory(cfg: DictConfig) -> str:
-    """Return `run_dir` if it is set, in a sweep the job's folder, else a new folder below runs/."""
+    """Return `run_dir` if set; in a sweep, the job's folder; otherwise, a new folder in runs/."""
     if in_sweep():
         sweep = HydraConfig.get().sweep
         return f"{sweep.dir}/{sweep.subdir}"

@@ -120,16 +120,16 @@ def failed(cfg: DictConfig, error: Exception) -> float:
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
     stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
     if not job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
-        # Not the error itself, above which Hydra would print another line.
+        # Not the error itself: Hydra would print another line above it.
         raise SystemExit(code) from error
     return float("nan")
 
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    """Raise NotFinite if a gradient is nan, with the line that caused it.
+    """Raise NotFinite if a gradient is nan, and show the line that caused it.
 
-    Errors of a GPU are raised by the call that makes them.
+    Errors on a GPU are raised by the call that causes them.
     """
     import torch
 

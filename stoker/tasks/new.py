@@ -1,4 +1,4 @@
-"""`stoker new NAME`: write a project, small and complete."""
+"""`stoker new NAME`: write a small, complete project."""
 
 import importlib.util
 import keyword

@@ -74,8 +74,8 @@ def building(
         cfg: The config, checked.
         more_callbacks: Callbacks in addition to those of the config.
         resumes: Whether the weights come from a checkpoint, and not from `init_from`.
-        state: The state of a checkpoint to evaluate. UserError if the data has other classes, or
-            the model other shapes; only the loader of the evaluated split is made.
+        state: The state of a checkpoint to evaluate. UserError if the data has different classes,
+            or the model has different shapes. Only the loader of the evaluated split is made.
         about: The description of the checkpoint's data; this data is prepared in the same way.
         split: The split to evaluate.
     """
@@ -190,7 +190,7 @@ def build_loaders(
 
 
 def in_epochs(loader: Any, steps: int) -> Any:
-    """Return the loader with epochs of so many steps; UserError if it knows its length itself."""
+    """Return the loader with epochs of `steps` steps; UserError if it has a length of its own."""
     from stoker.trainer.loading import IterableLoader
 
     if isinstance(loader, IterableLoader):
@@ -226,7 +226,7 @@ def build_model(
 
 
 def sizes(data: "Data") -> dict[str, Any]:
-    """Return what the data offers to models and metrics; nothing if it knows no sizes."""
+    """Return the arguments that the data offers to models and metrics; none without known sizes."""
     if data.kind == "other":
         return {}
     return {"in_shape": data.in_shape, "num_classes": data.num_classes}
@@ -244,7 +244,7 @@ def build_metrics(
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 
-    # A Trainer may give the loss and the metrics another meaning.
+    # Your own Trainer may give the loss and the metrics a different meaning.
     kind = locate("trainer", cfg.trainer._target_)
     is_known = data.kind != "other"  # otherwise the first batch shows which ones fit
     if is_known and is_usual(kind, "compute_loss"):
@@ -277,7 +277,7 @@ def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Ca
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
     """Return the callbacks that are on, then the others, then Timing, which measures the others.
 
-    debug=true has one of its own.
+    debug=true adds a callback of its own.
     """
     from stoker.diagnostics.audit import DeviceAudit
     from stoker.diagnostics.timing import Timing

@@ -59,7 +59,7 @@ def compare(before: Path, now: Path) -> None:
 
 
 def print_lines(name: str, lines: list[str]) -> None:
-    """Print lines below each other, the first one with their name."""
+    """Print lines under each other, with their name before the first."""
     for number, line in enumerate(lines):
         print(f"{'' if number else name:<9}{line}")
 
@@ -77,7 +77,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return {name: value} of what the result of a run depends on, as the run has recorded it."""
+    """Return {name: value} of everything recorded that the result of a run depends on."""
     about = state_of(folder)
     result = result_of(folder)
     lines = text_of(folder / directory.PACKAGES).splitlines()

@@ -1,4 +1,4 @@
-"""A training in its run directory, whether the command or a script asks for it."""
+"""Train in a run directory, for the command and for scripts."""
 
 import contextlib
 import dataclasses
@@ -29,11 +29,11 @@ doctor_warnings: list[str] | None = None  # once training has failed
 
 @dataclasses.dataclass
 class Run:
-    """A training in its run directory, which this process has locked.
+    """Training in a run directory that this process has locked.
 
     Attributes:
         state: The contents of the checkpoint that it resumes from; None at step 0.
-        started: The `time.perf_counter()` at which its time begins.
+        started: The `time.perf_counter()` from which its time is measured.
         draws: Whether it draws its report.
         script: The command of the script that trains it; None for the command's own training.
     """
@@ -55,11 +55,11 @@ class Run:
         """Train, test the best weights, and write the files; return the result on rank 0.
 
         Args:
-            loggers: Those that want to know how it ends.
+            loggers: The loggers to notify when it ends.
             within: A context for the fit.
 
         Raises:
-            SystemExit: A signal came, and how to resume the run was printed.
+            SystemExit: A signal stopped the run; the command to resume it was printed.
         """
         global begun, doctor_warnings
         begun = self.folder

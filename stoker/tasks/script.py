@@ -46,18 +46,18 @@ def fit(
     """Train in a run directory, as the command does; return the rows of the whole run.
 
     The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
-    model.safetensors, model.md and the report. The trainer is left with the weights that were
-    tested: the best ones by the validation. Calling it again with the same settings resumes from
-    the newest checkpoint; a run that has ended is tested again. Ctrl-C and SIGTERM end the process
-    after the step, with a checkpoint of it.
+    model.safetensors, model.md and the report. The trainer is left with the tested weights: those
+    that were best on the validation set. Calling it again with the same settings resumes from the
+    newest checkpoint; a run that has ended is tested again. Ctrl-C and SIGTERM save a checkpoint
+    after the current step, and end the process.
 
-    Put a `Checkpoint` among the Trainer's callbacks to choose when it saves and what is best; it
-    gets the folder `run_dir`/checkpoints. Among several processes, rank 0 writes.
+    To choose when to save and what is best, put a `Checkpoint` among the Trainer's callbacks; it
+    saves to `run_dir`/checkpoints. With several processes, rank 0 writes.
 
     Raises:
-        UserError: The directory holds a run with other settings, or belongs to somebody else.
+        UserError: The directory holds a run with other settings, or another process is using it.
         TrainingError: The training failed; result.json has the reason.
-        SystemExit: A signal came.
+        SystemExit: A signal stopped the run.
     """
     started = time.perf_counter()
     misuse.check_fit(trainer, train_loader, val_loader)
@@ -226,7 +226,7 @@ def part(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as a config has it: numbers, texts, lists and mappings of them.
+    """Return a value as a config has it: numbers, strings, and lists and mappings of them.
 
     Anything else is the name of its class.
     """
@@ -244,6 +244,6 @@ def plain(value: Any) -> Any:
 
 
 def numbers(row: rows.Row) -> rows.Row:
-    """Return a row of metrics.jsonl as a fit has it, nan for what JSON lacks, and no lists."""
+    """Return a row of metrics.jsonl as `fit` returns it: nan in place of null, and no lists."""
     values = {name: value for name, value in row.items() if not isinstance(value, list)}
     return {name: math.nan if value is None else value for name, value in values.items()}

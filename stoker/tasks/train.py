@@ -82,7 +82,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         callbacks.insert(-2, LiveReport(folder))
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
-        code.revision()  # git finished long ago: leave no process of it in the training
+        code.revision()  # git finished long ago; leave none of its processes during training
         saver.about = describe(cfg, parts, origin)
         if cfg.profile and launch.is_first():
             from stoker.diagnostics.profiling import Profile
@@ -121,8 +121,9 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 
 def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callback":
-    """Return the callback that writes config.yaml, with the typed settings in its first line, and
-    the files on the code.
+    """Return the callback that writes config.yaml and the files about the code.
+
+    The first line of config.yaml has the typed settings.
     """
     from stoker.runs.loggers import ConfigFile
 
@@ -132,7 +133,7 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
 
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config for files, interpolations unresolved to keep out the environment."""
+    """Return the config to save; unresolved interpolations keep the environment out of it."""
     values = dotted.plain(cfg)
     del values["run_dir"]
     return values
@@ -179,7 +180,7 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
 
 @contextlib.contextmanager
 def offering_replay() -> Iterator[None]:
-    """Give an error for numbers that are not finite the command that replays its step."""
+    """Add to a non-finite error the command that replays its step."""
     try:
         yield
     except NotFinite as error:
