@@ -1,4 +1,4 @@
-"""What a run leaves to share: the weights, and a card that explains them and how to load them."""
+"""The files of a run that you can share: the weights, and a card that explains how to load them."""
 
 import datetime
 import json
@@ -76,7 +76,7 @@ def write(
 
 
 def is_usual(outputs: Any, about: Description) -> bool:
-    """Whether a model's outputs are one number per class, or target, for each sample."""
+    """Whether a model's outputs are one number per class or target for each sample."""
     return isinstance(outputs, torch.Tensor) and outputs.shape[1:] == (about["num_classes"],)
 
 
@@ -90,7 +90,7 @@ def load_arguments(folder: str | Path, typed: list[str]) -> str:
 
 
 def is_image(about: Description) -> bool:
-    """Whether the inputs are images as in files: grey or RGB."""
+    """Whether the inputs are images like those in files: gray or RGB."""
     shape = about["in_shape"]
     return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
 
@@ -128,14 +128,14 @@ def tested_part(result: RunResult) -> str | None:
 
 
 def front_matter(about: Description, target_shape: tuple[int, ...]) -> list[str]:
-    """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
+    """Return the lines of YAML that the Hugging Face Hub reads; the license is not known."""
     front = ["library_name: stoker", "tags: [pytorch, stoker]"]
     task = task_of(about, target_shape)
     return front if task == "other" else [*front, f"pipeline_tag: {task}"]
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str:
-    """Return the hub's name of the task; "other" where it has none."""
+    """Return the Hub's name for the task, or "other"."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 @dataclass
 class Sample:
-    """A sample of the evaluation: class indices of a classification, or the numbers of a
-    regression; of a class per token or pixel the text or the pictures instead.
+    """A sample of the evaluation: its class indices for a classification, its numbers for a
+    regression, or its text or pictures if there is a class per token or pixel.
     """
 
     index: int  # its index in the split
@@ -30,10 +30,10 @@ class Sample:
 
 @dataclass
 class Evaluation:
-    """What evaluation.json says.
+    """The contents of evaluation.json.
 
-    `points` is of a regression; `classes` to `confusion` are of a classification, whose counts are
-    of its `unit`: samples, tokens or pixels.
+    `points` is for a regression. `classes` to `confusion` are for a classification, which counts
+    its `unit`: samples, tokens or pixels.
     """
 
     split: Literal["train", "val", "test"]
@@ -58,13 +58,13 @@ class Evaluation:
 
     @property
     def targets(self) -> int:
-        """How many numbers a regression predicts."""
+        """The number of targets of a regression."""
         return min((len(true) for true, _ in self.points), default=1)
 
 
 def class_colour(label: int) -> tuple[int, int, int]:
     """Return the color of a class in pictures of masks, far from those of its neighbors; the
-    first is gray, as it is often the ground.
+    first is gray, since it is often the background.
     """
     if label == 0:
         return 96, 96, 96

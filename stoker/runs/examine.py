@@ -1,6 +1,4 @@
-"""Examine the best weights while they are tested: the classes confused, the hardest samples, the
-errors.
-"""
+"""Examine the best weights while they are tested: confused classes, hardest samples, errors."""
 
 import base64
 import dataclasses
@@ -39,11 +37,11 @@ MOST_TOKENS = 200  # tokens shown of a sequence
 
 
 class Examination:
-    """A metric without a value of its own, which keeps what the record shows of the samples.
+    """A metric without a value of its own, which collects the samples for the record.
 
-    That takes the same memory for any number of samples, and does not wait for the device. In
-    several processes, `loader` deals out each of its batches. A subclass makes a row of numbers for
-    each sample, and turns those of the `lists` into samples of the record.
+    It takes the same memory for any number of samples, and does not wait for the device. With
+    several processes, `loader` splits each of its batches among them. A subclass makes a row of
+    numbers for each sample, and turns those of the `lists` into samples of the record.
     """
 
     higher_is_better = None
@@ -79,7 +77,7 @@ class Examination:
             return
         places = self.places(count, outputs.device)
         loss, *others = self.keep(outputs.detach(), targets)
-        order = places * 7919 % 10007  # those of neighbors are far from each other
+        order = places * 7919 % 10007  # neighbors get distant numbers
         columns = [wide(column).reshape(count, -1) for column in (loss, order, *others)]
         rows = torch.cat(columns, 1)
         for highest in self.lists.values():
@@ -89,7 +87,7 @@ class Examination:
         self.samples += count
 
     def places(self, count: int, device: torch.device) -> Tensor:
-        """Return the places in the split of the next samples of this process."""
+        """Return the indices in the split of the next samples of this process."""
         of_batch = range(launch.rank(), self.batch_size, parallel.ranks())
         places = torch.arange(self.samples, self.samples + count, device=device)
         batches = places // len(of_batch)
@@ -97,7 +95,7 @@ class Examination:
         return batches * self.batch_size + within
 
     def compute(self) -> float:
-        """Make the record, and return nan; all processes have to call this."""
+        """Make the record, and return nan; all processes must call this."""
         usual_ranks = parallel.add_up(int(self.is_usual))
         if usual_ranks == parallel.ranks():
             samples = parallel.add_up(self.samples)
@@ -107,7 +105,7 @@ class Examination:
         return math.nan
 
     def complete(self, evaluation: Evaluation) -> None:
-        """Add what was kept to the record."""
+        """Add what was collected to the record."""
         if self.data.table is not None:
             evaluation.target = self.data.table["target"]
         if self.data.kind == "classification":
@@ -126,8 +124,9 @@ class Examination:
             setattr(evaluation, name, samples)
 
     def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Return the columns of a row for each sample of a batch: its loss, and what `sample`
-        needs besides the order at random, which comes second.
+        """Return the columns of a row for each sample: its loss, and what `sample` needs.
+
+        The random order becomes the second column afterwards.
         """
         raise NotImplementedError
 
@@ -137,9 +136,9 @@ class Examination:
 
 
 class Highest:
-    """The rows with the highest numbers in a column, of equal ones the first; nan is the highest.
+    """The rows with the highest numbers in a column: the first among equals, and nan above all.
 
-    The places of their samples in the split are integers: float32 would round those above 2**24.
+    The indices of their samples in the split are integers: float32 would round those above 2**24.
     """
 
     def __init__(self, column: int, most: int = MOST_SAMPLES) -> None:
@@ -149,7 +148,7 @@ class Highest:
         self.rows: Tensor | None = None
 
     def update(self, places: Tensor, rows: Tensor) -> None:
-        """Choose from the rows of a batch and those that were kept."""
+        """Choose from the rows of a batch and the rows kept so far."""
         if self.places is not None and self.rows is not None:
             places = torch.cat([self.places, places])
             rows = torch.cat([self.rows, rows])
@@ -162,9 +161,9 @@ class Highest:
         return order[: self.most]
 
     def over_ranks(self) -> Tensor:
-        """Return the rows of all processes on the CPU, each behind the place of its sample.
+        """Return the rows of all processes on the CPU, each after the index of its sample.
 
-        All of them have to call this.
+        All of them must call this.
         """
         kept = None
         if self.places is not None and self.rows is not None:
@@ -177,7 +176,7 @@ class Highest:
 class Classes(Examination):
     """The samples of a classification, and how often each probability of an answer is right.
 
-    The loss is minus the logarithm of the true class's probability, whatever the model was trained
+    The loss is the negative log-probability of the true class, whatever loss the model was trained
     with.
     """
 
@@ -185,8 +184,8 @@ class Classes(Examination):
 
     def reset(self) -> None:
         super().reset()
-        # By the probability of the predicted class: all samples, and those that are right. And by
-        # the probability of the last class: all samples, and those of the second class.
+        # Counts binned by the probability of the predicted class, for all samples and the correct
+        # ones, then by that of the last class, for all samples and those of the second class.
         self.bins: Tensor | None = None
 
     def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -221,8 +220,8 @@ class Classes(Examination):
 class Positions(Examination):
     """The samples of a classification of tokens or pixels.
 
-    Of a sequence the first tokens and their losses are kept, of a mask as many pixels as a picture
-    shows.
+    It keeps the first tokens of a sequence and their losses, or as many pixels of a mask as a
+    picture shows.
     """
 
     def reset(self) -> None:
@@ -279,9 +278,9 @@ def mask_png(mask: Tensor, classes: int) -> str:
 
 
 class Numbers(Examination):
-    """The samples of a regression, and pairs (true, predicted) of many at random.
+    """The samples of a regression, and (true, predicted) pairs of many random ones.
 
-    The loss is the mean squared error. The record has the first `MOST_TARGETS` of several targets,
+    The loss is the mean squared error. Of several targets, the record has the first `MOST_TARGETS`,
     in the user's units.
     """
 
@@ -317,7 +316,7 @@ class Numbers(Examination):
         return [value * scale + mean for value, scale, mean in units]
 
     def per_target(self, value: float | list[float] | Tensor) -> list[float]:
-        """Return a number or one per target as one for each that is kept."""
+        """Return a number, or one per target, as a list with one per target in the record."""
         values = torch.as_tensor(value, dtype=torch.float64).expand(self.data.num_classes)
         numbers: list[float] = values[: self.targets].tolist()
         return numbers
@@ -328,8 +327,8 @@ def evaluate(
 ) -> tuple[dict[str, float], Evaluation | None]:
     """Return what `trainer.evaluate` returns, and the record for `write`.
 
-    The record is None if a subclass of the Trainer may mean something else by outputs, or if the
-    model or the loss has other outputs than usual.
+    The record is None if a subclass of the Trainer may give the outputs a different meaning, or if
+    the model or the loss has unusual outputs.
     """
     if not is_usual(trainer, data):
         return trainer.evaluate(loader, split), None
@@ -358,7 +357,7 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 
 
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
-    """Write evaluation.json: the record, with each of its samples as it can be shown."""
+    """Write evaluation.json: the record, with what the report shows of each sample."""
     part = data.parts()[evaluation.split]
     for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
         show(sample, part, data)
@@ -372,7 +371,7 @@ def without_empty(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def place_of(part: Any, index: int) -> dict[str, Any]:
-    """Return the file or the line of a sample, as far as its split has them."""
+    """Return the file or the line of a sample, if its split has them."""
     place: dict[str, Any] = {}
     files: Any = getattr(part, "files", None)
     if hasattr(files, "root"):
@@ -384,9 +383,7 @@ def place_of(part: Any, index: int) -> dict[str, Any]:
 
 
 def show(sample: Sample, part: Split, data: Data) -> None:
-    """Add the file, the line, the picture and the columns of a sample, as far as its split has
-    them.
-    """
+    """Add the file, the line, the picture and the columns of a sample, if its split has them."""
     index = sample.index
     vars(sample).update(place_of(part, index))
     with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
@@ -419,7 +416,7 @@ def png(image: Tensor) -> str:
 
 
 def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
-    """Return {column: value} for a row of a table, and the numbers of any other vector."""
+    """Return {column: value} for a row of a table, or {"x0": value, ...} for other vectors."""
     values = inputs.tolist()
     if data.table is None:
         first = enumerate(values[:MOST_COLUMNS])
@@ -440,6 +437,6 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number of the file, rounded to what float32 keeps of its standardized value."""
+    """Return the number as in the file, rounded to the precision of its float32 value."""
     error = std * abs(float(numpy.spacing(numpy.float32(value))))
     return round(value * std + mean, -math.ceil(math.log10(error))) + 0.0  # turns -0.0 into 0.0

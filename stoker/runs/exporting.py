@@ -39,7 +39,7 @@ Run = Callable[[Tensor], Any]
 
 
 def check(form: str | None, output: str | None = None) -> None:
-    """Raise a UserError for a format that is missing, or needs a package, or a bad `output`."""
+    """Raise UserError for a bad `output`, or a format that is missing or lacks its packages."""
     if form is None:
         raise UserError(f"task=export needs a format=. Choose one of: {', '.join(FILES)}.")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -100,7 +100,7 @@ def export(
 ) -> tuple[Path, float, float]:
     """Write a `Trained` model, and path.md, which says how to use it.
 
-    The outputs for batches of 1, 3 and all of the `inputs` are compared with the eager model's.
+    The outputs for batches of 1, of 3 and of all `inputs` are compared with the eager model's.
 
     Returns:
         The path, the largest difference between outputs, and the largest output.
@@ -213,8 +213,8 @@ def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
 def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
     """Return the largest difference between the outputs of both, and the largest output.
 
-    Target values are measured from their mean in training, and count as at least one standard
-    deviation; other outputs count as at least 1.
+    Target values are measured from their mean in training; the largest counts as at least one
+    standard deviation. The largest of other outputs counts as at least 1.
     """
     differences = []
     largest = [model.target_scale.max().item() if model.rescales else 1.0]
@@ -240,7 +240,7 @@ def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what the exporters print and log: they raise what went wrong."""
+    """Drop what the exporters print and log: they raise an error if something goes wrong."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     printed = io.StringIO()

@@ -1,10 +1,10 @@
-"""The index of a folder of runs: index.html, which lists the runs and sweeps in it, and below.
+"""The index of a folder of runs: index.html, which lists the runs and sweeps in it and below it.
 
-A run updates the index of the project's runs folder if it is in there, and an index that is already
-one or two folders above it. `python -m stoker.runs.index DIR` draws one for any folder.
+A run in the project's runs folder updates the index of that folder; any run updates an existing
+index one or two folders above it. `python -m stoker.runs.index DIR` draws one for any folder.
 
-The page is its own cache: it has a line of JSON for each run, and the line starts with what tells
-whether the run's files have changed. Only then they are read again. The files are untrusted.
+The page is its own cache: it has a line of JSON for each run, which starts with the state of the
+run's files. They are read again only if that has changed. The files are untrusted.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ Row = dict[str, float]
 
 
 def update(run: str | Path, *, draws: bool = True) -> None:
-    """Update each index that lists this run or sweep; do nothing where that is not possible.
+    """Update each index that lists this run or sweep; do nothing if that is not possible.
 
     Without `draws` only a page that is already there changes, which takes milliseconds.
     """
     run = Path(run).absolute()
     if (run / JOB).exists() or not any((run / name).exists() for name in (directory.CONFIG, SWEEP)):
-        return  # a sweep is listed, but not its jobs, and not a run that has yet to begin
+        return  # a sweep is listed, but not its jobs, nor a run that has not begun
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
@@ -139,7 +139,7 @@ def escaped(value: Any) -> str:
 
 
 def runs_in(folder: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield the path of each run and sweep from the folder, and the names in it; no link is
+    """Yield the path of each run and sweep below the folder, and the names of its files; no link is
     followed.
     """
     for path, folders, contents in os.walk(folder):
@@ -155,7 +155,7 @@ def runs_in(folder: str) -> Iterator[tuple[str, set[str]]]:
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:
-    """Return what changes when the entry of a run or sweep does."""
+    """Return the state of the files of a run or sweep, which changes when its entry does."""
     kept = [name for name in STATE if name in names]
     times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
     ended = SWEEP in names or directory.RESULT in names
@@ -198,7 +198,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 
 def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
     """Return {key: value}: what was typed for a run, or all settings of a script or a reproduced
-    run, which has others than those typed.
+    run, whose settings are not those that were typed.
     """
     pairs = {key: as_typed(value) for key, value in config.items()}
     if typed is not None and "task=reproduce" not in typed:

@@ -28,7 +28,7 @@ from stoker.trainer.errors import TrainingError, UserError, first_line, log, pri
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
-AT_ONCE = 256 * memory.MIB  # most bytes of inputs in one batch
+AT_ONCE = 256 * memory.MIB  # maximum bytes of inputs in one batch
 
 State = dict[str, Any]  # a checkpoint's state
 Row = dict[str, Any]
@@ -37,10 +37,10 @@ Row = dict[str, Any]
 class Trained(torch.nn.Module):
     """A trained model with its preprocessing: maps raw inputs to class scores or target values.
 
-    Images go in as uint8 pixels, (N, C, H, W). A table goes in as the numbers of `columns`,
-    (N, columns), in their own units, with 0 or 1 for each category; they are computed with in
-    float64. Other inputs go in unchanged. Scores come out as (N, classes), or target values in the
-    data's units, (N, targets). Of data of any samples nothing is known: it takes and gives what the
+    Images go in as uint8 pixels, (N, C, H, W). A table goes in as the numbers of `columns`, (N,
+    columns), in their own units, with 0 or 1 for each category; they are processed in float64.
+    Other inputs go in unchanged. Scores come out as (N, classes), or target values in the data's
+    units, (N, targets). If the format of the data is not known, it takes and returns what the
     module does.
 
     Attributes:
@@ -151,7 +151,7 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
 def best(folder: str | Path) -> tuple[Path, State]:
     """Return the path and the state of a run's best checkpoint; an error if there is none.
 
-    Of a run that has not finished, it is the best so far, and a warning says so.
+    If the run has not finished, it is the best so far, and a warning says so.
     """
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
@@ -260,7 +260,7 @@ def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[
 
 
 def in_units(outputs: Any, about: Description) -> Any:
-    """Return a regression's outputs in the data's units; others as they are."""
+    """Return a regression's outputs in the data's units; other outputs unchanged."""
     numbers = constants(about)
     if "target_mean" in numbers and card.is_usual(outputs, about):
         return outputs.double() * numbers["target_scale"] + numbers["target_mean"]
@@ -270,10 +270,10 @@ def in_units(outputs: Any, about: Description) -> Any:
 def answers(outputs: Any, about: Description) -> Iterator[Row]:
     """Yield the prediction for each sample of the outputs for a batch.
 
-    For a classification "class", "probability" and "probabilities", {class: probability}; "classes"
-    if there is one per pixel; for a text "text", the likeliest next tokens; for a regression
-    "value", in the data's units. Other outputs as the model gives them: the keys of a dict, or
-    "output".
+    A classification has "class", "probability" and "probabilities", {class: probability}, or
+    "classes" if there is one per pixel. A text has "text", the likeliest next tokens. A regression
+    has "value", in the data's units. Other outputs stay as the model returns them: the keys of a
+    dict, or "output".
     """
     if not card.is_usual(outputs, about):
         if isinstance(outputs, Tensor) and about.get("tokens"):

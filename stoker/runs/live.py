@@ -1,4 +1,4 @@
-"""The live report of a running training."""
+"""The live report of a run in training."""
 
 import time
 from pathlib import Path
@@ -10,8 +10,8 @@ from stoker.trainer.errors import cause, log
 from stoker.trainer.trainer import Trainer
 
 FIRST = 5  # seconds of training before the first drawing; a shorter run is drawn at its end
-EVERY = 30  # least number of seconds between two drawings
-SHARE = 0.01  # share of the time that drawing may take, but for the first one, which is slow
+EVERY = 30  # minimum seconds between two drawings
+SHARE = 0.01  # share of the time that drawing may take, except for the first one, which is slow
 
 
 class LiveReport(Callback):

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time works in it."""
+"""The lock of a run directory: only one process at a time works in it."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep every other process out of it; RunInUse if one works in it.
+    """Make the folder, and keep every other process out of it; RunInUse if one is using it.
 
     The system releases the lock however the process ends: a leftover file locks nothing.
     """
@@ -92,7 +92,7 @@ def locked_file(folder: Path) -> FileIO:
 
 
 def is_held(folder: str | Path) -> bool:
-    """Whether a process, this one included, works in the folder."""
+    """Whether a process, possibly this one, is using the folder."""
     try:
         with files.open_plain(Path(folder) / LOCK) as file:
             lock(file)  # closing the file releases the lock

@@ -37,7 +37,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-MLFLOW_PARAMS = 100  # the most metrics in one call
+MLFLOW_PARAMS = 100  # maximum parameters in one call
 LONGEST_REASON = 300  # characters
 # The tools' names for each outcome; W&B's own hook uses 255 for Ctrl-C.
 WANDB_CODES = {"done": 0, "failed": 1, "stopped": 255}
@@ -119,14 +119,14 @@ class Logger(Callback):
         """Send a row of numbers."""
 
     def add_result(self, step: int, numbers: dict[str, float]) -> None:
-        """Send the final numbers; by default they are a last row."""
+        """Send the final numbers; by default, as a last row."""
         self.write(numbers, step)
 
     def end(self, outcome: str) -> None:
         """End the run in the tool: it is "done", was "stopped", or has "failed"."""
 
     def describe(self, config: dict[str, Any], group: str | None = None) -> None:
-        """Take what the command knows before the fit; it will call `finish` after it."""
+        """Take what the command knows before the fit; the command calls `finish` after it."""
         self.config = config
         self.group = group
         self.awaits_result = True
@@ -183,7 +183,7 @@ class Logger(Callback):
 
 
 def charted(row: Row) -> dict[str, float]:
-    """Return the numbers of a row to plot over the step, without the epoch."""
+    """Return the numbers of a row that are plotted over the step; not the epoch."""
     return {
         chart_of(name): value
         for name, value in row.items()
@@ -327,7 +327,7 @@ class MLflow(Logger):
         self.id = write_id(path, self.create_run(experiment))
 
     def create_run(self, experiment: str) -> str:
-        """Make a new run with the settings of this one; return its id."""
+        """Create an MLflow run with the settings of this run; return its id."""
         from mlflow.entities import Param
 
         tags = {"sweep": self.group} if self.group else {}
@@ -398,8 +398,8 @@ def write_id(path: Path, name: str) -> str:
 class ConfigFile(Callback):
     """Write the config to `path` when training begins: put it last, after callbacks that check.
 
-    A run that begins at step 0 removes the files of an older run beside it; a resumed run
-    removes those on how it ended before. `beside` gives the text of each further file, by its name.
+    A run that begins at step 0 removes the files of an older run beside it; a resumed run removes
+    those about how it ended before. `beside` returns the text of each further file, by name.
     """
 
     first_rank_only = True

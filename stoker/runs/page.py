@@ -1,8 +1,8 @@
 """Pages and cards from templates/.
 
 The HTML pages stand alone: no network, light and dark, and one inline script, which the page allows
-by its hash. NAME.html has script.js, chart.js and NAME.js, and style.css and NAME.css; those named
-after the page are optional.
+by its hash. NAME.html has script.js, chart.js and NAME.js, and style.css and NAME.css; NAME.js and
+NAME.css are optional.
 """
 
 import base64
@@ -21,7 +21,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **facts: Any) -> str:
-    """Render a template of templates/. In HTML, all facts are escaped as text, except Markup."""
+    """Render a template of templates/. HTML pages escape all facts except Markup."""
     if template.endswith(".html"):
         facts |= inline(template.removesuffix(".html"))
     return templates().get_template(template).render(facts)
@@ -62,5 +62,5 @@ def templates() -> "jinja2.Environment":
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a template without control characters, before it is escaped."""
+    """Return a template's value without control characters, before it is escaped."""
     return value if hasattr(value, "__html__") else printable(value)

@@ -16,7 +16,7 @@ from stoker.runs.page import render
 Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400  # points in a drawn curve
-MOST_MARKED = 30  # most points for which a curve has dots
+MOST_MARKED = 30  # curves with at most this many points have dots
 MOST_DOTS = 800  # dots in a scatter plot
 # The ends of the axes, in pixels of a plot of 360 x 220, nearly the size on a phone.
 LEFT = 70
@@ -85,7 +85,7 @@ class Plot:
         self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
     def line(self, name: str, points: Points, colour: str) -> None:
-        """Draw a curve; one without a name is not read."""
+        """Draw a curve. The page does not show the values of a curve without a name."""
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))
@@ -162,8 +162,8 @@ def curves(
 ) -> Markup:
     """Draw named curves over the steps, with a mark at `best` and a band over the `warmup`.
 
-    `colours` names a variable of the page's style for each. Values whose ratio is above `far` get a
-    logarithmic axis. A step has so many `epochs`.
+    `colours` names a variable of the page's style for each curve. Values whose ratio is above `far`
+    get a logarithmic axis. `epochs` is the number of epochs per step.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
@@ -195,7 +195,7 @@ def shares(
 
 
 def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
-    """Draw how often values come, with a line at 0."""
+    """Draw the distribution of the values, with a line at 0."""
     x = linear([*values, 0])
     counts, edges = numpy.histogram(values, 24, (x.low, x.high))
     plot = Plot(x, linear([0, *counts.tolist()]), label, xlabel)
@@ -206,7 +206,7 @@ def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
 
 
 def against(points: Points, label: str) -> Markup:
-    """Draw (true, predicted) as dots, with the line on which they are the same."""
+    """Draw (true, predicted) as dots, with the line on which they are equal."""
     points = points[:: math.ceil(len(points) / MOST_DOTS)]
     axis = linear([value for point in points for value in point])
     plot = Plot(axis, axis, label, "true", "predicted")

@@ -63,7 +63,7 @@ def packages() -> dict[str, str]:
 
 
 class Code:
-    """The state of a project's git repository; git looks while the run is built."""
+    """The state of a project's git repository; git runs while the run is built."""
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)
@@ -101,7 +101,7 @@ class Code:
 
 
 def of_project() -> Code:
-    """Look at the code of the project in which the program runs."""
+    """Return the state of the code of the project in which the program runs."""
     return Code(Path.cwd())
 
 

@@ -119,7 +119,7 @@ class RunResult:
         return self.stopped is not None and self.stopped.kind == kind
 
     def tests(self) -> dict[str, float]:
-        """Return the numbers of the test: that of the monitored metric first, the loss last."""
+        """Return the test results: the monitored metric first, the loss last."""
         monitored = "" if self.best is None else f"test/{self.best.name.rpartition('/')[2]}"
         return tests_in(self.numbers, monitored)
 
@@ -135,7 +135,7 @@ class RunResult:
         self.samples_per_second = training_speed(rows)
 
     def evaluated_again(self, before: "RunResult | None") -> "RunResult":
-        """Return this result, or the one `before` with new numbers if that run was at its end.
+        """Return this result, or `before` with the new numbers if that run had already ended.
 
         A run that resumes at its end only evaluates, so its own times say nothing about training.
         """
@@ -146,7 +146,7 @@ class RunResult:
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
-    """Return the numbers of the test: the `first` one, and the loss last, which says the least."""
+    """Return the test results: the `first` one first, and the loss, which says the least, last."""
     names = [name for name in numbers if name.startswith("test/") and is_number(numbers[name])]
     names.sort(key=lambda name: (name == "test/loss", name != first))
     return {name: numbers[name] for name in names}

@@ -121,13 +121,13 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
     """Raise UserError if two configs differ in settings that a resumed run may not change.
 
-    Of an unknown config, nothing is said.
+    An unknown config is not compared.
     """
     before = dotted.flat(before or now)
     now = dotted.flat(now)
     if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run that was started by something else: a script, or the command. "
+            f"{name} holds a run that was started differently: by a script, or by the command. "
             "Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
@@ -172,7 +172,7 @@ def callbacks_on(values: dict[str, Any]) -> set[str]:
 def sha256_of(path: str | Path) -> str | None:
     """Return the SHA-256 that the file states, None if it does not.
 
-    Once the contents are verified, it is a name for them.
+    Once the contents are verified, it identifies them.
     """
     from stoker.trainer import checkpoint
 

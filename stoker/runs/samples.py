@@ -38,10 +38,10 @@ def write_on(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """Return the prompt with as many `tokens` more, as `module.generate` draws them.
+    """Return the prompt and `tokens` more tokens, drawn by `module.generate`.
 
     The text is a function of the weights and these arguments. `about` is the description of the
-    data, which has the vocabulary. Without a prompt, it begins after a new line.
+    data, which has the vocabulary. Without a prompt, the text begins after a newline.
 
     Raises:
         UserError: The prompt has a character that the model does not know.
@@ -66,7 +66,7 @@ def write_on(
 class Samples(JSONL):
     """Append a sample of text to the file `path` at each evaluation.
 
-    It is drawn from the weights that are evaluated, and changes no number of the run.
+    It is drawn from the evaluated weights, and changes no result of the run.
     """
 
     def __init__(self, path: Path, about: Description) -> None:
@@ -76,7 +76,7 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # Nothing can be sampled from nan, and no process has all of the sharded weights.
+        # nan cannot be sampled from, and no process has all of the sharded weights.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         try:

@@ -29,7 +29,7 @@ from stoker.trainer.typed import typed
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000
-# digits in a number: Python refuses to print more than 4,300, and 0x... may have any number
+# digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks a script's run, whose other keys are only informative
 # The folder of our data sets, in configs/dataset/: each machine has its own.
@@ -43,7 +43,7 @@ Config = dict[str, Any]
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise UserError unless this is a folder: a run directory is wanted."""
+    """Raise UserError unless this is a folder, as a run directory must be."""
     path = Path(folder)
     if not path.is_dir():
         hint = did_you_mean(folder, filter(Path.is_dir, path.parent.glob("*")))
@@ -54,9 +54,9 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task that trains nothing, on this
     machine.
 
-    Its data may lie elsewhere here, and an evaluation may be on other data. Settings that only a
-    training needs are left out, and so is what reaches out of the run directory. The loaders have
-    their defaults, except for what is typed, and for data that had to be streamed.
+    Its data may lie elsewhere here, and an evaluation may be on other data. Settings that only
+    training needs are left out, and so is anything that would write outside of the run directory.
+    The loaders have their defaults, except for what is typed, and for data that had to be streamed.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -131,7 +131,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     """Raise UserError for a typed setting that the task takes from the run.
 
     A value that the run took from the environment has to be typed. A prediction for a part of the
-    run's data takes what an evaluation of it takes.
+    run's data accepts the same settings as its evaluation.
     """
     tasks = {cfg.task}
     if cfg.task == "predict" and cfg.split is not None:
@@ -164,7 +164,7 @@ def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
 
 
 def adapt_dataset(dataset: Config) -> None:
-    """Have the data loaded as this machine does it."""
+    """Load the data with the loader settings of this machine."""
     typed = arguments.typed_keys()
     for name in settings.LOADER_KEYS:
         is_streamed = name == "resident" and dataset.get(name) is False
@@ -174,7 +174,7 @@ def adapt_dataset(dataset: Config) -> None:
 
 
 def adapt_downloads(dataset: Config) -> None:
-    """Have the data read from this disk, and cached where this machine caches it."""
+    """Read the data from this machine's disk, and cache it where this machine does."""
     if "download" in dataset:
         dataset["download"] = False
     if dataset.get("cache") and "dataset.cache" not in arguments.typed_keys():
@@ -182,8 +182,8 @@ def adapt_downloads(dataset: Config) -> None:
 
 
 def check_parts(config: Config) -> None:
-    """Raise UserError for settings out of their limits, and for nodes that may build what is not
-    trusted.
+    """Raise UserError for settings outside their limits, and for nodes that could build untrusted
+    objects.
     """
     settings.check_all(config)
     for group in ("dataset", "optimizer", "scheduler", "trainer"):
@@ -194,7 +194,7 @@ def check_parts(config: Config) -> None:
 
 
 def of_run(folder: str | Path, error: UserError) -> UserError:
-    """Return the error with the run that it is about."""
+    """Return the error, naming the run that it is about."""
     text = str(error)
     if not text.startswith("run="):
         text = f"run={folder}: {text}"
@@ -273,9 +273,9 @@ def hint_for(key: str, folder: Path) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a YAML file has nothing that makes a small file costly, or builds objects.
+    """Whether a YAML file has nothing that builds objects, or makes a small file costly.
 
-    The events are checked one by one, before anything is put together.
+    The events are checked one by one, before anything is built.
     """
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
@@ -295,9 +295,9 @@ def resolved(
     """Return a saved config, or these parts of it, with every ${key.path} replaced by that key's
     value.
 
-    UserError for any other ${...}: a resolver such as ${oc.env:NAME} would take something of this
-    machine into somebody's config. Only our own DATA_ROOT stays. OmegaConf cannot do this, since it
-    follows chains of any length.
+    UserError for any other ${...}: a resolver such as ${oc.env:NAME} would copy data of this
+    machine into somebody else's config. Only our own DATA_ROOT stays. OmegaConf cannot do this,
+    since it follows chains of any length.
     """
     values = dotted.flat(config)
 
@@ -321,7 +321,7 @@ def resolved(
 
 
 def expanded(value: Any, values: Config) -> Any:
-    """Return a text with the value of each ${key}, for as long as it is short."""
+    """Return a text with each ${key} replaced by its value, while it stays short."""
     for _ in range(MOST_LEVELS):
         if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
             break

@@ -39,7 +39,7 @@ class Status:
 def begin(folder: Path, trainer: "Trainer") -> None:
     """Record that training starts or resumes."""
     before = Status.read(folder) if trainer.step else Status()
-    if trainer.step == trainer.total_steps:  # the run is only tested again
+    if trainer.step == trainer.total_steps:  # the run is only being tested again
         return
     started = round(time.time(), 1)
     status = Status(

@@ -1,4 +1,4 @@
-"""Start with the weights of a checkpoint, a run directory or a safetensors file."""
+"""Start from the weights of a checkpoint, a run directory or a safetensors file."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ class Loaded:
     Attributes:
         origin: The file that they are from.
         loaded: Names of the tensors that were loaded.
-        reshaped: "name (10, 64) for (5, 64)", those that have another shape in the file.
-        missing: Names of those that the file lacks, which stay as they were.
+        reshaped: "name (10, 64) for (5, 64)" for each tensor with a different shape in the file.
+        missing: Names of tensors that the file lacks; these stay as they were.
         unused: Names in the file that the model lacks.
     """
 
@@ -54,9 +54,9 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
     """Load the weights of a checkpoint, a run directory or a safetensors file into a model.
 
     A tensor is loaded where the model has one of the same name and shape; the others stay as they
-    were. Of a finished run it takes the tested weights, else those of its best checkpoint; of a
-    checkpoint, the weights that were evaluated: with an EMA, the averages. No optimizer state is
-    loaded, and no code is run.
+    were. A finished run provides its tested weights, any other run its best checkpoint. A
+    checkpoint provides the weights that were evaluated: with an EMA, the averages. No optimizer
+    state is loaded, and no code is run.
 
     Raises:
         UserError: There is no such file, it cannot be read, or nothing in it fits the model.
@@ -126,6 +126,6 @@ def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
 
 
 def entry(mapping: Any, key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key of an untrusted one, {} if there is none."""
+    """Return the mapping under a key of an untrusted mapping; {} if there is none."""
     value = mapping.get(key) if isinstance(mapping, Mapping) else None
     return value if isinstance(value, Mapping) else {}

@@ -29,7 +29,7 @@ MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 def write(folder: str | Path, state: str | None = None) -> Path:
     """Draw report.html in a run directory and return its path; OSError if it cannot be written.
 
-    The process that trains the run knows its `state`; anybody else finds out.
+    The process that trains the run passes its `state`; otherwise, the files tell it.
     """
     path = Path(folder) / NAME
     files.write_text(path, html(folder, state))
@@ -37,7 +37,7 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
-    """Return the page. Beyond MOST_PAGE bytes it loses its pictures, settings and classes."""
+    """Return the page. Above MOST_PAGE bytes, leave out pictures, settings and classes."""
     from stoker.runs.page import render
 
     shown = facts(inputs.read_run(folder, state))
@@ -49,7 +49,7 @@ def html(folder: str | Path, state: str | None = None) -> str:
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:
-    """Return what the template shows besides what it takes from `run`."""
+    """Return what the template shows in addition to the contents of `run`."""
     now = time.time()
     shown = {
         "run": run,

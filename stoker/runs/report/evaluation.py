@@ -11,7 +11,7 @@ from stoker.runs.report.words import one_line, percent, shortened
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
-MOST_TARGETS = 4  # drawn targets of a regression
+MOST_TARGETS = 4  # targets of a regression that are drawn
 MOST_COLUMNS = 12  # columns shown of a table's row
 MOST_NUMBERS = 8  # numbers shown of several targets
 MOST_PICTURES = 200_000  # characters in all pictures together

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def step(self) -> float:
-        """The step of the last row, or of the later checkpoint of an interrupted run."""
+        """The step of the last row, or of an interrupted run's checkpoint if that is later."""
         if self.result.steps is not None:
             return self.result.steps
         steps = [row["step"] for row in self.rows]
@@ -93,7 +93,7 @@ class Run:
 def read_run(folder: str | Path, state: str | None = None) -> Run:
     """Read a run directory; UserError if it has no config.yaml of a run.
 
-    The process that trains the run knows its `state`.
+    The process that trains the run passes its `state`.
     """
     folder = Path(folder)
     config = saved_config.load_config("run_dir", folder)
@@ -223,7 +223,7 @@ def are_bins(counts: list[list[int]] | None) -> bool:
 
 
 def fits(sample: Sample, evaluation: Evaluation) -> bool:
-    """Whether a sample has what is shown of its kind."""
+    """Whether a sample has everything that is shown for its kind."""
     if len(sample.masks) not in (0, 2) or not all(map(is_small_png, sample.masks)):
         return False
     if len(sample.tokens) != len(sample.losses):

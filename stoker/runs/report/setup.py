@@ -50,7 +50,7 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
     """Return the defaults for the options of the run; {} if they cannot be composed."""
     try:
         return dotted.flat(of_choices(list(filter(is_choice, overrides))))
-    except Exception:  # Hydra raises anything; the report can do without marks
+    except Exception:  # Hydra may raise anything, and the report can do without the marks
         return {}
 
 
@@ -104,5 +104,5 @@ def commands(run: Run) -> list[tuple[str, str]]:
 
 
 def trusted(run: Run) -> list[str]:
-    """Return the packages that the user trusted for this run, without ours."""
+    """Return the packages that the user trusted for this run, except our own."""
     return [name for name in own_packages(run.overrides or []) if name]

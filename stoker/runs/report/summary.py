@@ -1,4 +1,4 @@
-"""The top of the report: a description, how far the run is, and the verdict on quality."""
+"""The top of the report: a description, the progress of the run, and the verdict on its quality."""
 
 import time
 from pathlib import Path
@@ -108,7 +108,7 @@ def quality_verdict(run: Run) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return what is known of "acc", "r2" and "mae" of the evaluated weights."""
+    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known."""
     if run.evaluation is None:
         return {}
     start = f"{run.evaluation.split}/"

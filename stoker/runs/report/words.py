@@ -1,4 +1,4 @@
-"""Numbers and texts as the report shows them."""
+"""Numbers and text as the report shows them."""
 
 from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
@@ -18,9 +18,9 @@ def one_line(text: str | None) -> str:
 
 
 def without_commands(error: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the message of an error without the commands in it, and these as (purpose, command).
+    """Return the message of an error without its commands, and its commands as (purpose, command).
 
-    Such a line is 'To replay that step: stoker ...'.
+    A command has a line such as 'To replay that step: stoker ...'.
     """
     lines = []
     commands = []
