@@ -1,4 +1,4 @@
-"""The configs of the command line: one folder a group, one file an option."""
+"""The configs of the command line: one folder per group, one file per option."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ FOLDER = Path(__file__).parent
 
 
 def folders() -> list[Path]:
-    """Return the folders that options are looked up in: this one, then the project's `configs/`."""
+    """Return the folders to search for options: this one, then the project's `configs/`."""
     here = Path.cwd() / "configs"
     if not here.is_dir() or here.samefile(FOLDER):
         return [FOLDER]
@@ -14,7 +14,7 @@ def folders() -> list[Path]:
 
 
 def options(group: str) -> list[Path]:
-    """Return the files of a group's options, sorted by name; [] where there is no such group."""
+    """Return the files of a group's options, sorted by name; [] if there is no such group."""
     files = [path for folder in folders() for path in (folder / group).glob("*.yaml")]
     return sorted(files, key=lambda path: path.stem)
 
@@ -26,5 +26,5 @@ def file_of(name: str) -> Path | None:
 
 
 def is_group(name: str) -> bool:
-    """Return whether a run has a group of this name, such as `model` or `sweep/pruner`."""
+    """Return whether a run has a group with this name, such as `model` or `sweep/pruner`."""
     return bool(name) and (FOLDER / name).is_dir()

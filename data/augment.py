@@ -1,5 +1,5 @@
-"""Batched augmentation on the device of the batch: every sample has its own random values, all from
-one generator.
+"""Batched augmentation on the batch's device: each sample gets its own random values, all from one
+generator.
 """
 
 import functools
@@ -18,7 +18,8 @@ from stoker.trainer.losses import IGNORED
 
 # Geometric augmentations in the order in which they are applied, whatever their order in the list.
 # `flip` takes no value; these are the defaults of the others.
-# `settings.AUGMENTATIONS` has the same names, for the command's check, which imports no torch.
+# `settings.AUGMENTATIONS` has the same names, for the command-line check, which must not import
+# torch.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
 SLIDING = ("crop", "shift")  # drawn in this order, first for rows, then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
@@ -34,17 +35,22 @@ Pair = tuple[Tensor, Tensor]
 class Augment:
     """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
 
-    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. First, where samples are
-    read, torchvision's v2 transforms, in the order of the list. Random left-right `flip`, or
-    `{flip: alternate}`: each sample in every second epoch (Jordan 2024, arXiv 2404.00498, section
-    3.6); `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels;
-    `cutout` of a k x k square of zeros: one gather on the raw (uint8 or float) images. Then
-    `normalize`. Then, in the order of the list, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix`
-    (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`.
-    The mixing ones make class targets soft: (N, num_classes). Masks (N, H, W) move with their
-    images, and what an image loses by a shift or a cutout is ignored in them.
+    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. It applies,
+    in this order:
 
-    The generator is on the CPU whatever the device, so the images are the same on each.
+    1. torchvision's v2 transforms, as each sample is read, in the order of the list.
+    2. The geometric augmentations, in one gather on the raw (uint8 or float) images: a random
+       left-right `flip`, or `{flip: alternate}`, which flips each sample in every second epoch
+       (Jordan 2024, arXiv 2404.00498, section 3.6); a `shift` by up to k pixels, filled with zeros;
+       a random `crop` after k pixels of reflection padding; a `cutout` of a k x k square.
+    3. `normalize`.
+    4. `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
+       `(inputs, targets, generator) -> (inputs, targets)`, in the order of the list.
+
+    `mixup` and `cutmix` make class targets soft: (N, num_classes). Masks (N, H, W) move with their
+    images, and pixels lost to a shift or a cutout are ignored in the mask.
+
+    The generator is always on the CPU, so the images are the same on every device.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class Augment:
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
-        """Return a reader of transformed samples of this shape; None if there is no transform."""
+        """Return a reader that transforms samples of this shape; None without transforms."""
         return PerSample(self.transforms, in_shape, seed) if self.transforms else None
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
@@ -105,9 +111,9 @@ class Augment:
         if not fits:
             names = ", ".join([*self.geometric, *self.mixing])
             raise UserError(
-                f"dataset.augment: {names} do not fit inputs of the shape {tuple(in_shape)} with "
-                f"targets of the shape {tuple(target_shape)}. Images are (channels, height, width) "
-                "with masks of the same size, and only samples of a single class are mixed.\n"
+                f"dataset.augment: {names} cannot be applied to inputs of shape {tuple(in_shape)} "
+                f"with targets of shape {tuple(target_shape)}. Images must be (channels, height, "
+                "width), masks must have the same size, and mixing needs one class per sample.\n"
                 "Type dataset.augment=[]."
             )
         crop = self.geometric.get("crop", 0)
@@ -127,9 +133,10 @@ class Augment:
         generator: Generator,
         flips: Tensor | None = None,
     ) -> Draws:
-        """Draw what the geometric ones need for a batch of (N, C, H, W).
+        """Draw the random numbers of the geometric augmentations for a batch of (N, C, H, W).
 
-        `flips` (N,) says which samples an alternating flip flips in this epoch; None draws it too.
+        `flips` (N,) says which samples `{flip: alternate}` flips in this epoch; with None, they are
+        drawn at random.
         """
         self.check(shape[1:])
         if not self.geometric:
@@ -154,9 +161,7 @@ class Augment:
         return draws
 
     def move(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
-        """Move the pixels of one batch, or of several at once, with their draws, and then normalize
-        the inputs.
-        """
+        """Apply the draws to the pixels of one or more batches, then normalize the inputs."""
         if draws:
             inputs, targets = self._move_pixels(inputs, targets, draws)
         if self.normalize is not None:
@@ -164,7 +169,7 @@ class Augment:
         return inputs, targets
 
     def mix(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
-        """Apply to one batch what needs the whole of it: mixup, cutmix and callables."""
+        """Apply the augmentations that need a whole batch: mixup, cutmix and callables."""
         for function in self.rest:
             inputs, targets = function(inputs, targets, generator)
         return inputs, targets
@@ -172,8 +177,8 @@ class Augment:
     def _move_pixels(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
         """Apply flip, shift, crop and cutout to images, and to their masks if they have any.
 
-        In all of these, row and column of the source are independent of each other, so two small
-        tables (N, H) and (N, W) make the one gather.
+        Each of these picks source rows and columns independently, so two small tables, (N, H) and
+        (N, W), are enough for a single gather.
         """
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
@@ -212,11 +217,10 @@ class Augment:
         draws: Draws,
         device: torch.device,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return from which row, or column, each one is read, (N, size), and after a shift whether
-        it is visible.
+        """Return the source row (or column) of each output row, (N, size), and with a shift, which
+        of them are visible.
         """
-        # The last operation is undone first, to get from the pixel that is written to the pixel
-        # that is read.
+        # Undo the last operation first, to get from the output pixel to the source pixel.
         place = torch.arange(size, device=device).expand(n, size)
         if "crop" in self.geometric:
             place = (place + draws[f"crop {axis}"]).abs()
@@ -228,19 +232,18 @@ class Augment:
 
 
 def _between(size: int, start: Tensor, stop: Tensor, device: torch.device) -> Tensor:
-    """Return which of `size` places lie in [start, stop)."""
+    """Return which of `size` positions lie in [start, stop)."""
     place = torch.arange(size, device=device)
     return (place >= start) & (place < stop)
 
 
 def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """Combine (..., H) and (..., W) to (..., H, W): where both are true."""
+    """Combine (..., H) and (..., W) into (..., H, W), which is true where both are."""
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
 
 def sample_beta(a: float, generator: Generator) -> Tensor:
-    """Draw once from Beta(a, a): a 0-dim tensor on the CPU, so nothing waits for a device, and no
-    rejection.
+    """Draw once from Beta(a, a), as a 0-dim CPU tensor: no device sync, and no rejection sampling.
 
     Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for
     Student's t: exact for every a > 0.
@@ -252,15 +255,15 @@ def sample_beta(a: float, generator: Generator) -> Tensor:
 
 
 def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
-    """Return class numbers as (N, num_classes) probabilities; floating-point targets as they
-    are.
+    """Convert class indices to (N, num_classes) probabilities; floating-point targets are returned
+    unchanged.
     """
     if targets.is_floating_point():
         return targets
     if num_classes is None:
         raise UserError(
-            "Augment with mixup or cutmix needs num_classes, since class targets become (N, "
-            "num_classes) probabilities."
+            "Augment with mixup or cutmix needs num_classes, because it turns class targets into "
+            "(N, num_classes) probabilities."
         )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
     soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
@@ -268,10 +271,9 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
 
 
 def _with_neighbours(values: Tensor, share: Tensor) -> Tensor:
-    """Mix each sample with its neighbour in the batch.
+    """Mix each sample with its neighbor in the batch.
 
-    The neighbour is as random a partner as a permutation's, since the batch itself was drawn at
-    random.
+    The batch was drawn at random, so a neighbor is as random a partner as a permutation would give.
     """
     return values * share + values.roll(1, 0) * (1 - share)
 
@@ -308,7 +310,7 @@ def _cutmix(
         stop = ((middle + side / 2) * size).round()
         inside.append(_between(size, start, stop, inputs.device))
     pasted = _outer(*inside)
-    # The share left of each image, after clipping the rectangle at the border.
+    # The share of each image that is kept, after clipping the rectangle at the border.
     share = 1 - pasted.to(targets.dtype).mean()
     mixed = torch.where(pasted, inputs.roll(1, 0), inputs)
     return mixed, _with_neighbours(targets, share)

@@ -1,4 +1,4 @@
-"""Decoded images on disk: one memory-mapped file with the CRC32 and the uint8 pixels of each."""
+"""Decoded images on disk: one memory-mapped file with each image's CRC32 and uint8 pixels."""
 
 import contextlib
 import errno
@@ -20,8 +20,8 @@ from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
 
 VERSION = 4  # file format version, part of every name
-# Most bytes of the file to map at once. Without a limit, all of it would count as this process's
-# memory.
+# The most bytes of the file to keep mapped. Without a limit, the whole file would count as this
+# process's memory.
 MAPPED = 64 * MIB
 # A page fault maps this many bytes around the address.
 FAULT = 64 * 1024
@@ -30,12 +30,12 @@ FAULT = 64 * 1024
 def open_cache(
     place: str | bool, source: str, state: str, images: int, shape: Sequence[int]
 ) -> "tuple[PixelCache | None, str]":
-    """Open or create a cache; return it and a phrase that says where it is.
+    """Open or create a cache; return it with a phrase that says where it is.
 
-    `place` is "auto" (below ~/.cache), False or a folder. `source` stands for the images as they
-    are asked for, and `state` for their present files: the caches of other states are removed.
-    Without enough free space there is no cache: None, and why. That is a UserError for a folder
-    that was typed.
+    `place` is "auto" (under ~/.cache), False or a folder. `source` identifies the folder and the
+    image size, and `state` the current files; caches of the same source in another state are
+    removed. If the cache cannot be created (for example, too little free space), returns None and
+    the reason; for an explicit folder, this is a UserError.
     """
     if isinstance(place, bool):
         return None, ""
@@ -63,27 +63,27 @@ def open_cache(
 
 
 def default_place() -> Path:
-    """Return $XDG_CACHE_HOME/stoker/images, or the same below ~/.cache."""
+    """Return $XDG_CACHE_HOME/stoker/images; $XDG_CACHE_HOME defaults to ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "stoker", "images")
 
 
 def size_of(images: int, shape: Sequence[int]) -> int:
-    """Return the bytes of a cache."""
+    """Return the size of a cache in bytes."""
     return images * (4 + prod(shape))
 
 
 class WrongSize(OSError):
-    """The file of a cache is shorter or longer than it should be."""
+    """The cache file does not have the expected size."""
 
 
 class PixelCache:
     """`images` slots of one uint8 (C, H, W) each, shared by all processes that open or inherit it.
 
-    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. So half a write,
-    a killed process and a flipped bit are noticed when the slot is read. There is no lock:
-    all processes write the same bytes to a slot. A worker that starts afresh opens the file again.
-    OSError for a link, a pipe, and a file of another size.
+    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. A partial write,
+    a killed process or a flipped bit is therefore detected when the slot is read. No lock is
+    needed, because all processes write the same bytes to a slot. A spawned worker reopens the file.
+    Raises OSError for a link, a pipe, or a file of another size.
     """
 
     def __init__(self, path: Path, images: int, shape: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class PixelCache:
         return reopen, (self.path, len(self.pixels), self.shape)
 
     def missing(self, slots: Tensor) -> Tensor:
-        """Return a bool for each slot: whether it is empty."""
+        """Return a bool per slot: whether it is empty."""
         return torch.from_numpy(self.sums[slots.numpy()] == 0)
 
     def read(self, slots: list[int]) -> tuple[Tensor, list[int], list[int]]:
@@ -129,8 +129,8 @@ class PixelCache:
         self._release(1)
 
     def _release(self, count: int) -> None:
-        """Count `count` more slots as mapped, and unmap all now and then; the system's cache keeps
-        them.
+        """Count `count` more slots as mapped, and unmap everything once the limit is reached; the
+        pages stay in the system's page cache.
         """
         self.touched += count * (self.size + FAULT)
         if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
@@ -139,14 +139,12 @@ class PixelCache:
 
 
 def checksum(data: Any) -> int:
-    """Return the CRC32 of some bytes, and 1 for a CRC32 of 0."""
+    """Return the CRC32 of some bytes, with 0 replaced by 1."""
     return zlib.crc32(data) or 1
 
 
 def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
-    """Open a cache in a worker process; None if it was removed meanwhile, and the worker has to
-    decode.
-    """
+    """Open a cache in a worker process; None if it has been removed, and the worker must decode."""
     try:
         return PixelCache(path, images, shape)
     except OSError:
@@ -154,9 +152,9 @@ def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
 
 
 def create(path: Path, size: int) -> None:
-    """Write a file of `size` zeros with its room on the disk, complete or not at all.
+    """Write a file of `size` zeros and reserve its disk space, all or nothing.
 
-    In a file with holes, writing to a full disk would be a SIGBUS.
+    In a sparse file, writing when the disk is full would raise SIGBUS.
     """
     free = shutil.disk_usage(path.parent).free
     if size > free / 2:

@@ -47,7 +47,7 @@ CLASSES = {
     ],
     "KMNIST": ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"],
 }
-# Samples of `synthetic` generated at once, so that a large set of images never exists as floats.
+# `synthetic` generates this many samples at a time, so a large image set never exists as floats.
 PIECE = 4096
 
 # (training samples, test samples, class names)
@@ -61,7 +61,7 @@ def digits(
     mean: Sequence[float] = (0.3053,),
     std: Sequence[float] = (0.3759,),
 ) -> Data:
-    """1,797 real handwritten digits, 1x8x8, shipped with this package; source and licence in
+    """1,797 real handwritten digits, 1x8x8, shipped with this package; source and license in
     digits.md.
     """
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
@@ -123,7 +123,7 @@ def cifar10(
     mean: Sequence[float] = (0.4914, 0.4822, 0.4465),
     std: Sequence[float] = (0.2470, 0.2435, 0.2616),
 ) -> Data:
-    """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from
+    """50,000 + 10,000 photographs in 10 classes, 3x32x32 (Krizhevsky 2009), from
     root/cifar-10-batches-py.
     """
     return _known("cifar10", root, download, val_fraction, split_seed, mean, std)
@@ -137,7 +137,7 @@ def cifar100(
     mean: Sequence[float] = (0.5071, 0.4865, 0.4409),
     std: Sequence[float] = (0.2673, 0.2564, 0.2762),
 ) -> Data:
-    """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from
+    """50,000 + 10,000 photographs in 100 classes, 3x32x32 (Krizhevsky 2009), from
     root/cifar-100-python.
     """
     return _known("cifar100", root, download, val_fraction, split_seed, mean, std)
@@ -152,8 +152,8 @@ def _known(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Data:
-    """Make the Data of a well-known set, whose test samples are fixed; the validation samples are
-    cut from the rest.
+    """Make the Data of a well-known set: its test samples are fixed, and its validation samples are
+    split off the rest.
     """
     fractions = check_fractions(val_fraction=val_fraction)
     train, test, classes = _read_or_download(name, os.path.expanduser(root), download)
@@ -163,9 +163,7 @@ def _known(
 
 
 def _read_or_download(name: str, root: str, download: bool) -> Known:
-    """Return the samples below `root`; with `download`, fetch the files first if they cannot be
-    read.
-    """
+    """Read the samples under `root`; with `download`, fetch the files if they cannot be read."""
     read, title = READERS[name]
     try:
         return read(title, root)
@@ -186,8 +184,8 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
 
 
 def _read_cifar(title: str, root: str) -> Known:
-    """Read CIFAR's files, which are pickles: torchvision unpickles none unless the MD5 sums of all
-    are right.
+    """Read CIFAR's files. They are pickles, but torchvision unpickles them only if all MD5 sums
+    match.
     """
     import torchvision
 
@@ -204,7 +202,7 @@ def _read_cifar(title: str, root: str) -> Known:
 def _read_mnist(title: str, root: str) -> Known:
     """Read the four files of MNIST, or of a data set in the same format.
 
-    torchvision would take half a second to import, and trusts the sizes in the files.
+    torchvision is not used: it takes half a second to import, and it trusts the sizes in the files.
     """
     splits = []
     for part in ("train", "t10k"):
@@ -218,21 +216,21 @@ def _read_mnist(title: str, root: str) -> Known:
 
 
 def read_idx(path: str, dimensions: int) -> Tensor:
-    """Read the uint8 tensor in a file of LeCun's IDX format; OSError or ValueError for anything
-    else.
+    """Read a uint8 tensor from a file in LeCun's IDX format; anything else is an OSError or
+    ValueError.
 
-    The header: 0, 0, 8 (for uint8), the number of dimensions, and each of their sizes as a
-        big-endian int32.
+    The header is 0, 0, 8 (for uint8), the number of dimensions, and the size of each as a
+    big-endian int32.
     """
     name = os.path.basename(path)
     length = 4 + 4 * dimensions
     with open_plain(path, links=True) as file:
         content = bytearray(file.readall())
     if len(content) < length or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise ValueError(f"{name} is not an IDX file of {dimensions} dimensions")
+        raise ValueError(f"{name} is not an IDX file with {dimensions} dimensions")
     sizes = struct.unpack_from(f">{dimensions}i", content, 4)
     if min(sizes) < 1 or len(content) != length + math.prod(sizes):
-        raise ValueError(f"{name} has {len(content):,} bytes, which do not fit its sizes {sizes}")
+        raise ValueError(f"{name} has {len(content):,} bytes, which do not match its sizes {sizes}")
     return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
 
 
@@ -256,12 +254,12 @@ def synthetic(
     test_fraction: float = 0.1,
     split_seed: int = 0,
 ) -> Data:
-    """Make learnable data of any size: random patterns, plus noise of `noise` times their
-    deviation.
+    """Make learnable data of any size: random patterns plus noise. `noise` is relative to their
+    standard deviation.
 
-    A sample of a class is its pattern plus noise; a regression's targets (standard normal,
-    `num_classes` of them) are the amounts in which all patterns are added up. Shapes (C, H, W)
-    become uint8 images, flat ones float32.
+    For classification, a sample is the pattern of its class plus noise. For regression, the
+    `num_classes` targets (standard normal) are the weights of a sum of all patterns. Shapes
+    (C, H, W) become uint8 images; flat shapes become float32.
     """
     classification = kind == "classification"
     check_choice("dataset.kind", kind, ("classification", "regression"))

@@ -1,5 +1,5 @@
-"""Descriptions: what a checkpoint says about its inputs and outputs, as plain values from a
-file that may be untrusted.
+"""Descriptions: what a checkpoint says about its inputs and outputs, as plain values that may come
+from an untrusted file.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-# Most values in one sample, and most classes.
+# The maximum number of values in one sample, and of classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
@@ -33,7 +33,7 @@ class Numbers:
 
 @dataclasses.dataclass
 class Categories:
-    """The entries of a column of categories."""
+    """The entries of a categorical column."""
 
     name: str
     categories: list[str]
@@ -104,7 +104,7 @@ def columns_line(about: Description) -> str:
 
 
 def is_description(about: Any) -> bool:
-    """Tell whether this has the form of `Data.description()`, with numbers that can be used."""
+    """Return whether this looks like a `Data.description()` with usable numbers."""
     try:
         if about["kind"] == "other":
             known = {key for key in KEYS if about.get(key) is not None}
@@ -115,11 +115,12 @@ def is_description(about: Any) -> bool:
 
 
 def _is_consistent(about: Entries) -> bool:
-    """Tell whether the sizes in a description are possible and fit together."""
+    """Return whether the sizes in a description are possible and consistent."""
     shape = about.in_shape
     outputs = about.num_classes
     sizes = [outputs, *shape, int(about.resize or 1)]
-    # Checked in this order, since the product of untrusted values may take any amount of memory.
+    # The order of the checks matters: the product of untrusted values could use any amount of
+    # memory.
     if not all(1 <= size <= MOST_NUMBERS for size in sizes) or not 1 <= len(shape) <= 8:
         return False
     if math.prod(shape) > MOST_NUMBERS or not isinstance(getattr(torch, about.dtype), torch.dtype):
@@ -160,7 +161,7 @@ def samples_in(loader: Any) -> int | None:
 
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
-    """Return the line on the data that is used; `whole` if the one part is all of it."""
+    """Return the line that describes the data; `whole` if a single part holds all of it."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)

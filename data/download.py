@@ -1,4 +1,4 @@
-"""Downloads of the known data sets: each file is checked by its SHA-256 before it is written."""
+"""Download the known data sets, checking the SHA-256 of each file before writing it."""
 
 import errno
 import gzip
@@ -25,7 +25,7 @@ class File(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where files come from, and the folder below the root that they are unpacked into."""
+    """Where files come from, and the folder under the root to unpack them into."""
 
     url: str
     folder: str
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def mnist_files(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
-    """List the four files of MNIST and of the data sets that took its form."""
+    """List the four files of MNIST, or of a data set in the same format."""
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
     return tuple(
         File(f"{name}-ubyte.gz", size, sha256)
@@ -101,10 +101,10 @@ SOURCES = {
 
 
 def fetch(name: str, root: str | Path) -> None:
-    """Download a data set and unpack it below `root`.
+    """Download a data set and unpack it under `root`.
 
     Raises:
-        UserError: A file cannot be had, or is not the known one.
+        UserError: A file cannot be downloaded, or its checksum is wrong.
         TrainingError: The disk is full.
     """
     source = SOURCES[name]
@@ -124,16 +124,18 @@ def fetch(name: str, root: str | Path) -> None:
 
 
 def get(url: str, file: File) -> bytes:
-    """Return the contents of a file below `url`; ValueError unless its SHA-256 is the known one."""
+    """Return the contents of a file under `url`; ValueError if its SHA-256 is wrong."""
     with urllib.request.urlopen(url + file.name, timeout=SILENCE) as response:
         content: bytes = response.read(file.size + 1)
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise ValueError(f"got {len(content):,} bytes that do not match the known {file.size:,}")
+        raise ValueError(
+            f"got {len(content):,} bytes with the wrong SHA-256; expected {file.size:,} bytes"
+        )
     return content
 
 
 def unpack(name: str, packed: bytes, folder: Path) -> None:
-    """Write the files that are packed in a .gz or a .tar.gz into a folder."""
+    """Unpack a .gz or .tar.gz into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if not name.endswith(".tar.gz"):
         with replacing(folder / name.removesuffix(".gz")) as partial:
@@ -148,5 +150,5 @@ def unpack(name: str, packed: bytes, folder: Path) -> None:
 
 
 def megabytes(name: str) -> int:
-    """Return how many MB a download has."""
+    """Return the size of a download in MB."""
     return round(sum(file.size for file in SOURCES[name].files) / 1e6)

@@ -1,5 +1,5 @@
-"""A folder of images: the list of its files, the splits that decode them, and the mean and
-deviation of the pixels.
+"""A folder of images: listing the files, decoding them in splits, and measuring the pixels' mean
+and standard deviation.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from stoker.trainer.seeding import mix_seed
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The endings of torchvision's ImageFolder, and .gif.
+# The file extensions of torchvision's ImageFolder, plus .gif.
 IMAGE_ENDINGS = (
     ".jpg",
     ".jpeg",
@@ -52,14 +52,14 @@ IMAGE_ENDINGS = (
     ".webp",
     ".gif",
 )
-# Formats that a file may have, whatever its name. Pillow reads many more, some of which start
-# another program.
+# Formats a file may have, whatever its name. Pillow reads many more, but some of them start another
+# program.
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-# The folders of each part.
+# Folder name -> part.
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-MOST_SIZE = 4096  # largest side to resize images to, in pixels: 50 MB per colour image
+MOST_SIZE = 4096  # largest side to resize images to, in pixels: 50 MB per color image
 CHUNK = 16 * MIB  # bytes decoded at once when all images are read
-MOST_MEASURED = 5000  # images used to compute the mean and deviation
+MOST_MEASURED = 5000  # images used to compute the mean and standard deviation
 
 
 def image_folder(
@@ -79,16 +79,19 @@ def image_folder(
     """Images in one folder per class, with its subfolders: root/{train,val,test}/CLASS/, or
     root/CLASS/.
 
-    `val` may be called valid or validation. A part that has no folder is cut from the training
-    images. Read are the files of torchvision's ImageFolder, and .gif; what is left out is counted
-    in a warning. `size`: null means that all images have the size of the first; a whole number of
-    at most 4,096 resizes them to size x size; with `resize`, their shorter side is resized to that
-    many pixels and the middle is cut out, as torchvision's Resize and CenterCrop do. `mean` and
-    `std`: null means that they are measured on (at most 5,000 of) the training images. `cache`
-    keeps what was decoded: auto (below ~/.cache), false, or a folder; see data/cache.py.
-    `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be read; with
-    "error" they are met later. `trained`: the description of a run's data, for an evaluation, which
-    needs only one class.
+    `val` may also be named valid or validation. A part without a folder is split off the training
+    images. The files read are those of torchvision's ImageFolder, plus .gif; a warning counts the
+    files that are left out.
+
+    `size`: null expects all images to have the size of the first; a whole number up to 4,096
+    resizes them to size x size. With `resize`, the shorter side is resized to that many pixels and
+    the center is cropped to `size`, as torchvision's Resize and CenterCrop do.
+    `mean` and `std`: null measures them on at most 5,000 training images.
+    `cache`: where to keep decoded images: auto (under ~/.cache), false, or a folder; see
+    data/cache.py.
+    `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
+    an error when one is read.
+    `trained`: the description of a run's data, for an evaluation, where one class is enough.
     """
     import PIL
 
@@ -161,17 +164,17 @@ def image_folder(
 def _list_parts(
     root: str, state: "hashlib.blake2b", fewest: int
 ) -> "tuple[list[str], dict[str, Files]]":
-    """List the classes, and the images of each part that has a folder, or of `root` as the training
-    part.
+    """List the classes, and the images of each part that has a folder; without part folders, all of
+    `root` is the training part.
 
     Raises:
-        UserError: There are fewer classes than `fewest`, or a class or a part has no image.
+        UserError: There are fewer classes than `fewest`, or a class or part has no images.
     """
     if not os.path.isdir(root):
         raise UserError(
             f"dataset.root={printable(root)}: there is no folder "
             f"{printable(os.path.abspath(root))}.\n"
-            "Type dataset.root=DIR for a folder with one folder per class in it."
+            "Type dataset.root=DIR for a folder that contains one folder per class."
         )
     left_out: Counter[str] = Counter()
     listed = {}
@@ -181,7 +184,7 @@ def _list_parts(
         if len(classes) < fewest:
             raise UserError(
                 f"{printable(tops['train'])}: at least {fewest} class folders are needed, but "
-                f"it has {len(classes)}.\n"
+                f"there are {len(classes)}.\n"
                 "Type dataset.root=DIR for a folder that contains one folder per class."
             )
         for part, folder in tops.items():
@@ -207,9 +210,7 @@ def _list_parts(
 
 
 def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
-    """Return the folder of each part; without a folder train, `root` is that of the training
-    part.
-    """
+    """Return the folder of each part; without a train folder, `root` is the training part."""
     names = _folders(root)
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
@@ -234,7 +235,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
 
 
 def _folders(top: str) -> list[str]:
-    """Return the names of the folders in `top`, sorted; hidden ones are no classes."""
+    """Return the sorted names of the folders in `top`, without hidden ones."""
     with os.scandir(top) as entries:
         return sorted(
             entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
@@ -246,8 +247,8 @@ def _list_images(
 ) -> "Files":
     """List the images below top/CLASS/ in the order of torchvision's ImageFolder, and their labels.
 
-    Feed all names, sizes and times to the hash `state`. UserError for a class that is not among
-    `classes`.
+    Feeds all names, sizes and modification times to the hash `state`. Raises UserError for a class
+    that is not in `classes`.
     """
     files: list[bytes] = []
     sizes: list[int] = []
@@ -261,7 +262,7 @@ def _list_images(
             raise UserError(
                 f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
                 f"{did_you_mean(name, classes)}\n"
-                f"Rename or remove the folder; they have {first_few(classes, 10)}."
+                f"Rename or remove the folder. The classes are {first_few(classes, 10)}."
             )
         images = list(_images_below(os.path.join(top, name), left_out))
         images.sort(key=lambda image: os.path.split(image[0]))
@@ -276,9 +277,9 @@ def _list_images(
 def _images_below(
     folder: str, left_out: "Counter[str]", around: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, size, time) of the images in a folder and in all folders below it.
+    """Yield (path, size, modification time) of the images in a folder and its subfolders.
 
-    Links are followed, but not those to a folder `around`.
+    Links are followed, except to a folder `around`, which would loop.
     """
     here = os.path.join(os.path.realpath(folder), "")
     if any(outer.startswith(here) for outer in around):
@@ -298,7 +299,7 @@ def _images_below(
 
 
 def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
-    """Return (height, width) of the first image, or with `skip` of the first that can be opened."""
+    """Return (height, width) of the first image, or with `skip`, of the first readable one."""
     from PIL import ImageOps
 
     for i in range(len(files)):
@@ -313,11 +314,10 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out the images that cannot be read, with a warning that names some; UserError if a part
-    has no other.
+    """Leave out unreadable images, with a warning that names some; UserError if a part or class has
+    no others.
 
-    Whether an image is left out depends on its file alone, so whatever is made of the splits stays
-    the same.
+    Whether an image is left out depends only on its file, so the splits are reproducible.
     """
     broken = []
     whole = {}
@@ -332,7 +332,7 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     is_empty = any(len(split) == 0 for split in whole.values())
     if is_empty or len(whole["train"].targets.unique()) < len(classes):
         raise UserError(
-            f"dataset.on_bad_sample=skip: no image of a part or a class can be read ({shown}).\n"
+            f"dataset.on_bad_sample=skip: a part or a class has no readable images ({shown}).\n"
             "Replace or remove these files."
         )
     total = sum(map(len, splits.values()))
@@ -341,8 +341,8 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
 
 
 def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[float]]:
-    """Measure each channel's mean and standard deviation, in units of 0..1, on a sample of the
-    images.
+    """Measure each channel's mean and standard deviation on a sample of the images, with pixels
+    scaled to 0..1.
     """
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
     most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
@@ -365,8 +365,8 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 class Paths:
     """File paths below a root, and the sizes of the files.
 
-    The names are one array of bytes, not a list of strings: worker processes share it, where each
-    look at a string would copy the memory page that holds its reference count.
+    The names are one array of bytes, which worker processes share. With a list of strings, each
+    access would copy the memory page that holds the string's reference count.
     """
 
     root: str
@@ -384,7 +384,7 @@ class Paths:
         return os.path.join(self.root, os.fsdecode(self.names[i]))
 
     def take(self, indices: Tensor) -> "Paths":
-        """Return the Paths of these indices."""
+        """Return the Paths at these indices."""
         chosen = indices.numpy()
         return Paths(self.root, self.names[chosen], self.sizes[chosen])
 
@@ -401,11 +401,11 @@ Files = tuple[Paths, Tensor]
 
 @dataclasses.dataclass(eq=False)
 class ImageSplit:
-    """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and
-    put there.
+    """Image files as uint8 (channels, H, W), read from `cache` if present, or decoded and stored
+    there.
 
-    `size`: the (H, W) that all images have, or are resized to: see `decode_image`. `slots`: the
-    places of the samples in the cache; `place` says where the cache is, for messages.
+    `size`: the (H, W) that all images have or are resized to; see `decode_image`. `slots`: the
+    slot of each sample in the cache. `place`: where the cache is, for messages.
     """
 
     dtype = torch.uint8
@@ -435,12 +435,12 @@ class ImageSplit:
         return self.read(index), self.targets[index]
 
     def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the pixels of these samples as their files have them, whatever the size."""
+        """Return the pixels of these samples at the size they have in their files."""
         images = [decode_image(self.files[i], None, self.channels) for i in indices]
         return images, self.targets[indices]
 
     def take(self, indices: Tensor) -> "ImageSplit":
-        """Return the ImageSplit of these samples."""
+        """Return an ImageSplit of these samples."""
         files = self.files.take(indices)
         targets = self.targets[indices]
         slots = self.slots[indices]
@@ -452,9 +452,7 @@ class ImageSplit:
         self.files.feed(state)
 
     def broken(self) -> list[int]:
-        """Return the indices of the images that cannot be read; all that are not in the cache are
-        tried.
-        """
+        """Return the indices of unreadable images, trying all that are not in the cache."""
         broken = []
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
@@ -480,7 +478,7 @@ class ImageSplit:
         return inputs, self.targets
 
     def chunks(self, indices: Tensor) -> Iterator[Tensor]:
-        """Yield the pixels of these samples, some MiB at a time, decoded by several threads if that
+        """Yield the pixels of these samples a few MiB at a time, decoded by several threads if that
         is faster.
         """
         at_once = max(self.threads, CHUNK * len(self) // self.nbytes)
@@ -489,7 +487,7 @@ class ImageSplit:
                 yield self.read(part.tolist(), pool.map)
 
     def missing(self) -> Tensor:
-        """Return the indices of the samples that are still to be decoded."""
+        """Return the indices of the samples that have not been decoded yet."""
         if self.cache is None:
             return torch.arange(len(self))
         return self.cache.missing(self.slots).nonzero().view(-1)
@@ -504,7 +502,7 @@ class ImageSplit:
         if damaged and not self.cache.warned:
             file = printable(self.files[indices[damaged[0]]])
             log.warning(
-                "%s: its pixels in %s are damaged, so it was decoded again.",
+                "%s: its pixels in %s were damaged, so it was decoded again.",
                 file,
                 self.cache.path,
             )
@@ -543,19 +541,20 @@ def broken_image(file: str, reason: str) -> BrokenImage:
 def decode_image(
     file: str, size: Sequence[int] | None, channels: int, resize: bool | int = False
 ) -> Tensor:
-    """Decode an image to uint8 (channels, H, W), turned as its camera was held: grey for 1 channel,
+    """Decode an image to uint8 (channels, H, W), rotated as its EXIF data says: gray for 1 channel,
     RGB for 3.
 
-    `size` is (H, W): what the image has to have, or with `resize` is resized to, None for any. A
-    number resizes the shorter side to that, and cuts `size` out of the middle. BrokenImage for a
-    file that cannot be read, UserError for an image of a different size.
+    `size` is the (H, W) that the image must have, or None for any. With `resize=True`, the image is
+    resized to `size`; if `resize` is a number, the shorter side is resized to it and the center is
+    cropped to `size`. Raises BrokenImage for a file that cannot be read, UserError for an image of
+    a different size.
     """
     from PIL import Image, ImageOps
 
     with open_image(file) as image:
         height, width = size or (image.height, image.width)
         if resize is True:
-            # A large JPEG is decoded at the next larger scale.
+            # Lets a large JPEG be decoded at a reduced scale, at least twice the target size.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "F":
@@ -581,7 +580,7 @@ def decode_image(
 
 
 def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
-    """Resize the shorter side, and cut out the middle."""
+    """Resize the shorter side, then crop the center."""
     from torchvision.transforms.v2 import functional
 
     if shorter * max(image.size) > 4 * MOST_SIZE * min(image.size):
@@ -593,9 +592,7 @@ def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
 
 @contextlib.contextmanager
 def open_image(file: str) -> "Iterator[Image]":
-    """Open an image with Pillow, without decoding its pixels; BrokenImage for all that goes wrong
-    with it.
-    """
+    """Open an image with Pillow without decoding its pixels; any error becomes a BrokenImage."""
     from PIL import Image, UnidentifiedImageError
 
     ignore_bomb_warnings()
@@ -620,7 +617,7 @@ def open_image(file: str) -> "Iterator[Image]":
 
 @functools.cache
 def ignore_bomb_warnings() -> None:
-    """Silence Pillow's warning about large images: `open_image` refuses them, without a warning."""
+    """Silence Pillow's warning about large images, which `open_image` refuses anyway."""
     from PIL.Image import DecompressionBombWarning
 
     warnings.simplefilter("ignore", DecompressionBombWarning)

@@ -1,4 +1,4 @@
-"""The order of samples: DeviceLoader (all on the device) and HostLoader (worker processes) give the
+"""Data loaders: DeviceLoader (all data on the device) and HostLoader (worker processes) yield the
 same batches.
 """
 
@@ -23,13 +23,13 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
 
-# Values gathered and normalized at once. On a CPU they should fit in the cache: an epoch of MNIST
-# takes 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU is
-# fastest with a few large kernels.
+# The number of values to gather and normalize at once. On a CPU they should fit in the cache: an
+# epoch of MNIST takes 19 ms with 4 batches of 128 at once, 30 ms with 16 (one thread of an Intel
+# Xeon at 2.6 GHz). A GPU is fastest with a few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-MOST_DECODED = 64 * MIB  # pixels decoded before the training, if they could be streamed instead
-AHEAD = 256 * MIB  # batches prefetched for the training
+MOST_DECODED = 64 * MIB  # pixels to decode before training starts; beyond this, images are streamed
+AHEAD = 256 * MIB  # size of the batches to prefetch
 
 # (inputs, targets)
 Batch = tuple[Tensor, Tensor]
@@ -51,16 +51,18 @@ def make_loaders(
     limit_train: Limit = None,
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Make ((train, val, test), why): a loader for each split or None, and a phrase that says where
-    the data is. With several validation parts, val is {name: loader}.
+    """Make ((train, val, test), why): a loader or None per split, and a phrase that says where the
+    data is. With several validation parts, val is {name: loader}.
 
-    `resident`: True, False, or "auto": on the device if all splits have `tensors` and fit in half
-    of its free memory. More than 64 MiB of images that are not in their cache yet are streamed into
-    it in this run. `workers`: the processes that read what is not resident; "auto" is one per core,
-    up to 8, and 0 for tensors. `timeout`: seconds to wait for a batch from them. `only`: the
-    one split that is wanted, for an evaluation. `limit_train`, `limit_val`: the share or the number
-    of the samples that an epoch or an evaluation takes. With transforms of torchvision in
-    `augment`, the training part is streamed.
+    `resident`: True, False, or "auto", which keeps the data on the device if all splits have
+    `tensors` and fit in half of its free memory. If more than 64 MiB of images are not cached yet,
+    "auto" streams them in this run and fills the cache.
+    `workers`: the number of processes that read data that is not resident; "auto" is one per core,
+    up to 8, and 0 for tensors.
+    `timeout`: seconds to wait for a batch from a worker.
+    `only`: the only split to load, for an evaluation.
+    `limit_train`, `limit_val`: the share or number of samples to use per epoch or evaluation.
+    With torchvision transforms in `augment`, the training part is streamed.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -93,7 +95,7 @@ def make_loaders(
     for name, split in splits.items():
         check_first(data, name, split)
     first = next(iter(splits.values()))
-    held = dict(splits)  # parts that may be resident
+    held = dict(splits)  # parts that can be resident
     transforms = None
     if only is None:
         options["train"]["augment"] = augment
@@ -101,11 +103,12 @@ def make_loaders(
     if transforms is not None:
         if resident is True:
             raise UserError(
-                f"dataset.resident=true: {transforms.names} transforms samples as they are read. "
-                "Type dataset.resident=auto."
+                f"dataset.resident=true: {transforms.names} must transform samples as they are "
+                "read. Type dataset.resident=auto."
             )
         del held["train"]
-    # A run need not read its test part, which is then decoded when it becomes resident.
+    # A run does not have to read its test part, so it does not count here; it is decoded only if it
+    # becomes resident.
     needed = [part for name, part in held.items() if name != "test" or only]
     fits, why = _choose_place(held, needed, device, resident)
     if fits:
@@ -117,7 +120,7 @@ def make_loaders(
         for name in splits.keys() - (held if fits else ()):
             options[name] |= {"workers": count, "timeout": timeout}
     elif resident is True or not hasattr(first, "missing"):
-        # Images become resident only once they are decoded, so workers are useful.
+        # With resident=auto, images are streamed until they are decoded, so workers have an effect.
         for key, value, unused in (
             ("workers", workers, (0, "auto")),
             ("timeout", timeout, (TIMEOUT,)),
@@ -137,8 +140,8 @@ def make_loaders(
 
 
 def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return (train, val, test) of the loaders by part; with several for validation, {name: loader}
-    in place of val.
+    """Return the loaders as (train, val, test); with several validation parts, val is
+    {name: loader}.
     """
     val = {name: loader for name, loader in loaders.items() if name not in ("train", "test")}
     usual = val.get("val") if val.keys() <= {"val"} else val
@@ -146,11 +149,11 @@ def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _check_other(augment: Spec, resident: str | bool) -> None:
-    """Raise UserError for a setting that needs to know what a batch is."""
+    """Raise UserError for a setting that needs to know the structure of a batch."""
     for key, is_typed in (("augment", augment), ("resident", resident not in ("auto", False))):
         if is_typed:
             raise UserError(
-                f"dataset.{key}: this needs inputs of a known shape, but the data set can return "
+                f"dataset.{key}: this needs inputs of a known shape, but this data set can return "
                 "anything.\nRemove this key."
             )
 
@@ -158,7 +161,7 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
 def _choose_place(
     splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
-    """Decide whether the splits are resident, and say why; `needed` are those that a run reads."""
+    """Return whether the splits are resident, and why; `needed` are the splits that a run reads."""
     for part in splits.values():
         if resident is not False and not hasattr(part, "tensors"):
             reason = f"{type(part).__name__} has no tensors(), which would return the whole part"
@@ -179,17 +182,16 @@ def _choose_place(
 
 
 def bytes_to_decode(split: Split) -> int:
-    """Return the bytes of pixels that a split has still to put into its cache, if it has one."""
+    """Return how many bytes of pixels a split still has to add to its cache, 0 without a cache."""
     if not isinstance(split, ImageSplit) or split.cache is None:
         return 0
     return split.nbytes * len(split.missing()) // len(split)
 
 
 def check_first(data: Data, name: str, split: Split) -> None:
-    """Read the first sample of your own split, and check that it has the shape that the data
-    claims.
+    """Read the first sample of a user-defined split, and check that it has the declared shape.
 
-    Data has checked what is in memory, and image files are checked as they are decoded.
+    Data has already checked tensors in memory, and image files are checked when they are decoded.
     """
     if hasattr(split, "inputs") or hasattr(split, "missing"):
         return
@@ -202,13 +204,13 @@ def check_first(data: Data, name: str, split: Split) -> None:
         lengths = [len(tensor) for tensor in batch]
     if lengths != [1, 1] or batch[0].shape != shape:
         raise UserError(
-            f"{part}: split[[0]] has to give a pair of tensors, inputs of the shape {shape} and "
-            "one target."
+            f"{part}: split[[0]] must return a pair of tensors: inputs of shape {shape} and one "
+            "target."
         )
 
 
 def raise_if_error(batch: Any) -> None:
-    """Raise what a Reader returns in place of a batch that cannot be read."""
+    """Raise the error that a Reader returns in place of a batch."""
     if isinstance(batch, (UserError, TrainingError)):
         raise batch
 
@@ -216,8 +218,8 @@ def raise_if_error(batch: Any) -> None:
 def normalizer(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
-    types as they are.
+    """Return a function that maps uint8 to float32, (pixel / 255 - mean) / std per channel, and
+    leaves other dtypes unchanged.
     """
     scale, offset = scaling(mean, std, device)
 
@@ -235,18 +237,18 @@ def scaling(
     """Return (scale, offset) per channel: a normalized pixel is pixel * scale + offset."""
     means = torch.tensor(0.0 if mean is None else mean, device=device)
     stds = torch.tensor(1.0 if std is None else std, device=device)
-    if means.ndim or stds.ndim:  # in front of rows and columns
+    if means.ndim or stds.ndim:  # to broadcast over rows and columns
         means = means.view(-1, 1, 1)
         stds = stds.view(-1, 1, 1)
     return 1 / (255 * stds), -means / stds
 
 
 class Loader(Ordered):
-    """What both loaders share; nothing in front of the position sought is read.
+    """The base of both loaders. Starting in the middle of an epoch reads nothing before that point.
 
-    A batch is (inputs, targets) on the device: uint8 images become float32 and normalized, floats
-    keep their type. It is a function of (seed, epoch, number of the batch) alone, and leaves every
-    global random generator as it was.
+    A batch is (inputs, targets) on the device: uint8 images are converted to float32 and
+    normalized; floats keep their dtype. It depends only on (seed, epoch, batch index), and leaves
+    all global random generators unchanged.
     """
 
     def __init__(
@@ -261,25 +263,26 @@ class Loader(Ordered):
         super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
         self.targets_are_uniform = data.targets_are_uniform
-        # Not a method: with a cycle self -> augment -> self, the garbage collector would free the
-        # loader, end a DataLoader's workers in the wrong order, and wait 5 s for each.
+        # Not a method: it would create a reference cycle, self -> augment -> self. The garbage
+        # collector would then free the loader, stop a DataLoader's workers in the wrong order, and
+        # wait 5 s for each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
         self.in_shape = data.in_shape
-        # Mixing needs all samples of a batch, so they are split among the processes afterwards.
+        # Mixing needs the whole batch, so samples are divided among the processes afterwards.
         self.dealt_late = bool(self.augment.rest)
         self.share = self.batch_size if self.dealt_late else len(range(self.batch_size)[self.mine])
         self.generator = torch.Generator()
-        # Whether an alternating flip flips a sample in even or in odd epochs.
+        # Whether `flip: alternate` flips a sample in even or odd epochs.
         self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
-        """Return the loader's generator, at the beginning of the stream that the parts name."""
+        """Return the loader's generator, seeded for the stream that `parts` names."""
         return self.generator.manual_seed(mix_seed(self.seed, *parts))
 
     def batches(self, epoch: int, position: int) -> Iterator[Batch]:
-        """Yield the batches of this epoch from number `position` on."""
+        """Yield the batches of this epoch, starting at index `position`."""
         whole = self.whole_batches(epoch, position)
         done = 0
         for inputs, targets in self.read(self._dealt(whole), epoch):
@@ -295,15 +298,15 @@ class Loader(Ordered):
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
-        # For batches without a sample for this process, which the others may still wait for, it
-        # gets a borrowed sample, and parallel.has_samples says that it does not count.
+        # If the last batch has no sample for this process, other processes may still wait for it to
+        # take part. It gets a borrowed sample, which parallel.has_samples excludes from all sums.
         for samples in whole[done:]:
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
             yield self.augment.move(inputs, targets, {})
 
     def _dealt(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return this process's part of each whole batch that it has a part of."""
+        """Return this process's share of each batch, without batches in which it has none."""
         if self.dealt_late or launch.world_size() == 1:
             return list(whole)
         return [batch[self.mine] for batch in whole if len(batch) > launch.rank()]
@@ -315,8 +318,8 @@ class Loader(Ordered):
         whole: Sequence[Tensor],
         shape: Sequence[int],
     ) -> Draws:
-        """Draw what the augmentation needs for this process's part of the whole batches from
-        `position` on.
+        """Draw the augmentation's random numbers for this process's share of the batches, starting
+        at index `position`.
         """
         if not self.augment.geometric:
             return {}
@@ -329,15 +332,15 @@ class Loader(Ordered):
         return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
-        """Yield (inputs, targets) on the device for these lists of samples, one or more of them at
-        a time.
+        """Yield (inputs, targets) on the device for these batches of indices, one or more batches
+        at a time.
         """
         raise NotImplementedError
 
 
 class DeviceLoader(Loader):
-    """The split as two tensors on the device, images still uint8; many batches are gathered and
-    normalized at once.
+    """Keeps the split as two tensors on the device, with images as uint8; several batches are
+    gathered and normalized at once.
     """
 
     def __init__(self, data: Data, split: str, batch_size: int, **options: Any) -> None:
@@ -358,7 +361,7 @@ class DeviceLoader(Loader):
                 )
             raise TrainingError(f"The {split} part of {data.name} {reason}") from error
         self.resident_bytes = self.nbytes
-        self.split = None  # the data is only read from the device from now on
+        self.split = None  # from now on, data is read only from the device
         numbers = max(1, self.share) * inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
         self.batches_at_once = max(1, min(16, most // numbers))
@@ -368,7 +371,7 @@ class DeviceLoader(Loader):
             return
         order = to_device(torch.cat(batches), self.device)
         for indices in order.split(self.batches_at_once * len(batches[0])):
-            # index_select: 0.04 ms for 256x3x32x32 bytes, where inputs[indices] takes 0.46.
+            # index_select takes 0.04 ms for 256x3x32x32 bytes; inputs[indices] takes 0.46 ms.
             yield self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
     def close(self) -> None:
@@ -377,7 +380,7 @@ class DeviceLoader(Loader):
 
 
 def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; windows that overlap stay views of what they share."""
+    """Copy a tensor to the device; overlapping windows stay views of shared storage."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize
     if size >= tensor.numel():
         return tensor.to(device)
@@ -386,11 +389,10 @@ def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostLoader(Loader):
-    """The split stays where it is; `workers` processes (0: this one) only read and decode it.
+    """Leaves the split on the host; `workers` processes (0: this one) read and decode samples.
 
-    The rest happens on the device. A sample that cannot be read, a worker that dies, and one that
-    gives no batch within `timeout` seconds (0: no limit) are a TrainingError that names the
-    samples.
+    Everything else happens on the device. If a sample cannot be read, or a worker dies or takes
+    longer than `timeout` seconds (0: no limit) for a batch, a TrainingError names the samples.
     """
 
     def __init__(
@@ -422,7 +424,7 @@ class HostLoader(Loader):
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
         # Every evaluation sees the same samples.
         drawn = epoch if self.shuffle else 0
-        # Lists, since indices are sent to the workers, and a tensor would need shared memory.
+        # Lists, because indices are sent to the workers, and a tensor would need shared memory.
         for batch in self.workers.read([(drawn, samples.tolist()) for samples in batches]):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)

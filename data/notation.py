@@ -10,11 +10,11 @@ from pyarrow import compute
 
 from stoker.trainer.errors import UserError, check_choice
 
-LARGEST = 1e38  # largest number in a table, since float32 ends at 3.4e38
+LARGEST = 1e38  # largest number in a table; float32 ends at 3.4e38
 DIGITS = 15  # digits of a whole number that a float can hold
-FEW = 0.05  # share of a column's values, if nearly all others are numbers
-FEW_KINDS = 20  # distinct values that may be categories or classes, however few rows there are
-# A number in any notation, with a currency or percent sign, as in $1,234.50, 45% or 1'234.
+FEW = 0.05  # at most this share of other values still makes a column one of numbers
+FEW_KINDS = 20  # up to this many distinct values can be categories or classes in any table
+# A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (
     r"^[\p{Sc} ]*[-+]?[\p{Sc} ]*(\d+|\d{1,3}([., '\x{2019}]\d{3})+)([.,]\d+)?"
     r"[\p{Sc} %\x{2030}UNITS]*$"
@@ -28,12 +28,12 @@ Texts = Any  # a pyarrow array, with null for a missing value
 
 
 def only(mask: Any, values: Any) -> Any:
-    """Return an array of pyarrow with null where the mask is not true."""
+    """Return a pyarrow array with null where the mask is not true."""
     return compute.if_else(mask, values, pyarrow.scalar(None, values.type))
 
 
 def usable(numbers: Any) -> Any:
-    """Return numbers with null for those that float32 cannot hold."""
+    """Return the numbers, with null for those that float32 cannot hold."""
     return only(compute.less_equal(compute.abs(numbers), LARGEST), numbers)
 
 
@@ -47,12 +47,14 @@ class Notation:
     def __post_init__(self) -> None:
         check_choice("dataset.decimal", self.decimal, (".", ","))
         if set(self.marks) & set(f"0123456789+-{self.decimal}"):
-            raise UserError(f"dataset.marks={self.marks}: digits, signs and the decimal sign stay.")
+            raise UserError(
+                f"dataset.marks={self.marks}: cannot contain a digit, + or -, or the decimal sign."
+            )
 
     def numbers(self, texts: Texts) -> Any:
-        """Return float64, null where a text is not a number or too large to be used.
+        """Parse texts as float64, with null for a text that is not a number or is too large.
 
-        A point or comma is left out only where it groups thousands: 3,4 is not 34.
+        A point or comma is dropped only where it separates thousands: 3,4 is not 34.
         """
         if self == Notation():
             with contextlib.suppress(pyarrow.ArrowInvalid):
@@ -73,8 +75,8 @@ class Notation:
 
 
 def dates(texts: Texts) -> Any:
-    """Return days since 1970-01-01 as float64, null where a text is not a date such as 2024-01-31
-    or 2024-01-31 12:00.
+    """Parse dates such as 2024-01-31 or 2024-01-31 12:00 as days since 1970-01-01, float64; other
+    texts become null.
     """
     texts = only(compute.match_substring_regex(texts, DATE), texts)
     days = compute.utf8_slice_codeunits(texts, 0, 10)
@@ -89,7 +91,8 @@ def dates(texts: Texts) -> Any:
 def are_numbers(texts: Texts) -> bool:
     """Return whether nearly all of these distinct texts are numbers in some notation.
 
-    Letters are a unit, as in 12 kg, only in more than a few texts: 1st and 2nd are names.
+    Letters count as a unit, as in 12 kg, only if there are more than a few texts: 1st and 2nd are
+    names.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
     matches = compute.match_substring_regex(texts, IN_SIGNS.replace("UNITS", units))

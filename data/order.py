@@ -1,4 +1,4 @@
-"""The order of samples, and what each process gets of a batch."""
+"""The sample order, and each process's share of a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +16,13 @@ Limit = int | float | None
 
 
 def permutation(n: int, seed: int, epoch: int) -> Tensor:
-    """Return the order of the n samples in this epoch, int64 on the CPU."""
+    """Return the order of n samples in this epoch, int64 on the CPU."""
     generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
     return torch.randperm(n, generator=generator)
 
 
 def limited(n: int, limit: Limit, part: str) -> int:
-    """Return how many of n samples a pass over a part takes: `limit` is a share or a number."""
+    """Return how many of n samples a pass over a part uses; `limit` is a share or a number."""
     if limit is None:
         return n
     if isinstance(limit, float):
@@ -36,12 +36,12 @@ def limited(n: int, limit: Limit, part: str) -> int:
 
 
 class Ordered(Seekable):
-    """The order of a part's samples, and this process's part of each batch.
+    """The order of a part's samples, and this process's share of each batch.
 
-    Without `shuffle` the order is the part's. With a `limit`, a share or a number of samples, an
-    epoch takes the first ones of its order; without `shuffle` it takes the same random ones each
-    time. Where several processes train together, each gets its part of every batch: samples rank,
-    rank + ranks, ... of the `global_size` samples of the whole batch.
+    Without `shuffle`, samples keep the order of the part. With a `limit`, a share or a number of
+    samples, an epoch uses the first samples of its shuffled order; without `shuffle`, it uses the
+    same random subset each time. In distributed training, each process gets its share of every
+    batch: samples rank, rank + world_size, ... of the `global_size` samples of the whole batch.
     """
 
     global_size: int | None = None  # samples in the last batch, over all processes
@@ -81,7 +81,7 @@ class Ordered(Seekable):
         if shuffle and min(batch_size, last or batch_size) < ranks:
             raise UserError(
                 f"batch_size={batch_size}: each of the {ranks} processes needs a sample of every "
-                f"batch, but the smallest has {min(batch_size, last or batch_size)}.\n"
+                f"batch, but the smallest has only {min(batch_size, last or batch_size)}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
 
@@ -91,7 +91,7 @@ class Ordered(Seekable):
         return -(-self.samples // self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
-        """Return the indices of the split in the order of this epoch, int64 on the CPU."""
+        """Return the sample indices in the order of this epoch, int64 on the CPU."""
         if not self.shuffle:
             if self.samples == self.whole:
                 return torch.arange(self.whole)
@@ -100,7 +100,7 @@ class Ordered(Seekable):
         return permutation(self.whole, self.seed, epoch)[: self.samples]
 
     def whole_batches(self, epoch: int, position: int) -> Sequence[Tensor]:
-        """Return the indices of the batches of this epoch from number `position` on."""
+        """Return the sample indices of this epoch's batches, starting at batch `position`."""
         order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
         return order.split(self.batch_size) if len(order) else ()
 

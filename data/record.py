@@ -1,6 +1,4 @@
-"""The record of a data set: its parts, and what models, losses and metrics need to know about
-it.
-"""
+"""The record of a data set: its parts, and the facts that models, losses and metrics need."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -27,22 +25,22 @@ from stoker.trainer.seeding import random_stream
 
 @dataclass
 class Data:
-    """The parts of a data set, and what models, losses and metrics need to know about it.
+    """The parts of a data set, and the facts that models, losses and metrics need.
 
-    Sizes, labels and numbers are checked here, once. `val` and `test` may be None; `more_val` has
-    further validation parts by name. The targets of a classification are int64: one class per
-    sample (N,), per token (N, T) or per pixel (N, H, W); in the latter two, -100 is left out of the
-    loss and the metrics. `mean` and `std`, one number per channel for pixels in 0..1, are for uint8
-    images; without them uint8 is only scaled to 0..1, and floats stay as they are. A regression's
-    targets are (value - target_mean) / target_scale, so that errors can be reported in the user's
-    units; both may be lists or tensors with one number per target. `cut` says by which rule the
-    parts were divided, if not at random alone. `table` says what a table's columns are and how it
-    is read: see tables.py. `tokens` says what a text consists of, so that a model of it can read
-    and write: see text.py.
+    Sizes, labels and numbers are checked once, here. `val` and `test` may be None; `more_val` has
+    further validation parts by name. Classification targets are int64: one class per sample (N,),
+    per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore -100.
+    `mean` and `std`, one number per channel for pixels in 0..1, apply to uint8 images; without
+    them, uint8 is only scaled to 0..1. Floats are unchanged. Regression targets are (value -
+    target_mean) / target_scale, so errors can be reported in the original units; both may be lists
+    or tensors with one number per target. `cut` names the rule that divided the parts, if it was
+    not purely random. `table` describes a table's columns and how to read it: see tables.py.
+    `tokens` is the kind of tokens in a text, which a trained model needs to read and write text:
+    see text.py.
 
-    Of kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
-    known of their batches, so `in_shape`, `num_classes` and what follows from them are None: see
-    samples.py.
+    With kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
+    known about their batches, so `in_shape`, `num_classes` and all that depends on them are None:
+    see samples.py.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Data:
             if len(self.classes) != self.num_classes or self.kind == "regression":
                 raise UserError(
                     f"{self.name}: there are {len(self.classes)} class names for a "
-                    f"{self.kind} with num_classes={self.num_classes}."
+                    f"{self.kind} task with num_classes={self.num_classes}."
                 )
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])
         self.std = _per_channel("std", self.std, self.in_shape[0])
@@ -100,9 +98,9 @@ class Data:
 
     @property
     def targets_are_uniform(self) -> bool:
-        """Whether all training samples have the same number of targets, since none is ignored.
+        """Whether all training samples have the same number of targets, with none ignored.
 
-        A part without `targets` says so itself, by an attribute of this name.
+        A part without `targets` states this itself, in an attribute with this name.
         """
         if self.kind != "classification":
             return True
@@ -117,8 +115,8 @@ class Data:
         return {name: part for name, part in parts.items() if part is not None}
 
     def description(self) -> Description:
-        """Return what a trained model has to know about its inputs and outputs, as plain values for
-        checkpoints.
+        """Return the facts about its inputs and outputs that a trained model needs, as plain values
+        for checkpoints.
         """
         if self.kind == "other":
             return {**dict.fromkeys(KEYS), "dataset": self.name, "kind": self.kind}
@@ -134,10 +132,10 @@ class Data:
         }
 
     def prepare_as(self, about: Description) -> None:
-        """Adopt the classes, mean and units of a description, for a model that was trained on it.
+        """Adopt the classes, mean, std and units of the data that a model was trained on.
 
-        Classes are matched by name. UserError if one is unknown to the model, or the inputs have
-        another shape.
+        Classes are matched by name. Raises UserError if the model does not know a class, or if the
+        inputs have another shape.
         """
         if self.kind != about["kind"]:
             raise UserError(
@@ -147,7 +145,7 @@ class Data:
             return
         if list(self.in_shape) != about["in_shape"]:
             raise UserError(
-                f"dataset: {self.name} has inputs of the shape {list(self.in_shape)}, "
+                f"dataset: {self.name} has inputs of shape {list(self.in_shape)}, "
                 f"but the run was trained on {about['in_shape']}."
             )
         self.mean = about["mean"]
@@ -189,7 +187,7 @@ class Data:
         self.target_scale = about["target_scale"]
 
     def _change_targets(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each part's targets by `change(targets)`."""
+        """Replace each part's targets with `change(targets)`."""
         for part in self.parts().values():
             if "targets" not in vars(part):
                 raise UserError(
@@ -199,10 +197,10 @@ class Data:
             part.targets = change(part.targets)
 
     def part_to_evaluate(self, split: str | None = None) -> str:
-        """Return the name of the part to evaluate: `split`, else the test part, else the validation
-        part.
+        """Return the name of the part to evaluate: `split`, or else the test part, or else the
+        validation part.
 
-        "all" is the training part of data that was not divided.
+        "all" means the training part of undivided data.
         """
         parts = self.parts()
         if split == "all" and len(parts) == 1:
@@ -218,8 +216,8 @@ class Data:
         )
 
     def check_classes(self) -> None:
-        """Check that there are classes to tell apart, and that no part has one that the training
-        part lacks; classes of tokens and pixels are not counted.
+        """Check that the training part has at least two classes, and all classes of the other
+        parts. Classes of tokens and pixels are not checked.
         """
         if self.kind != "classification" or self.target_shape:
             return
@@ -244,7 +242,7 @@ class Data:
                 )
 
     def balanced_weights(self) -> list[float]:
-        """Return a weight for each class, which all together count the same in training.
+        """Return class weights that give all classes the same total weight in training.
 
         As in scikit-learn: samples / (classes * samples of the class).
 
@@ -289,12 +287,12 @@ def unknown_class(name: str, known: Sequence[str]) -> UserError:
 
 
 def fingerprint(data: Data) -> str:
-    """Return a short hex string of what a training depends on: with another one, a resume would see
-    other samples.
+    """Return a short hex string that identifies the data a run trains on. If it differs, a resumed
+    run would see different samples.
 
-    It covers the values of splits in memory; the names below the root, sizes and labels of image
-    files; the number and the labels of your own splits and data sets. It covers no times and no
-    root: a copied folder has the fingerprint of the original.
+    It covers the values of splits in memory; the relative paths, sizes and labels of image files;
+    the length and labels of your own splits and data sets. It does not cover modification times or
+    the root, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
@@ -313,9 +311,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
-    """Return the numbers of `mean` or `std` as a list; UserError unless there is one per
-    channel.
-    """
+    """Return `mean` or `std` as a list; UserError unless it has one number per channel."""
     if values is None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:
@@ -327,7 +323,7 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
 
 
 def _check_part(where: str, part: Split, kind: str) -> None:
-    """Check that this is a split and that it is not empty."""
+    """Check that this is a nonempty split."""
     targets = getattr(part, "targets", None)
     needed = ["__len__", "nbytes"]
     if kind == "classification" and not hasattr(part, "target_shape"):
@@ -337,7 +333,7 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     ):
         raise UserError(
             f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
-            "Targets are a tensor, and a list of indices gives (inputs, targets): see\n"
+            "Targets must be a tensor, and a list of indices must return (inputs, targets): see\n"
             "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes a part "
             "from a torch Dataset."
         )
@@ -356,7 +352,7 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
         shape = tuple(tensor.shape[1:])
         if name == "inputs" and shape != in_shape:
             raise UserError(f"{where}: inputs have the shape {shape}, but should have {in_shape}.")
-        # The extremes are NaN if any value is. They take one pass and no memory.
+        # If any value is NaN, so are the extremes, which take one pass and no extra memory.
         if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()
@@ -371,19 +367,19 @@ def _target_shape(part: Split) -> tuple[int, ...]:
 
 
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
-    """Check that labels are class numbers, of as many per sample as `shape` has dimensions."""
+    """Check that labels are valid class indices with as many dimensions as `shape` per sample."""
     if len(_target_shape(part)) != len(shape):
         raise UserError(
-            f"{where}: the targets of a sample have the shape {_target_shape(part)}, "
+            f"{where}: a sample's targets have shape {_target_shape(part)}, "
             f"but those of the training part have {shape}."
         )
     labels = getattr(part, "targets", None)
     if labels is None:
         return
-    # No sequence has a single token: (N, 1) are labels with an extra dimension.
+    # A sequence has more than one token: (N, 1) means labels with an extra dimension.
     if labels.dtype != torch.int64 or labels.ndim > 3 or shape == (1,):
         raise UserError(
-            f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "
+            f"{where}: labels must be int64 of shape (N,), (N, T) or (N, H, W), "
             f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
         )
     low, high = labels.aminmax()

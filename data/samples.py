@@ -1,6 +1,7 @@
-"""Data sets of any samples: whatever a torch data set, an iterable or a loader gives.
+"""Data sets of arbitrary samples, from a torch Dataset, an iterable or a loader.
 
-The parts of a Data of kind "other". Only their order and their batches are known here.
+These are the parts of a Data of kind "other". This module orders and batches samples, and knows
+nothing about their content.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,8 @@ from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
-MOST = 10**6  # samples used to evaluate a stream without a length
-AHEAD = 2  # batches that each worker prepares
+MOST = 10**6  # most samples to read from a stream without a length in an evaluation
+AHEAD = 2  # batches that each worker prefetches
 
 Collate = Callable[[list[Any]], Any]
 
@@ -28,13 +29,13 @@ Collate = Callable[[list[Any]], Any]
 def data_of(name: str, parts: Mapping[str, Any]) -> Data:
     """Return the Data of {"train": ..., "val": ..., "test": ...}.
 
-    Each part is a map-style torch data set, an IterableDataset, or a loader: any iterable of
-    batches. All but train may be missing or None, and further keys are validation parts. Data sets
-    of (tensor, class) that have `classes` and `targets`, as torchvision's, are a classification;
-    anything else is of kind "other".
+    Each part is a map-style torch Dataset, an IterableDataset, or a loader (any iterable of
+    batches). All parts but train may be missing or None; other keys are further validation parts.
+    Data sets of (tensor, class) with `classes` and `targets`, as in torchvision, become a
+    classification; anything else has kind "other".
 
     Raises:
-        UserError: There is no training part, or a part gives neither samples nor batches.
+        UserError: There is no training part, or a part yields neither samples nor batches.
     """
     if parts.get("train") is None:
         raise UserError(
@@ -61,18 +62,18 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
 
 
 def has_samples(part: Any) -> bool:
-    """Return whether this is a map-style data set, whose samples have numbers."""
+    """Return whether this is a map-style data set, whose samples have indices."""
     is_sized = hasattr(part, "__len__") and hasattr(part, "__getitem__")
     return is_sized and not is_stream(part)
 
 
 def is_stream(part: Any) -> bool:
-    """Return whether this is an IterableDataset, which gives samples one after another."""
+    """Return whether this is an IterableDataset, which yields samples one by one."""
     return isinstance(part, IterableDataset)
 
 
 def targets_of(dataset: Any) -> Any:
-    """Return the `targets` of a data set, or of the one that a torch Subset is a part of."""
+    """Return the `targets` of a data set, including those of a torch Subset."""
     if isinstance(dataset, torch.utils.data.Subset):
         targets = targets_of(dataset.dataset)
         return None if targets is None else [targets[i] for i in dataset.indices]
@@ -80,11 +81,11 @@ def targets_of(dataset: Any) -> Any:
 
 
 def is_labelled(part: Any) -> bool:
-    """Return whether this is a data set of (tensor, class) with the names of its classes."""
+    """Return whether this is a data set of (tensor, class) that names its classes."""
     if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
         return False
     whole = whole_of(part)
-    # If targets are transformed as they are read, `targets` and `classes` are wrong.
+    # With a target_transform, `targets` and `classes` are not what samples contain.
     if getattr(whole, "target_transform", None) is not None:
         return False
     if not hasattr(whole, "classes") or targets_of(part) is None:
@@ -99,7 +100,7 @@ def is_labelled(part: Any) -> bool:
 
 
 def loader_line(data: Data) -> str:
-    """Return the line on what a training loader of your own cannot promise; "" for our own."""
+    """Return a line on what your own training loader cannot guarantee; "" for built-in loaders."""
     part = data.train
     if data.kind != "other" or has_samples(part) or is_stream(part):
         return ""
@@ -108,7 +109,7 @@ def loader_line(data: Data) -> str:
         return ""
     return (
         f"loader   train is your own {loader.name}: a resumed run reads it again up to where it "
-        "stopped, and is exact only if its batches depend only on the global seeds"
+        "stopped, which is exact only if its batches depend on nothing but the global seeds"
     )
 
 
@@ -125,11 +126,11 @@ def make_loader(
     limit: Limit = None,
     shuffle: bool = False,
 ) -> Any:
-    """Return a loader of a part of any samples: a SampleLoader if they have numbers.
+    """Return a loader for a part of arbitrary samples: a SampleLoader for a map-style data set.
 
-    An IterableDataset becomes a DataLoader, by default without workers, each of which would read
-    all of it. A loader of your own stays as it is. With a limit, an evaluation takes its first
-    batches, and an epoch continues where the last one stopped.
+    An IterableDataset becomes a DataLoader, by default without workers, because each worker would
+    read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
+    its first batches, and an epoch continues where the last one stopped.
     """
     if has_samples(part):
         count = choose_workers(part) if workers == "auto" else int(workers)
@@ -163,10 +164,10 @@ def make_loader(
 
 
 def batches_in(loader: Any, limit: Limit, part: str) -> int:
-    """Return how many batches of a loader a share or a number of samples is.
+    """Convert a share or a number of samples to a number of batches of a loader.
 
     Raises:
-        UserError: The loader does not tell its length, or the size of its batches.
+        UserError: The loader's length or batch size is unknown, or the limit is above its length.
     """
     length = length_of(loader)
     size: int | None = getattr(loader, "batch_size", None)
@@ -179,15 +180,16 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     raise UserError(
         f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
         f"batches of {size or 'unknown size'}.\n"
-        "A share needs a length, and a number of samples a batch_size; type at most what there is."
+        "A share needs a loader with a length; a number of samples needs a batch_size, and must "
+        "not exceed the length."
     )
 
 
 class EndingBatches:
-    """The batches of a stream for an evaluation, which has to end.
+    """The batches of a stream for an evaluation, which must end.
 
     Raises:
-        UserError: The stream continues after MOST samples.
+        UserError: The stream has more than MOST samples.
     """
 
     def __init__(self, loader: Any, name: str) -> None:
@@ -207,11 +209,11 @@ class EndingBatches:
 
 
 class SampleLoader(Ordered):
-    """Batches of a map-style data set, made by its `collate_fn` or by torch's `default_collate`.
+    """Batches of a map-style data set, collated by its `collate_fn` or torch's `default_collate`.
 
-    A batch is a function of (seed, epoch, number of the batch) alone. What a sample draws is a
-    function of (seed, epoch, index), so neither workers nor the number of processes change it; only
-    what a `collate_fn` draws is another in each process. In evaluations the epoch is 0.
+    A batch depends only on (seed, epoch, batch index). A sample's random numbers depend on (seed,
+    epoch, sample index), so they are the same for any number of workers and processes; only those
+    of a `collate_fn` differ between processes. In evaluations, the epoch is 0.
     """
 
     def __init__(
@@ -236,11 +238,11 @@ class SampleLoader(Ordered):
         )
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
-        """Yield the batches of this epoch from number `position` on."""
+        """Yield the batches of this epoch, starting at index `position`."""
         whole = self.whole_batches(epoch, position)
         plan = []
         for samples in whole:
-            # A process without a sample of the batch gets a borrowed one: see parallel.has_samples.
+            # A process without samples in the batch borrows one: see parallel.has_samples.
             mine = samples[self.mine] if len(samples) > launch.rank() else samples[:1]
             plan.append((epoch if self.shuffle else 0, mine.tolist()))
         for samples, batch in zip(whole, self.workers.read(plan), strict=True):
@@ -253,7 +255,7 @@ class SampleLoader(Ordered):
 
 
 class SampleReader(Reader):
-    """Reads samples one by one, each with its own random streams, and makes a batch of them."""
+    """Reads samples one by one, each with its own random streams, and collates them."""
 
     def __init__(
         self,
@@ -280,7 +282,7 @@ class SampleReader(Reader):
                     raise
                 dataset = type(self.split).__name__
                 raise UserError(
-                    f"{self.part}: its samples cannot be collated into a batch, {cause(error)}.\n"
+                    f"{self.part}: its samples cannot be collated into a batch: {cause(error)}.\n"
                     f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
                     "batch, or return tensors of equal shape."
                 ) from error

@@ -1,4 +1,4 @@
-"""The limits of the loaders' arguments and the names of the augmentations, known without torch."""
+"""The valid values of loader arguments and the names of augmentations, without importing torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: Any) -> Any:
-    """Return `value` if the table allows it for `key`; UserError otherwise."""
+    """Return `value` if it is valid for `key`; UserError otherwise."""
     return LIMITS[key].check(key, value)
 
 
 def check_augmentation(name: Any) -> Any:
-    """Return `name` if there is such an augmentation; UserError otherwise."""
+    """Return `name` if it is a valid augmentation; UserError otherwise."""
     if isinstance(name, str) and name in AUGMENTATIONS:
         return name
     raise UserError(

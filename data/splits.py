@@ -1,5 +1,5 @@
-"""Splits: the parts of a data set, in memory or read from a torch Dataset, and how samples are
-divided among them.
+"""Splits: the parts of a data set, in memory or read from a torch Dataset, and the rules that
+divide samples among them.
 """
 
 import math
@@ -15,12 +15,13 @@ from stoker.trainer.seeding import mix_seed, random_stream
 
 
 class Split(Protocol):
-    """A part of a data set: what Data takes, and a loader reads.
+    """A part of a data set, as Data takes it and loaders read it.
 
-    `split[[3, 1]]` gives (inputs, targets) of these samples, each stacked in one tensor. A split
-    that can give all of it at once has `tensors()` too, and may then be resident on the device. A
-    regression's may lack `targets`; so may one whose targets are made as they are read, such as the
-    next tokens: it has `target_shape`, (T,) or (H, W), and `targets_are_uniform` if none is -100.
+    `split[[3, 1]]` returns (inputs, targets) of these samples, each stacked into one tensor. A
+    split that can return all samples at once also has `tensors()`, and can then be resident on the
+    device. `targets` is optional for a regression, and for targets that are computed on access,
+    such as the next tokens; the latter need `target_shape`, (T,) or (H, W), and set
+    `targets_are_uniform` if no target is -100.
     """
 
     nbytes: int
@@ -32,9 +33,9 @@ class Split(Protocol):
 
 
 class TensorSplit:
-    """Samples in memory. An index is a number, or a list of numbers for a whole batch.
+    """Samples in memory. Index it with an int, or with a list of ints for a whole batch.
 
-    `lines`: of a table, the line number of each sample in its file; the header is line 1.
+    `lines`: for a table, each sample's line number in its file; the header is line 1.
     """
 
     def __init__(
@@ -63,11 +64,10 @@ class TensorSplit:
 
 
 class DatasetSplit:
-    """A map-style torch Dataset of (input, target), read sample by sample whenever a batch is
-    wanted.
+    """A map-style torch Dataset of (input, target), read sample by sample for each batch.
 
-    `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them each
-    sample is read once to learn its target: an input may differ in each epoch, a target may not.
+    `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them, each
+    sample is read once to get its target. Inputs may change between epochs; targets may not.
     """
 
     def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
@@ -94,8 +94,8 @@ class DatasetSplit:
 
 
 def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
-    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; UserError unless
-    they are numbers of one shape.
+    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; UserError if they
+    are not numeric or differ in shape.
     """
     try:
         for sample in samples:
@@ -111,14 +111,14 @@ def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
 
 
 def check_fractions(**fractions: float) -> list[float]:
-    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too little
-    to train on.
+    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too few
+    samples to train on.
     """
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
         names = " + ".join(f"dataset.{key}" for key in fractions)
-        raise UserError(f"{names}: above 0.95, which leaves too little to train on.")
+        raise UserError(f"{names}: above 0.95, which leaves too few samples to train on.")
     return list(fractions.values())
 
 
@@ -128,13 +128,11 @@ def split_indices(
     seed: int,
     stratified: bool = True,
 ) -> list[Tensor]:
-    """Divide samples into [rest, part, part, ...]: sorted indices, one part for each of
-    `fractions`.
+    """Divide samples into [rest, part, part, ...], as sorted indices, with one part per fraction.
 
-    `targets` are the samples' labels, or just their number. With `stratified`, each part has the
-    same share of each class, and at least one sample of every class that has enough of them;
-    samples with several labels are not stratified.
-    UserError if a part would be empty.
+    `targets` is the samples' labels, or just the number of samples. With `stratified`, each part
+    has the same share of each class, and at least one sample of every class that has enough of
+    them; samples with several labels are not stratified. Raises UserError if a part would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]
@@ -165,11 +163,11 @@ def divide(
 ) -> list[Tensor]:
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
-    `folds`: the samples outside the test part are divided into that many folds of equal size, each
-    with the same share of each class if `stratified`; number `fold` is the validation part.
-    `groups`: samples of one number stay in one part, and the fractions are those of the groups.
-    `times`: the last samples are the test part, those before it the validation part; samples of one
-    time stay together.
+    `folds`: divide the samples outside the test part into this many folds of equal size, each with
+    the same share of each class if `stratified`; fold number `fold` is the validation part.
+    `groups`: keep samples with the same group number in one part; fractions count groups.
+    `times`: use the latest samples as the test part and those before as the validation part;
+    samples with the same time stay together.
     """
     check_number("dataset.folds", folds, whole=True, least=0)
     check_number("dataset.fold", fold, whole=True, least=0, most=max(folds - 1, 0))
@@ -186,8 +184,8 @@ def divide(
     rest, test = split_indices(targets, fractions[1:], seed, stratified)
     if len(rest) < folds or folds == 1:
         raise UserError(
-            f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose 2 "
-            "to as many folds."
+            f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose "
+            "between 2 and that many folds."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
@@ -199,7 +197,7 @@ def divide(
 
 
 def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """Return the indices of the first samples, of those before the last, and of the last ones."""
+    """Return the sample indices of each part in order of time: the earliest first."""
     starts = torch.tensor(_sizes(len(times), fractions)[:-1]).cumsum(0)
     ordered = torch.cat([times.sort().values, torch.tensor([math.inf])])
     part = torch.bucketize(times, ordered[starts], right=True)
@@ -209,12 +207,12 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
 
 
 def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
-    """Raise UserError if a part is empty although its fraction is not 0."""
+    """Raise UserError if a part with a nonzero fraction is empty."""
     for part, fraction in zip(parts, [1.0, *fractions], strict=True):
         if fraction > 0 and len(part) == 0:
             shares = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{sum(map(len, parts))} samples cannot be split by the fractions {shares}: a part "
+                f"{sum(map(len, parts))} samples cannot be split with fractions {shares}: a part "
                 "would be empty.\n"
                 "Choose a different dataset.val_fraction or dataset.test_fraction (0: no part)."
             )

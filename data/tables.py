@@ -1,6 +1,6 @@
-"""Tables: the columns of a csv or parquet file become standardized numbers and one-hot categories.
+"""Tables: the columns of a csv or parquet file as standardized numbers and one-hot categories.
 
-pyarrow reads the file, and its columns become numbers one at a time.
+pyarrow reads the file; columns are converted to numbers one at a time.
 """
 
 import contextlib
@@ -62,23 +62,26 @@ def csv(
     fold: int = 0,
     trained: Description | None = None,
 ) -> Data:
-    """A csv file with a header line, or a parquet file; one column is the target.
+    """Read a csv file with a header line, or a parquet file; one column is the target.
 
-    Numbers are standardized and categories one-hot, by the training rows alone. A column is numeric
-    if every value is a number and it is not named in `categorical`; if all but a few are, or nearly
-    all are numbers in another notation, it is an error. Dates count in days. A category that the
-    training rows lack is all zeros. `missing`: "error", "drop" (the row), or "mean" (of the
-    training rows; a missing category is all zeros). `decimal` and `marks`: the decimal sign, and
-    characters to leave out of numbers. `kind` "auto": text is classes, and so are at most 20
-    different whole numbers that are fewer than a tenth of the rows, and codes, such as 007; other
-    targets are a regression. Classes keep their spelling: 1, 01 and 1.0 are three. `split_group`,
-    `split_time`: a column by which the rows are divided, see `divide`, and which is no input.
-    `trained`: the description of a run's data, whose columns, classes and units are used instead of
-    this table's.
+    Numbers are standardized and categories are one-hot encoded, using only the training rows. A
+    column is numeric if every value is a number and it is not listed in `categorical`; if only a
+    few values are not numbers, or nearly all are numbers in another notation, it is an error. Dates
+    become days. A category that does not occur in the training rows is all zeros.
+
+    `kind`: "auto" treats these targets as classes: text, codes such as 007, and up to 20 distinct
+    whole numbers if that is less than a tenth of the rows. Other targets are a regression. Classes
+    keep their spelling: 1, 01 and 1.0 are three classes.
+    `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing category is all
+    zeros).
+    `decimal`, `marks`: the decimal sign, and characters to strip from numbers.
+    `split_group`, `split_time`: a column that divides the rows (see `divide`) and is not an input.
+    `trained`: the description of a run's data, whose columns, classes and units replace those of
+    this table.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    target = str(target)  # a bare 2024 on the command line is a number
+    target = str(target)  # on the command line, a bare 2024 is a number
     reading = {
         "target": target,
         "missing": missing,
@@ -144,7 +147,7 @@ def csv(
         train = rows[parts[0]]
         for name in names:
             columns.append(table.describe(name, values[name], train, name in categorical))
-        table.warned.update(names)  # only a run can meet unknown categories
+        table.warned.update(names)  # only an evaluation warns about unknown categories
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
     pieces = (inputs, targets[order], rows[order] + FIRST)
@@ -171,16 +174,16 @@ def csv(
 
 
 class Table:
-    """A csv or parquet file, and how it is read; UserError for what cannot be.
+    """A csv or parquet file, and how to read it; UserError if it cannot be read.
 
     `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
     Lines count rows as a spreadsheet does: the header is line 1.
 
     Attributes:
-        names: of its columns.
-        notation: how it writes numbers.
-        shown: its path, as messages show it.
-        warned: names of the columns whose unknown categories need no further warning.
+        names: The column names.
+        notation: The notation of its numbers.
+        shown: The path, as shown in messages.
+        warned: The columns that need no further warning about unknown categories.
     """
 
     def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
@@ -224,7 +227,7 @@ class Table:
                     stored = parquet.ParquetFile(file)
                     yield stored.schema_arrow.names, stored.iter_batches(ROWS, columns=names)
                     return
-                # A row has to fit in a block, and some blocks are read ahead.
+                # A row must fit in a block, and several blocks are read ahead.
                 piece = max(PIECE, 8 * len(start.partition(b"\n")[0]))
                 types = dict.fromkeys(names, pyarrow.string())
                 rows = open_csv(
@@ -246,8 +249,8 @@ class Table:
             ) from None
 
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, Texts]]:
-        """Yield the texts of the columns for some thousand rows at a time, without blanks around
-        them; null for a missing one.
+        """Yield the columns as texts, a few thousand rows at a time, without surrounding blanks and
+        with null for missing values.
         """
         with self._open([self.written[name] for name in names]) as (_, batches):
             for batch in batches:
@@ -258,7 +261,9 @@ class Table:
                 yield piece
 
     def _texts(self, name: str, column: Any) -> Texts:
-        """Return a column as a csv file of this notation has it; UserError for lists and bytes."""
+        """Return a column as a csv file in this notation would have it; UserError for lists and
+        bytes.
+        """
         try:
             if pyarrow.types.is_timestamp(column.type) and column.type.tz:
                 column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
@@ -273,8 +278,8 @@ class Table:
         return texts
 
     def read(self, names: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
-        """Return the columns: float64 where all values are numbers and the name is not in `texts`,
-        else texts.
+        """Return the columns: float64 if all values are numbers and the column is not in `texts`,
+        or else text.
         """
         none = pyarrow.array([], pyarrow.string())
         pieces: dict[str, list[Texts]] = {name: [none] for name in names}
@@ -299,24 +304,24 @@ class Table:
         return columns
 
     def check(self, where: str, names: str | Sequence[str]) -> list[str]:
-        """Return the names of columns as a list; UserError for one that the table lacks."""
+        """Return column names as a list; UserError if the table does not have one of them."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.written:
                 raise UserError(
                     f"{where}{name}: {self.shown} has no such column."
                     f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}.\n"
-                    "If these are not separated, type \"dataset.delimiter=';'\" or tab."
+                    "If these are not separate columns, type \"dataset.delimiter=';'\" or tab."
                 )
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
-        """Return the names of the columns that a run was trained on; UserError if one is absent."""
+        """Return the names of the columns a run was trained on; UserError if one is missing."""
         names = [column["name"] for column in columns]
         return self.check("The run was trained on the column ", names)
 
     def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
-        """Return the places of the rows that are used: all, or those that lack no value."""
+        """Return the indices of the rows to use: all, or those without missing values."""
         is_used = torch.ones(len(next(iter(columns.values()))), dtype=torch.bool)
         for name, values in columns.items():
             gaps = tensor_of(values.is_null())
@@ -331,13 +336,13 @@ class Table:
         return is_used.nonzero().view(-1)
 
     def amounts(self, values: Any, is_date: bool = False) -> Tensor:
-        """Return the numbers, or the days, of values in float64; NaN where there is none."""
+        """Return values as numbers or days, in float64, with NaN for missing values."""
         if values.type == pyarrow.float64():
             return tensor_of(values)
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
     def times(self, name: str, values: Any) -> Tensor:
-        """Return the numbers or days of a column, in which no value may be missing."""
+        """Return a column as numbers or days; no value may be missing."""
         for is_date in (False, True):
             times = self.amounts(values, is_date)
             if not times.isnan().any():
@@ -354,13 +359,13 @@ class Table:
         train: Tensor,
         categorical: bool,
     ) -> Column:
-        """Return {"name", "mean", "std"} of a numeric column, with "date" if it holds dates, and
-        {"name", "categories"} of another, by the rows `train`.
+        """Return {"name", "mean", "std", "date"} of a numeric column, or {"name", "categories"} of
+        any other, using only the rows `train`.
         """
         learned = values.take(pyarrow.array(train.numpy()))
         if learned.null_count == len(learned):
             raise UserError(
-                f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
+                f"Column {name!r} has no values in the training part. Type dataset.ignore=[{name}]."
             )
         for is_date in () if categorical else (False, True):
             if self.amounts(values, is_date).isnan().sum() == values.null_count:
@@ -374,8 +379,8 @@ class Table:
         return {"name": name, "categories": categories}
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
-        """Raise UserError for values that are numbers in another notation, or with mistakes among
-        them; also unless `is_text`.
+        """Raise UserError if values look like numbers in another notation or numbers with typos, or
+        if not `is_text`.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         odd = texts.filter(pyarrow.array(is_odd.numpy()))
@@ -386,18 +391,18 @@ class Table:
                 f"{where}: some numbers are in a different notation, such as {first}.\n"
                 "Type dataset.decimal=',' if that is their decimal sign, and "
                 "\"dataset.marks='%$'\" for\n"
-                f"characters to leave out, or type {instead}."
+                f"characters to ignore, or type {instead}."
             )
         are_mistakes = len(odd) <= max(1, FEW * present) or len(texts.unique()) > FEW_KINDS
         if not is_text or (are_mistakes and len(odd) < present / 2):
             raise UserError(
-                f"{where}: {len(odd)} of {present} values cannot be read as a number, the first "
-                f"{first}.\n{CORRECT}, or type {instead}."
+                f"{where}: {len(odd)} of {present} values cannot be read as a number; the first "
+                f"is {first}.\n{CORRECT}, or type {instead}."
             )
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
-        """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
-        categories), all zeros where one is missing or unknown.
+        """Return a column as float64: numbers (N, 1), with NaN for missing values, or one-hot (N,
+        categories), all zeros for missing or unknown values.
         """
         categories = column.get("categories")
         if categories is None:
@@ -411,7 +416,8 @@ class Table:
             value = f"{self.shown}, line {line + place}: {str(values[place])[:50]!r}"
             if categories is None:
                 raise UserError(
-                    f"{value} in the column {name!r} is not a number or date, unlike in the run.\n"
+                    f"{value} in the column {name!r} is not a number or date, but it must be for "
+                    "this model.\n"
                     f"{CORRECT}."
                 )
             log.warning(
@@ -427,24 +433,24 @@ class Table:
 
 
 def tensor_of(array: Any) -> Tensor:
-    """Return an array of pyarrow as a tensor; null becomes NaN."""
+    """Return a pyarrow array as a tensor; null becomes NaN."""
     return torch.tensor(array.to_numpy(zero_copy_only=False))
 
 
 def without(texts: Texts, words: Sequence[str]) -> Texts:
-    """Return the texts with null for these words, in any letter case."""
+    """Return the texts with these words replaced by null, ignoring case."""
     is_word = compute.is_in(compute.utf8_lower(texts), pyarrow.array(words))
     return only(compute.invert(is_word), texts)
 
 
 def numbered(values: Any) -> Tensor:
-    """Return a number for each different value."""
+    """Number the distinct values, and return the number of each value."""
     return tensor_of(values.dictionary_encode().indices.fill_null(-1))
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation, which is 1 if all numbers are equal (900 times
-    0.1: 1e-17).
+    """Return the mean and the standard deviation, or 1 if all numbers are equal. (Rounding makes
+    that of 900 times 0.1 1e-17, not 0.)
     """
     std = 1.0
     if numbers.min() < numbers.max():
@@ -458,15 +464,15 @@ def _encoded(
     values: dict[str, Any],
     rows: Tensor,
 ) -> Tensor:
-    """Return the numbers that these rows become, (N, width); UserError for more than fit in memory.
+    """Encode these rows as numbers, (N, width); UserError if they do not fit in memory.
 
-    The columns are taken out of `values`, so that a large table is not in memory twice.
+    Removes the columns from `values`, so that a large table is not in memory twice.
     """
     width = sum(len(names_of(column)) for column in columns)
-    if width * len(rows) > MOST_NUMBERS:  # a small file can ask for any amount
+    if width * len(rows) > MOST_NUMBERS:  # a small file could need any amount of memory
         raise UserError(
-            f"{table.shown}: {len(rows):,} rows of {width:,} numbers, one per category, are more "
-            "than fits in memory.\nType dataset.ignore=[COLUMN] for a column of many categories."
+            f"{table.shown}: {len(rows):,} rows of {width:,} numbers, one per category, do not fit "
+            "in memory.\nType dataset.ignore=[COLUMN] for a column with many categories."
         )
     blocks = []
     for column in columns:
@@ -480,10 +486,10 @@ def _encoded(
 def _read_target(
     name: str, texts: Texts, table: Table, kind: str, trained: Description | None
 ) -> tuple[str, list[str] | None, Tensor]:
-    """Return (kind, class names or None, targets): float64 (N,), numbers or labels, NaN where one
-    is missing.
+    """Return (kind, class names or None, targets). Targets are numbers or labels, float64 (N,), NaN
+    if missing.
 
-    Words such as none are missing among numbers, and classes among texts.
+    Words such as "none" mean a missing value in a numeric target, and are classes in a text target.
     """
     present = without(texts, WORDS)
     if trained is not None and trained["classes"] is not None:
@@ -522,7 +528,7 @@ def _read_target(
 
 
 def labels_of(texts: Texts, classes: list[str]) -> Tensor:
-    """Return the labels in float64, NaN where a value is missing."""
+    """Return the labels as float64, with NaN for missing values."""
     return tensor_of(compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64()))
 
 
@@ -541,12 +547,13 @@ def read_batches(
     key: str = "input",
     **typed: Any,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (lines, float64 (N, numbers)) of the rows of a table, as a trained model takes them.
+    """Yield batches (lines, inputs) of a table, with inputs as a trained model takes them, float64.
 
-    A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning
-    for the first of a column. A missing number is NaN if the model fills it in itself, else the
-    mean. `about`: the table of the run's description. `typed`: another `missing`, `delimiter`,
-    `decimal` or `marks` than it has, unless None. UserError for what cannot be read.
+    Numbers are not standardized. Categories are one-hot, all zeros if unknown, with a warning for
+    the first unknown value of a column. A missing number is NaN if the model fills it in itself, or
+    else the mean. `about`: the table in the run's description. `typed`: values of `missing`,
+    `delimiter`, `decimal` or `marks` that replace those of `about`; None keeps them. Raises
+    UserError for a table that cannot be read.
     """
     given = {name: value for name, value in typed.items() if value is not None}
     columns: list[Column] = about["columns"]

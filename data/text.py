@@ -1,6 +1,6 @@
-"""Text: windows of characters, bytes or token ids, whose targets are the same shifted by one.
+"""Text: windows of characters, bytes or token ids. Targets are the same tokens shifted by one.
 
-A vocabulary is part of the description, so that a checkpoint alone can read a prompt and write.
+The vocabulary is part of the description, so a checkpoint is all you need to generate text.
 """
 
 import os
@@ -24,15 +24,15 @@ BY_ENDING = {".npy": "npy", ".bin": "uint16"}
 PARTS = ("train", "val", "test")
 MOST_IDS = 2**24  # most classes; larger numbers are unlikely to be token ids
 PIECE = 2**20  # tokens checked at once
-PIECES = 256  # pieces of the text that a fingerprint covers
+PIECES = 256  # pieces of the text covered by a fingerprint
 UNICODE = 0x110000  # code points of characters
 
 
 class TextSplit:
-    """A part of a text as windows of `length` tokens, one at every `stride` tokens.
+    """A part of a text as windows of `length` tokens, one every `stride` tokens.
 
-    A target is the token after each token of the window. The tokens stay where they are, as in a
-    memory map. On the device all windows are views of one tensor.
+    The targets are the token that follows each token of the window. Tokens are not copied, so they
+    can be a memory map. On the device, all windows are views of one tensor.
     """
 
     dtype = torch.int64
@@ -43,7 +43,7 @@ class TextSplit:
         self.length = length
         self.stride = stride
         self.target_shape = (length,)
-        self.nbytes: int = 16 * len(tokens)  # on another device, which needs two copies
+        self.nbytes: int = 16 * len(tokens)  # on a device, which needs two copies
 
     def __len__(self) -> int:
         return (len(self.tokens) - self.length - 1) // self.stride + 1
@@ -61,7 +61,7 @@ class TextSplit:
         return windows[:, :-1], windows[:, 1:]
 
     def feed(self, state: Any) -> None:
-        """Add the windows to a fingerprint: of a large text, pieces that are spread over it."""
+        """Add the windows to a fingerprint; a large text is sampled in evenly spaced pieces."""
         state.update(f"{len(self.tokens)} {self.length} {self.stride} ".encode())
         for start in range(0, len(self.tokens), max(PIECE, len(self.tokens) // PIECES)):
             state.update(self.tokens[start : start + PIECE].astype(np.int64).data)
@@ -76,24 +76,24 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Make windows of a text file, whose end is the validation part and then the test part.
+    """Cut a text file into windows; the end of the file is the validation and then the test part.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are mapped into it.
         tokens: "characters" of UTF-8, "bytes", or the ids in a .npy file ("npy") or a raw file
-            ("uint16", "uint32"); "auto" goes by the ending of the file.
+            ("uint16", "uint32"); "auto" decides by the file extension.
         length: Tokens in a window.
         stride: Tokens from one training window to the next; None is `length`, so that an epoch
-            reads each token once. An evaluation always does.
-        val_fraction: Share of the text kept for validation.
-        test_fraction: Share kept for the test.
-        trained: The description of a run's data, whose vocabulary holds here too.
+            reads each token once. Evaluations always use `length`.
+        val_fraction: Share of the text to use for validation.
+        test_fraction: Share of the text to use for testing.
+        trained: The description of a run's data, whose vocabulary to use.
     """
     check_choice("dataset.tokens", tokens, FORMS)
     check_number("dataset.length", length, whole=True, least=1)
     check_number("dataset.stride", stride, whole=True, least=1, optional=True)
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    path = os.path.expanduser(str(path))  # a bare 2024 on the command line is a number
+    path = os.path.expanduser(str(path))  # on the command line, a bare 2024 is a number
     form = tokens
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
@@ -118,9 +118,9 @@ def text(
 def _parts(
     path: str, ids: Tokens, fractions: Sequence[float], length: int, stride: int
 ) -> list[TextSplit | None]:
-    """Cut the text into the training, the validation and the test part, None for a fraction of 0.
+    """Cut the text into the training, validation and test parts, with None for a fraction of 0.
 
-    UserError if a part has no whole window.
+    Raises UserError if a part is shorter than a window.
     """
     sizes = [round(fraction * len(ids)) for fraction in fractions]
     pieces = np.split(ids, np.cumsum([len(ids) - sum(sizes), *sizes])[:-1])
@@ -129,8 +129,8 @@ def _parts(
         if fraction > 0 and len(piece) <= length:
             raise UserError(
                 f"dataset.length={length}: the {name} part of {printable(path)} has {len(piece):,} "
-                f"tokens, but a window and its targets take {length + 1:,}.\nType a shorter "
-                "dataset.length, or other dataset.val_fraction and dataset.test_fraction."
+                f"tokens, but a window with its targets takes {length + 1:,}.\nType a shorter "
+                "dataset.length, or a different dataset.val_fraction or dataset.test_fraction."
             )
         part = TextSplit(piece, length, length if parts else stride)
         parts.append(part if fraction > 0 else None)
@@ -138,14 +138,14 @@ def _parts(
 
 
 def unreadable(path: str, reason: object) -> UserError:
-    """Make the UserError for a file that cannot be read as what it is said to be."""
+    """Make the UserError for a file that cannot be read in its declared format."""
     return UserError(f"dataset.path={printable(path)}: {reason}")
 
 
 def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, list[str]]:
-    """Return the characters of a UTF-8 file as ids, and what they stand for, in Unicode's order.
+    """Return the characters of a UTF-8 file as ids, and the character of each id in Unicode order.
 
-    `known`: the characters of a run, which are the only ones there may be.
+    `known`: the characters of a run; any other character is an error.
     """
     try:
         with open_plain(path, links=True) as file:
@@ -167,7 +167,7 @@ def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, lis
 
 
 def not_known(letter: str) -> str:
-    return f"the run's text has no {printable(repr(letter))}"
+    return f"the run's text does not contain {printable(repr(letter))}"
 
 
 def open_ids(path: str, form: str) -> Tokens:
@@ -183,7 +183,7 @@ def open_ids(path: str, form: str) -> Tokens:
             path, f"it does not contain {form}.\nChoose one of: {', '.join(FORMS)}."
         ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise unreadable(path, "token ids are a one-dimensional array of whole numbers.")
+        raise unreadable(path, "token ids must be a one-dimensional array of integers.")
     return ids
 
 
@@ -194,14 +194,14 @@ def count_ids(path: str, ids: Tokens, form: str) -> int:
     if lowest < 0 or highest >= MOST_IDS:
         raise unreadable(
             path,
-            f"it has numbers from {lowest:,} to {highest:,}, but token ids go from 0 to "
+            f"its numbers range from {lowest:,} to {highest:,}, but token ids must be from 0 to "
             f"{MOST_IDS - 1:,}.\nCheck dataset.tokens={form}.",
         )
     return highest + 1
 
 
 def encode(prompt: str, about: Description) -> list[int]:
-    """Return the token ids of a text, by the description of a run's data."""
+    """Return the token ids of a text, using the description of a run's data."""
     if about["tokens"] == "bytes":
         return list(prompt.encode())
     if about["tokens"] == "characters":
@@ -209,7 +209,7 @@ def encode(prompt: str, about: Description) -> list[int]:
         unknown = [letter for letter in prompt if letter not in places]
         if unknown:
             raise UserError(
-                f"prompt: {not_known(unknown[0])}.\nIt has {first_few(about['classes'], 200)}."
+                f"prompt: {not_known(unknown[0])}.\nIt contains {first_few(about['classes'], 200)}."
             )
         return [places[letter] for letter in prompt]
     ids = prompt.split()
@@ -223,7 +223,7 @@ def encode(prompt: str, about: Description) -> list[int]:
 
 
 def decode(ids: Sequence[int], about: Description) -> str:
-    """Return the text of token ids; bytes that are not UTF-8 become a question mark."""
+    """Return the text of token ids; bytes that are not UTF-8 become the replacement character."""
     if about["tokens"] == "bytes":
         return bytes(ids).decode(errors="replace")
     if about["tokens"] == "characters":

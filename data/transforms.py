@@ -1,4 +1,4 @@
-"""torchvision's transforms, applied to each training sample as it is read."""
+"""torchvision transforms, applied to each training sample as it is read."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MODULE = "torchvision.transforms.v2"
 
 
 def is_transform(item: Any) -> bool:
-    """Return whether this is a transform of torchvision.transforms.v2; its v1 is refused."""
+    """Return whether this is a torchvision v2 transform; UserError for a v1 transform."""
     modules = [base.__module__ for base in type(item).__mro__]
     name = type(item).__name__
     if any(module.startswith(MODULE) for module in modules):
@@ -28,10 +28,10 @@ def is_transform(item: Any) -> bool:
 class PerSample:
     """Reads samples of a split and transforms each of them; a mask moves with its image.
 
-    What is drawn for a sample depends on the seed, the epoch and its index alone, in any batch of
-    any process. Pixels of a mask that come from outside the image are ignored by the loss. A split
-    with `originals(indices)`, images of any size, gives those if a RandomResizedCrop or a Resize is
-    among the transforms.
+    A sample's random numbers depend only on the seed, the epoch and its index, whatever its batch
+    and process. The loss ignores mask pixels that come from outside the image. If the transforms
+    include a RandomResizedCrop or a Resize, images come from `originals(indices)`, which returns
+    them at their original size, if the split has it.
     """
 
     def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:
@@ -41,17 +41,17 @@ class PerSample:
         self.names = ", ".join(type(transform).__name__ for transform in transforms)
         if len(self.in_shape) != 3:
             raise UserError(
-                f"dataset.augment: {self.names} is for images, but these inputs have the shape "
+                f"dataset.augment: {self.names} needs images, but these inputs have shape "
                 f"{self.in_shape}."
             )
         from torchvision.transforms import v2
 
         modules = itertools.chain.from_iterable(step.modules() for step in transforms)
-        # Whether images are resized here, and not only cut, as by RandomCrop.
+        # Whether a transform resizes images, rather than only cropping them like RandomCrop.
         self.sets_size = any(isinstance(one, (v2.RandomResizedCrop, v2.Resize)) for one in modules)
 
     def read(self, split: Any, epoch: int, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of these samples, transformed as in this epoch."""
+        """Return (inputs, targets) of these samples, transformed for this epoch."""
         read = split.__getitem__
         if self.sets_size:
             read = getattr(split, "originals", read)
@@ -74,7 +74,7 @@ class PerSample:
         has_mask = targets.ndim == 2 and not targets.is_floating_point()
         sample = [Image(inputs)]
         if has_mask:
-            # Pixels from outside an image become 0, so classes begin at 1.
+            # Pixels from outside the image become 0, so shift the classes to start at 1.
             sample.append(Mask((targets + 1).where(targets != IGNORED, 0)))
         try:
             for transform in self.transforms:
@@ -85,10 +85,10 @@ class PerSample:
         is_image = isinstance(image, Tensor) and image.dtype == inputs.dtype
         if not is_image or image.shape != self.in_shape:
             raise UserError(
-                f"dataset.augment: {self.names} has to return one {inputs.dtype} image of the "
-                f"shape {self.in_shape}.\n"
-                "Leave out ToDtype and Normalize: images are scaled and normalized by dataset.mean "
-                "and dataset.std afterwards."
+                f"dataset.augment: {self.names} must return one {inputs.dtype} image of shape "
+                f"{self.in_shape}.\n"
+                "Leave out ToDtype and Normalize: images are scaled and normalized afterward, with "
+                "dataset.mean and dataset.std."
             )
         if has_mask:
             mask = sample[1].as_subclass(Tensor)

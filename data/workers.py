@@ -1,5 +1,5 @@
-"""The worker processes of a HostLoader: how many, how they start and end, and the error when one is
-lost.
+"""A loader's worker processes: how many there are, how they start and stop, and what happens if one
+dies.
 """
 
 import atexit
@@ -29,14 +29,14 @@ from stoker.trainer.loading import children_do_not_interrupt
 from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
 
-TIMEOUT = 300  # seconds to wait for one batch
-POLL = 1.0  # seconds between two checks that the workers are alive
+TIMEOUT = 300  # seconds to wait for a batch
+POLL = 1.0  # seconds between checks that the workers are alive
 END = object()  # marks the end of the batches
 FEWER = (
     "Type a lower dataset.workers (0: read in this process), or provide more shared memory "
     "(docker run --shm-size=8g)."
 )
-# Worker processes of all loaders.
+# The worker processes of all loaders.
 WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=WORKERS.clear)  # only the parent ends its workers
@@ -46,24 +46,25 @@ Place = tuple[int, list[int]]
 
 
 def choose_workers(split: Any, transforms: PerSample | None = None) -> int:
-    """Choose how many processes read: one per core, up to 8; none for tensors in memory."""
+    """Choose the number of workers: one per core, up to 8; none for tensors in memory."""
     if (hasattr(split, "inputs") or hasattr(split, "tokens")) and transforms is None:
         return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
 
 def whole_of(dataset: Any) -> Any:
-    """Return the data set that a torch Subset is a part of; any other one itself."""
+    """Return the data set underneath a torch Subset; any other data set is returned unchanged."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
 class Workers:
-    """`count` processes that read batches `ahead` of the training; with 0, this process reads each
-    when it is wanted.
+    """`count` processes that read batches ahead of the training loop; with 0, this process reads
+    each batch on demand.
 
-    `timeout`: seconds to wait for a batch from them; 0: no limit.
+    `timeout`: seconds to wait for a batch from a worker; 0: no limit. `ahead`: the number of
+    batches each worker prefetches, from 1 to 4.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Workers:
     ) -> None:
         self.reader = reader
         self.timeout = timeout
-        self.plan: list[Place] = []  # the sampler: the batches that are still to be read
+        self.plan: list[Place] = []  # the sampler: the batches to read
         self.loader: Any = torch.utils.data.DataLoader(
             reader,
             batch_size=None,  # each index is already a whole batch, so nothing is collated
@@ -80,7 +81,7 @@ class Workers:
             pin_memory=pin_memory,
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
-            # Its own generator, or each epoch would draw from the global one.
+            # Without its own generator, each epoch would draw from the global one.
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
@@ -88,7 +89,7 @@ class Workers:
         self.processes: list[BaseProcess] = []  # set at the first batch
 
     def read(self, plan: list[Place]) -> Iterator[Any]:
-        """Yield the batches of the plan; the processes live on for the next one."""
+        """Yield the batches of the plan; the workers keep running for the next plan."""
         self._start(plan)
         for _ in plan:
             batch = self._take()
@@ -96,15 +97,15 @@ class Workers:
                 try:
                     raise batch
                 finally:
-                    # It would keep itself alive through this frame, and the workers would only end
-                    # at garbage collection.
+                    # Otherwise the error and this frame would refer to each other, and the workers
+                    # would keep running until the next garbage collection.
                     del batch
             yield batch
 
     def _start(self, plan: list[Place]) -> None:
-        """Begin to read the plan; the workers are started with the first one."""
+        """Start reading the plan; the first call starts the workers."""
         if self.processes:
-            # Batches begun before a seek are awaited and dropped.
+            # Wait for batches that were requested before a seek, and drop them.
             self.plan.clear()
             while self._take() is not END:
                 pass
@@ -115,23 +116,24 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Recorded here, or a pending signal could arrive before the processes to end are
-                # known. private: _workers, the processes of an iterator, torch 2.15
+                # Recorded while signals are blocked, so that a pending one cannot arrive before it
+                # is known which processes to stop.
+                # private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 WORKERS.update(self.processes)
-                # To be the first at exit: torch waits 5 s for each, and multiprocessing forever.
+                # Runs first at exit: torch would wait 5 s per worker, and multiprocessing forever.
                 atexit.unregister(kill_all)
                 atexit.register(kill_all)
         except Exception as error:
             if self.processes:
                 raise self._lost(error) from None
-            # Not enough memory, or a split that cannot be pickled.
+            # There is not enough memory, or the split cannot be pickled.
             kind = TrainingError if isinstance(error, OSError) else UserError
             raise kind(
                 f"The loader's workers could not be started: {cause(error)}.\n{FEWER}"
             ) from error
         if self.processes:
-            # Set only now, since starting workers may take seconds.
+            # Set only now, because starting workers can take seconds.
             self.batches._timeout = POLL  # private: as above
 
     def _take(self) -> Any:
@@ -143,12 +145,12 @@ class Workers:
             except RuntimeError as error:
                 if not is_late(error) or time.monotonic() >= limit:
                     raise self._lost(error) from None
-            # passing a batch failed: too many open files, no shared memory
+            # A batch could not be transferred: too many open files, or no shared memory.
             except Exception as error:
                 raise self._lost(error) from None
 
     def _lost(self, error: Exception | None) -> TrainingError:
-        """End all workers, and return the error for why they give no batch."""
+        """Stop all workers, and return the error that says why no batch arrived."""
         codes = [worker.exitcode for worker in self.processes]  # None while it runs
         readings = [self.reader.reading_of(number) for number in range(len(codes))]
         kill(self.processes)
@@ -170,8 +172,8 @@ class Workers:
         )
 
     def close(self) -> None:
-        """End the workers."""
-        # The DataLoader stops its workers, unless one hangs.
+        """Stop the workers."""
+        # The DataLoader stops its own workers unless one hangs.
         self.loader = None
         self.batches = None
         kill(self.processes)
@@ -179,16 +181,16 @@ class Workers:
 
 
 def is_late(error: Exception | None) -> bool:
-    """Tell whether an error of a DataLoader says that no batch arrived within its timeout."""
+    """Return whether this is a DataLoader's error for a batch that did not arrive in time."""
     return str(error).startswith("DataLoader timed out")
 
 
 class Reader(torch.utils.data.Dataset[Any]):
-    """Reads the batch of (epoch, indices), in a worker or not; returns an error as a value.
+    """Reads the batch (epoch, indices), in a worker or in this process; returns errors as values.
 
-    As an exception it would arrive inside a traceback. What your own split draws as it reads is a
-    function of the `stream`, (seed, name of the part), of the epoch, and of the first index: so of
-    which batch it is.
+    A raised exception would arrive wrapped in a traceback. The random numbers your own split draws
+    while reading depend only on the `stream` (seed, name of the part), the epoch and the batch's
+    first index.
     """
 
     def __init__(
@@ -204,8 +206,8 @@ class Reader(torch.utils.data.Dataset[Any]):
         self.part = part
         self.stream: tuple[Any, ...] | None = stream
         if type(split) in (TensorSplit, ImageSplit):
-            self.stream = None  # other operations draw no random numbers
-        # For each worker: the first sample of the batch that it is reading, or -1.
+            self.stream = None  # reading these draws no random numbers
+        # For each worker, the first sample of the batch it is reading, or -1.
         self.reading = torch.full((workers,), -1)
         if workers > 0:
             self.reading.share_memory_()
@@ -237,7 +239,7 @@ class Reader(torch.utils.data.Dataset[Any]):
         return self.transforms.read(self.split, epoch, indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
-        """Return the error for these samples; it names the first one that fails on its own, too."""
+        """Return the error for these samples; it names the first one that also fails alone."""
         for index in indices:
             try:
                 self._read(epoch, [index])
@@ -249,57 +251,57 @@ class Reader(torch.utils.data.Dataset[Any]):
                 )
         name = self._name(indices[0])
         return TrainingError(
-            f"{len(indices)} samples of {self.part}, from {name} on, cannot be read: "
+            f"{len(indices)} samples of {self.part}, starting at {name}, cannot be read: "
             f"{cause(error)}."
         )
 
     def reading_of(self, worker: int) -> str:
-        """Return a phrase on what a worker is reading; "" if it reads nothing."""
+        """Return a phrase that says what a worker is reading; "" if nothing."""
         first = int(self.reading[worker])
         return (
             f" while it read {self.part} from sample {self._name(first)} on" if first >= 0 else ""
         )
 
     def _name(self, index: int) -> str:
-        """Return the sample's number, and its file if it has one."""
+        """Return the sample's index, and its file if it has one."""
         files = getattr(self.split, "files", None)
         return str(index) if files is None else f"{index} ({printable(files[index])})"
 
 
 def begin_worker(_: int, parent: int) -> None:
-    """Prepare a worker: only the training ends it, which finishes its step first when it is told to
-    stop.
+    """Prepare a worker to ignore stop signals: the training process handles them, finishes its step
+    and then stops the workers.
 
-    A worker ends by itself within a second or two of its parent's death, whatever it is doing.
+    If the parent dies, a worker exits within two seconds, whatever it is doing.
     """
     for stop in SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # The parent may have died before the fork could ask for it. With other start methods the parent
-    # is a server, which dies with it.
+    # With fork, the parent's pid is passed in, because the parent may already be dead. With other
+    # start methods, the worker's parent may be a server, which dies with the training process.
     if multiprocessing.get_start_method() != "fork":
         parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # With it, a multiprocessing thread would print a traceback if the parent ends while receiving a
+    # Otherwise a multiprocessing thread prints a traceback if the parent exits while receiving a
     # batch.
     sys.excepthook = lambda *_: None
 
 
 def end_with_parent(parent: int) -> None:
-    """Wait for the parent's death, and end this process."""
+    """Wait until the parent dies, then exit."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def kill_all() -> None:
-    """End the workers of all loaders."""
+    """Kill the workers of all loaders."""
     kill(list(WORKERS))
 
 
 def kill(workers: Iterable[BaseProcess]) -> None:
-    """End processes, which may hang and ignore any other signal."""
+    """Send SIGKILL to processes, because they may hang and ignore other signals."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -309,10 +311,8 @@ def kill(workers: Iterable[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def stops_wait() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from processes that are started within, until `begin_worker` has them
-    ignored.
-    """
-    # A fork server would pass the mask on to other processes.
+    """Block SIGINT and SIGTERM while processes start, until `begin_worker` sets them to ignore."""
+    # A fork server would pass the signal mask on to other processes.
     is_server = multiprocessing.get_start_method() == "forkserver"
     if is_server or not hasattr(signal, "pthread_sigmask"):
         yield

@@ -28,7 +28,7 @@ class Distiller(Trainer):
         self.temperature = check_number("trainer.temperature", temperature, above=0)
 
     def fit(self, *loaders, **more):
-        # Load it here, because an evaluation needs no teacher. The loader has normalized the
+        # Loaded here, because an evaluation needs no teacher. The loader has already normalized the
         # inputs, so use the teacher's module without its preprocessing.
         self.teacher = stoker.load(self.folder, self.device).module
         super().fit(*loaders, **more)

@@ -16,7 +16,7 @@ from stoker.trainer.errors import UserError
 class FineTuned(nn.Module):
     """(N, C, H, W) -> (N, num_classes): `body` without its last linear layer `fc`, and a new head.
 
-    Images of one channel become gray images of three.
+    One-channel images are repeated to three channels.
     """
 
     def __init__(self, body, num_classes):

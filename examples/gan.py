@@ -55,6 +55,6 @@ class GANTrainer(Trainer):
     def train_part(self, part, loss):
         """Take a step of one model. The optimizer skips the other, which has no gradient."""
         (loss * self.process_weight).backward(inputs=list(part.parameters()))
-        average_gradients(part)  # summed over several processes
+        average_gradients(part)  # over all processes
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -34,7 +34,7 @@ class LoRA(nn.Module):
 
 
 def adapted(base, rank=4, alpha=8.0):
-    """Return the model of the run directory `base`, with an adapter at each linear layer."""
+    """Return the model of the run directory `base`, with an adapter on each linear layer."""
     return with_adapters(stoker.load(base).module, rank, alpha)
 
 
@@ -48,7 +48,7 @@ def with_adapters(model, rank, alpha):
 
 @torch.no_grad()
 def merged(model):
-    """Replace the adapters by plain linear layers with the same outputs, and return the model."""
+    """Replace the adapters with plain linear layers with the same outputs, and return the model."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoRA):
             outputs, inputs = layer.weight.shape

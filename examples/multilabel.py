@@ -14,11 +14,11 @@ NOTES = 8
 
 
 def chords(n=3000, length=64, noise=1.0):
-    """Return sounds of `length` numbers, each of random notes; targets are (n, NOTES), 0 or 1.
+    """Return sounds of `length` numbers, each with random notes; targets are (n, NOTES), 0 or 1.
 
-    For `Data`, this is a regression of NOTES numbers. The default metrics of a regression say
-    nothing about logits and are left out. The first metric that you type, or else the loss, decides
-    which checkpoint is best.
+    For `Data`, this is a regression of NOTES numbers. The default regression metrics mean nothing
+    for logits and are left out. The first metric that you type, or else the loss, decides which
+    checkpoint is best.
     """
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(n, NOTES, generator=generator) < 0.3).float()

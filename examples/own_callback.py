@@ -1,4 +1,4 @@
-"""Your own callback: lower the learning rate when the validation stops improving.
+"""Your own callback: lower the learning rate when validation stops improving.
 
 python train.py scheduler=constant epochs=20 +callbacks.plateau._target_=examples.own_callback.Plateau \
     +callbacks.plateau.patience=2
@@ -41,7 +41,7 @@ class Plateau(Monitor):
             self.waited = 0
             rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
             trainer.set_lr([rate * self.factor for rate in rates])
-            if launch.is_first():  # only one of several processes prints
+            if launch.is_first():  # only the first process prints
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"
                 )

@@ -13,9 +13,8 @@ from stoker.trainer.errors import check_number
 class FocalLoss(nn.Module):
     """Mean of -(1 - p)^gamma log p, where p is the probability of the true class.
 
-    Outputs are (N, C), targets are class numbers (N,); gamma=0 is cross-entropy. A loss is a module
-    that is called with (outputs, targets) and returns the mean over the samples. It has no
-    parameters.
+    Outputs are (N, C), targets are class indices (N,); gamma=0 is cross-entropy. A loss is a module
+    that takes (outputs, targets) and returns the mean over the samples. It has no parameters.
     """
 
     def __init__(self, gamma=2.0):

@@ -10,11 +10,11 @@ from stoker.trainer.metrics import Sums, class_of
 
 
 class BalancedAccuracy(Sums):
-    """Mean recall of the classes. Outputs are (N, C), targets are class numbers (N,).
+    """Mean recall of the classes. Outputs are (N, C), targets are class indices (N,).
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
-    says what to add up and how to compute the value. The sums stay on the device, and several
-    processes share them.
+    says what to add up and how to compute the value. The sums stay on the device, and are added up
+    over all processes.
     """
 
     higher_is_better = True  # monitor=val/balanced keeps the checkpoint of the highest value

@@ -11,8 +11,8 @@ from stoker.data.datasets import Data, TensorSplit, digits
 
 
 def scattered_digits(n=1200, size=16, each=2):
-    """Handwritten digits on a dark ground; the class of a pixel is 0 for the ground, else 1 + the
-    digit. Their faint borders are -100: neither the loss nor the metrics count them.
+    """Handwritten digits on a dark background; a pixel's class is 0 for the background, or else 1 +
+    the digit. The faint borders are -100: neither the loss nor the metrics count them.
     """
     generator = torch.Generator().manual_seed(0)
     digit, label = digits().train.tensors()

@@ -1,4 +1,4 @@
-"""Checks of the models' arguments; each raises a UserError that names the setting."""
+"""Checks of model arguments; each raises a UserError that names the setting."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def check_dropout(value: float) -> None:
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes, whole numbers of at least 1, as a list."""
+    """Return the sizes as a list; each must be a whole number of at least 1."""
     return [check_number(f"model.{name}", size, whole=True, least=1) for size in sizes]
 
 
@@ -19,7 +19,7 @@ def check_image(model: str, in_shape: Sequence[int]) -> tuple[int, int, int]:
     """Return (channels, height, width) of the inputs; UserError if they are not images."""
     if len(in_shape) != 3:
         raise UserError(
-            f"model: {model} takes images, but these inputs have the shape {tuple(in_shape)}.\n"
+            f"model: {model} takes images, but these inputs have shape {tuple(in_shape)}.\n"
             "Type model=mlp or model=linear."
         )
     channels, height, width = in_shape

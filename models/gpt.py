@@ -1,4 +1,4 @@
-"""GPT: a transformer that predicts the next token of a text, and writes on by sampling it."""
+"""GPT: a transformer that predicts the next token of a text, and generates text by sampling."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class GPT(nn.Module):
     """Map token ids (N, T) to the logits of each next token, (N, num_classes, T).
 
     The architecture and the initial weights are those of GPT-2 (Radford et al. 2019, "Language
-    Models are Unsupervised Multitask Learners"), with the exact GELU: learned positions, norms in
-    front of attention and MLP, and the embedding as the output layer. T is at most `in_shape[0]`.
+    Models are Unsupervised Multitask Learners"), with the exact GELU: learned positions, norms
+    before attention and MLP, and the embedding as the output layer. T is at most `in_shape[0]`.
 
-    The logits are a view of a tensor (N, T, num_classes), since torch's losses and the metrics
-    have the classes in the second dimension.
+    The logits are a view of a tensor (N, T, num_classes), because torch's losses and the metrics
+    expect classes in the second dimension.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GPT(nn.Module):
         super().__init__()
         if len(in_shape) != 1:
             raise UserError(
-                f"model: gpt takes tokens, but these inputs have the shape {tuple(in_shape)}.\n"
+                f"model: gpt takes tokens, but these inputs have shape {tuple(in_shape)}.\n"
                 "Type dataset=text, or another model."
             )
         for name, size in (("layers", layers), ("heads", heads), ("width", width)):
@@ -63,7 +63,7 @@ class GPT(nn.Module):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
 
     def forward(self, inputs: Tensor, past: list[Past] | None = None) -> Tensor:
-        """Return the logits; with `past`, the inputs continue the tokens that it holds."""
+        """Return the logits; with `past`, the inputs continue the tokens in it."""
         start = past[0][0].shape[2] if past and past[0] else 0
         places = torch.arange(start, start + inputs.shape[1], device=inputs.device)
         x = self.dropout(self.tokens(inputs) + self.positions(places))
@@ -81,22 +81,22 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the tokens (N, T) with `count` more, drawn one by one.
+        """Return the tokens (N, T) followed by `count` more, drawn one by one.
 
-        When the positions are used up, it goes on from the latter half of what the model sees.
+        When the context is full, generation continues from its second half.
 
         Args:
-            tokens: At least one token each; the model sees the last `length` of them.
-            count: How many to add.
+            tokens: At least one token per sample; the model sees the last `length` of them.
+            count: How many tokens to add.
             temperature: Divides the logits; at 0, the token with the highest logit is chosen.
-            top_k: Choose among the `top_k` highest logits only.
-            generator: Of the CPU, where the tokens are drawn, whatever the device.
+            top_k: Choose only among the `top_k` highest logits.
+            generator: A CPU generator; tokens are always drawn on the CPU.
         """
         past: list[Past] = [[] for _ in self.blocks]
         context = tokens[:, -self.length :]
         new = context
         for _ in range(count):
-            # Not self(...), which would be recompiled for each length.
+            # Not self(...): a compiled model would be recompiled for each length.
             logits = self.forward(new, past)[:, :, -1]
             new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat([tokens, new], 1)
@@ -109,7 +109,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each of which adds to its inputs (N, T, width)."""
+    """Attention and an MLP, each with a residual connection; inputs are (N, T, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads: a token sees itself and those before it."""
+    """Causal multi-head self-attention: a token sees itself and all earlier tokens."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         samples, count, width = x.shape
         qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
-        # A single token after others sees all of them.
+        # With a cache, there is a single new token, which sees all others.
         is_causal = not past
         if past:
             keys = torch.cat([past[0], keys], 2)
@@ -170,6 +170,6 @@ def choose(
     if top_k is not None:
         lowest = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -math.inf)
-    # The highest logit becomes 0, so that no temperature makes it infinite.
+    # Shift the highest logit to 0, so that a low temperature cannot make it infinite.
     shares = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
     return torch.multinomial(shares, 1, generator=generator)

@@ -1,4 +1,4 @@
-"""MLP: fully connected layers with an activation, dropout and, if you like, a norm."""
+"""MLP: fully connected layers with an activation, dropout and an optional norm."""
 
 import itertools
 import math

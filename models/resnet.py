@@ -1,4 +1,4 @@
-"""ResNet: ResNet-18 as for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1, no
+"""ResNet: ResNet-18 for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem with stride 1 and no
 pooling.
 """
 
@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Map images (N, C, H, W) to (N, num_classes); `widths` and `blocks` have one entry per stage.
 
-    Each stage but the first halves the map while it stays at least 2x2.
+    Each stage except the first halves the feature map, as long as it stays at least 2x2.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ResNet(nn.Module):
         widths = check_sizes("widths", widths)
         blocks = check_sizes("blocks", blocks)
         if not widths or len(widths) != len(blocks):
-            raise UserError("model.blocks: give as many numbers as model.widths has.")
+            raise UserError("model.blocks: give one number for each of model.widths.")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),

@@ -1,5 +1,5 @@
-"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short trainings; and the callback
-that whitens it.
+"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short training runs; and the
+callback that whitens it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +24,10 @@ class WhitenedCNN(nn.Module):
     """Map images (N, C, H, W) of 3x3 and larger to (N, num_classes).
 
     The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions
-    that halves the map while it stays at least 2x2. In evaluation the logits are a mean over six
-    views of the image (section 3.5): it and its mirror image have half of the weight, and both
-    moved by one pixel up and left, and down and right, the other half. The first layer is trained
-    like the others unless Whiten is among the callbacks.
+    that halves the feature map, as long as it stays at least 2x2. In evaluation, the logits are
+    averaged over six views of the image (section 3.5): the image and its mirror image have half of
+    the weight; both shifted by one pixel, up and left or down and right, have the other half. The
+    first layer is trained like the others unless you add the Whiten callback.
     """
 
     def __init__(
@@ -72,21 +72,20 @@ class WhitenedCNN(nn.Module):
         return sum(terms[1:], terms[0])
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Compute the logits of the images as they are."""
+        """Compute the logits of a single view."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        # In full precision, since close logits would often be equal in bf16.
+        # In full precision, because close logits would often be equal in bf16.
         with torch.autocast(inputs.device.type, enabled=False):
             outputs: Tensor = self.head(features.to(self.head.weight.dtype))
             return outputs * LOGIT_SCALE
 
     @torch.no_grad()
     def whiten(self, batches: Iterable[Tensor], eps: float = 5e-4) -> None:
-        """Set the first layer's filters so that its outputs on these batches of images are
-        uncorrelated.
+        """Set the first layer's filters to make its outputs on these images uncorrelated.
 
         The filters are the eigenvectors of the second moments of the 2x2 patches, each divided by
-        the root of (its eigenvalue + `eps`), and their negatives (section 3.2). Processes that
-        train together add up their moments.
+        the square root of (its eigenvalue + `eps`), and their negatives (section 3.2). The moments
+        are summed over all processes.
         """
         weight = self.first.weight
         moments = torch.zeros(())
@@ -104,16 +103,14 @@ class WhitenedCNN(nn.Module):
 
 
 def convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Make a 3x3 convolution that starts as the identity, as far as it has outputs (section
-    3.3).
-    """
+    """Make a 3x3 convolution whose first outputs start as a copy of the inputs (section 3.3)."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.data[:inputs])
     return layer
 
 
 def offset_norm(channels: int) -> nn.BatchNorm2d:
-    """Make a BatchNorm that learns an offset and no scale."""
+    """Make a BatchNorm that learns an offset but no scale."""
     norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=NORM_MOMENTUM)
     norm.weight.requires_grad_(False)
     return norm
@@ -123,8 +120,8 @@ class Whiten(Callback):
     """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze
     its filters.
 
-    Its bias is trained for `bias_epochs` epochs and then frozen too, so that backward stops behind
-    that layer (Jordan 2024, arXiv 2404.00498, section 3.2).
+    Its bias is trained for `bias_epochs` epochs and then frozen too, so that the backward pass can
+    skip the layer (Jordan 2024, arXiv 2404.00498, section 3.2).
     """
 
     def __init__(self, images: int = 5000, bias_epochs: float = 3) -> None:

@@ -227,9 +227,9 @@ def test_masks_move_with_their_images():
 @pytest.mark.parametrize(
     ("spec", "in_shape", "target_shape", "words"),
     [
-        (["mixup"], (3, 8, 8), (8, 8), "mixup do not fit inputs of the shape"),
-        (["cutmix"], (3, 8, 8), (8, 8), "cutmix do not fit inputs of the shape"),
-        (["flip"], (3, 8, 8), (4, 4), r"shape \(3, 8, 8\) with targets of the shape \(4, 4\)"),
+        (["mixup"], (3, 8, 8), (8, 8), "mixup cannot be applied to inputs of shape"),
+        (["cutmix"], (3, 8, 8), (8, 8), "cutmix cannot be applied to inputs of shape"),
+        (["flip"], (3, 8, 8), (4, 4), r"shape \(3, 8, 8\) with targets of shape \(4, 4\)"),
     ],
 )
 def test_what_masks_cannot_do_is_refused(spec, in_shape, target_shape, words):
@@ -318,11 +318,11 @@ def test_workers_transform_as_this_process_does():
         (
             "FiveCrop",
             {"size": 8},
-            r"FiveCrop has to return one torch.uint8 image of the shape \(3, ",
+            r"FiveCrop must return one torch.uint8 image of shape \(3, ",
         ),
-        ("RandomCrop", {"size": 8}, "RandomCrop has to return one torch.uint8 image of"),
+        ("RandomCrop", {"size": 8}, "RandomCrop must return one torch.uint8 image of"),
         ("RandomCrop", {"size": 80}, "larger than input image size"),
-        ("ConvertImageDtype", {}, r"has to return one torch.uint8 image of .*\nLeave out ToDtype"),
+        ("ConvertImageDtype", {}, r"must return one torch.uint8 image of .*\nLeave out ToDtype"),
     ],
 )
 def test_transforms_that_do_not_fit_are_refused(name, arguments, words):
@@ -338,5 +338,5 @@ def test_transforms_are_for_images_that_are_streamed():
     flip = transforms.v2.RandomHorizontalFlip()
     with pytest.raises(UserError, match="resident=true: RandomHorizontalFlip"):
         make_loaders(photographs(), batch_size=8, augment=[flip], resident=True)
-    with pytest.raises(UserError, match="is for images"):
+    with pytest.raises(UserError, match="needs images"):
         Augment([flip]).per_sample((10,), 0)

@@ -125,7 +125,7 @@ def garbage(handler):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"x" * 999 + b"y", "got 1,000 bytes that do not match the known 1,000"),
+        (b"x" * 999 + b"y", "got 1,000 bytes with the wrong SHA-256; expected 1,000 bytes"),
         (b"x" * 999, "got 999 bytes"),
         (b"x" * 10**6, "got 1,001 bytes"),
         (None, "Not Found"),

@@ -294,7 +294,7 @@ def test_names_that_are_no_text(name, place, capfd):
     for file in (folder / name).iterdir():
         file.write_bytes(b"broken")
     refused(
-        "dataset.on_bad_sample=skip: no image of a part or a class can be read",
+        "dataset.on_bad_sample=skip: a part or a class has no readable images",
         lambda: load(on_bad_sample="skip"),
     )
     for file in (folder / name).iterdir():

@@ -231,9 +231,9 @@ def test_image_folder_mistakes(tmp_path):
         assert str(caught.value).count("\n") <= 2
 
     refused("there is no folder", tmp_path / "nowhere")
-    refused("at least 2 class folders are needed, but it has 0", tmp_path)
+    refused("at least 2 class folders are needed, but there are 0", tmp_path)
     write_images(tmp_path / "one", {"a": 1})
-    refused("at least 2 class folders are needed, but it has 1", tmp_path / "one")
+    refused("at least 2 class folders are needed, but there are 1", tmp_path / "one")
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
@@ -326,7 +326,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
     with pytest.raises(
-        UserError, match=r"skip: no image of a part or a class can be read \(.*a/0.png, .*b/0.png\)"
+        UserError, match=r"skip: a part or a class has no readable images \(.*a/0.png, .*b/0.png\)"
     ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
@@ -334,7 +334,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
     for file in (tmp_path / "train" / "b").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="skip: no image of a part or a class can be read"):
+    with pytest.raises(UserError, match="skip: a part or a class has no readable images"):
         load()
     with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: not a valid choice"):
         load(on_bad_sample="ignore")

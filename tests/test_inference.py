@@ -970,7 +970,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
         (
             "run=digits",
             "dataset=synthetic",
-        ): "inputs of the shape [20], but the run was trained on [1, 8, 8]",
+        ): "inputs of shape [20], but the run was trained on [1, 8, 8]",
         (
             "run=prices",
             "dataset=digits",

@@ -375,12 +375,12 @@ class Own:
         (
             lambda indices: (torch.zeros(len(indices), 1, 9, 8), torch.zeros(1)),
             UserError,
-            r"a pair of tensors, inputs of the shape \(1, 3, 9, 8\)",
+            r"a pair of tensors: inputs of shape \(1, 3, 9, 8\)",
         ),
         (
             lambda indices: (torch.zeros(len(indices), 3, 9, 9), torch.zeros(1)),
             UserError,
-            r"of the shape \(1, 3, 9, 8\)",
+            r"of shape \(1, 3, 9, 8\)",
         ),
         (
             lambda indices: (torch.zeros(3, 9, 8), torch.tensor([1])),

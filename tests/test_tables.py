@@ -591,7 +591,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(rows()),
             {"target": "city", "kind": "regression"},
-            "100 of 100 values cannot be read as a number, the first 'a' in line 2.\n.*dataset.kind=classification",
+            "100 of 100 values cannot be read as a number; the first is 'a' in line 2.\n.*dataset.kind=classification",
         ),
         (HEADER, {}, "0 samples cannot be split"),
         ("", {}, r"cannot be read as a table \(Empty CSV file\)"),
@@ -671,17 +671,17 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         (
             "price",
             [7],
-            r"dataset.target=price: 1 of 400 values cannot be read as a number, the first {} in line 9\.\n.*=classification\.$",
+            r"dataset.target=price: 1 of 400 values cannot be read as a number; the first is {} in line 9\.\n.*=classification\.$",
         ),
         (
             "price",
             [7, 3],
-            "dataset.target=price: 2 of 400 values cannot be read as a number, the first {} in line 5",
+            "dataset.target=price: 2 of 400 values cannot be read as a number; the first is {} in line 5",
         ),
         (
             "rooms",
             [7],
-            r"Column 'rooms': 1 of 400 values cannot be read as a number, the first {} in line 9.\n.*categorical=.rooms",
+            r"Column 'rooms': 1 of 400 values cannot be read as a number; the first is {} in line 9.\n.*categorical=.rooms",
         ),
     ):
         text = list(lines)
@@ -735,7 +735,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"2024-01-{1 + i % 30:02}",
             "regression",
-            "40 of 40 values cannot be read as a number, the first '2024-01-01' in line 2",
+            "40 of 40 values cannot be read as a number; the first is '2024-01-01' in line 2",
         ),
         (
             lambda i: i / 2,
@@ -858,7 +858,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
     ):
         assert set(part.lines.tolist()) == set(expected)
     one_day = frame.assign(day="2020-01-01").to_csv(index=False)
-    with pytest.raises(UserError, match="200 samples cannot be split by the fractions"):
+    with pytest.raises(UserError, match="200 samples cannot be split with fractions"):
         table(one_day, target="y", split_time="day")
 
 
@@ -869,7 +869,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"split_group": "citi", "split_time": "age"}, "dataset.split_group=citi: .* 'city'"),
         ({"split_time": "city"}, "dataset.split_time=city: .*dates such as 2024-01-31"),
         ({"split_time": "age", "folds": 3}, "split_time: leave out dataset.folds"),
-        ({"folds": 1}, "dataset.folds=1: .* Choose 2"),
+        ({"folds": 1}, "dataset.folds=1: .* Choose between 2"),
         ({"folds": 3, "fold": 3}, "dataset.fold=3: give a whole number at least 0 and at most 2"),
         ({"fold": 1}, "dataset.fold=1: give a whole number at least 0 and at most 0"),
         ({"folds": 200}, "dataset.folds=200: there are 80 samples"),

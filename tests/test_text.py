@@ -137,24 +137,29 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         ({"path": 2024}, "dataset.path=2024: No such file"),
         ({"path": str(binary), "tokens": "uint16"}, "does not contain uint16"),
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
-        ({"path": str(other), "length": 16, "trained": about}, "the run's text has no 'ß'"),
+        (
+            {"path": str(other), "length": 16, "trained": about},
+            "the run's text does not contain 'ß'",
+        ),
         ({"path": str(file), "tokens": "bytes", "trained": about}, "trained on characters"),
     ]
     for options, message in cases:
         with pytest.raises(UserError) as caught:
             texts.text(**options)
         assert message in str(caught.value)
-    with pytest.raises(UserError, match=r"from -1 to 3, but token ids go from 0 to 16,777,215\."):
+    with pytest.raises(
+        UserError, match=r"from -1 to 3, but token ids must be from 0 to 16,777,215\."
+    ):
         texts.text(str(ids))
     ids.with_suffix(".bin").write_bytes(b"\xff\xff\xff\xff")
     with pytest.raises(UserError, match="Check dataset.tokens=uint32"):
         texts.text(str(ids.with_suffix(".bin")), tokens="uint32")
-    with pytest.raises(UserError, match="prompt: the run's text has no 'q'"):
+    with pytest.raises(UserError, match="prompt: the run's text does not contain 'q'"):
         texts.encode("the q", about)
     for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
         assert not is_description(about | {key: value})
     many = about | {"classes": [chr(0x4E00 + place) for place in range(3000)]}
-    with pytest.raises(UserError, match=r"has no 'q'\.\nIt has (., ){200}\.\.\.\.$"):
+    with pytest.raises(UserError, match=r"does not contain 'q'\.\nIt contains (., ){200}\.\.\.\.$"):
         texts.encode("q", many)
 
 

@@ -1,14 +1,14 @@
-"""The core: one Trainer, and the callbacks, metrics, schedules and checkpoints beside it."""
+"""The core: the Trainer, with its callbacks, metrics, schedules and checkpoints."""
 
-if __name__ == "trainer":  # a clone imports it as `trainer`, the folder's name
+if __name__ == "trainer":  # a clone imports this package by its folder name
     from stoker.clone import alias
 
     alias(__name__)
 
 
 def __getattr__(name: str) -> object:
-    # `from stoker.trainer import errors` stays free of torch: a mistake on the command line is
-    # reported before torch is imported.
+    # `from stoker.trainer import errors` must not import torch, so that a mistake on the command
+    # line is reported right away.
     if name == "Trainer":
         from stoker.trainer.trainer import Trainer
 

@@ -20,8 +20,8 @@ Tensors = dict[str, torch.Tensor]
 class ShadowWeights(Callback):
     """A callback that keeps a second set of the weights and of BatchNorm's statistics.
 
-    Subclasses define `update`, which brings the set up to the trainer's step. It is called at the
-    end of each step, and before the step's evaluation.
+    Subclasses define `update`, which brings the set up to date with the trainer's step. It is
+    called at the end of each step, and before an evaluation at that step.
     """
 
     key: str  # the set's key in a checkpoint
@@ -56,7 +56,7 @@ class ShadowWeights(Callback):
         self.update(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        # The device of a failed fit may not work any more; the module is None if it was closed.
+        # After a failed fit, the device may no longer work. A closed Trainer has no module.
         if not trainer.failed and trainer.module is not None:
             self.module = weakref.ref(trainer.module)
             self.sum = checksum(trainer.module)
@@ -81,15 +81,15 @@ class ShadowWeights(Callback):
         )
 
     def update(self, trainer: "Trainer") -> None:
-        """Bring the set up to `trainer.step`, once per step."""
+        """Bring the set up to date with `trainer.step`, once per step."""
         raise NotImplementedError
 
     @torch.no_grad()
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
         """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
 
-        A frozen weight is its own average, even if it is trained again later. It is copied at every
-        step, since any code may set it.
+        The average of a frozen weight is the weight itself, even if it is trained again later. It
+        is copied at every step, because other code may change it.
         """
         assert self.shadow is not None
         trained = floating_state(trainer.module)
@@ -123,7 +123,7 @@ class ShadowWeights(Callback):
 
 
 class Lookahead(ShadowWeights):
-    """Every `every` steps, move slow weights towards the trained ones and continue from them.
+    """Every `every` steps, move slow weights toward the trained ones and continue from them.
 
     slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; this also happens at the
     last step. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
@@ -140,7 +140,7 @@ class Lookahead(ShadowWeights):
         self.power: float = check_number("callbacks.lookahead.power", power, least=0)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Raise UserError if an EMA comes first: it would hand over averages, not weights."""
+        """Raise UserError if an EMA comes first: its averages would be taken for weights."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError(
@@ -198,7 +198,7 @@ class EMA(ShadowWeights):
         return super().state_form(trainer)
 
     def check_weights(self) -> None:
-        """Raise UserError unless the model holds the trained weights now."""
+        """Raise UserError unless the model currently holds the trained weights."""
         if self.raw is not None:
             raise UserError(
                 "EMA: during an evaluation the model holds the averages, not the trained weights. "
@@ -226,7 +226,7 @@ def floating_state(module: torch.nn.Module) -> Tensors:
 def copy_into(tensors: Tensors, values: Tensors) -> None:
     """Copy the values into the tensors of the same names.
 
-    In place: sharded modules ignore tensors that are swapped by `.data`.
+    They are copied in place, because sharded modules ignore tensors swapped through `.data`.
     """
     for name, tensor in tensors.items():
         tensor.copy_(parallel.like(values[name], tensor))

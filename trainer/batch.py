@@ -1,4 +1,4 @@
-"""Walk through batches (any nesting of tensors and other objects), measure and split them."""
+"""Traverse, measure and split batches, which are any nesting of tensors and other objects."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 HOW = (
-    "Override Trainer.sample_dim, which says along which dimension to split each value; "
+    "Override Trainer.sample_dim, which returns the dimension to split each value along; "
     "docs/own.md shows how."
 )
 
@@ -40,14 +40,14 @@ def walk(
     """Return the same structure with `function(name, leaf)` in place of each leaf.
 
     A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
-    lists, tuples, named tuples and dataclasses are walked through, except for a list or tuple
+    lists, tuples, named tuples and dataclasses are traversed, except for a list or tuple
     inside the batch for which `is_leaf(name, value)` is true. Anything else is unchanged. Names
-    read like the code that reaches the leaf: `batch[0]['mask']`.
+    are the expressions that access the leaf: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)
     if isinstance(batch, Mapping):
-        walked: Any = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
+        walked: Any = copy.copy(batch)  # keeps the type, such as OrderedDict
         for key, value in batch.items():
             walked[key] = walk(function, value, f"{name}[{key!r}]", is_leaf)
         return walked
@@ -67,7 +67,8 @@ def walk(
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
             value = walk(function, value, f"{name}.{field.name}", is_leaf)
-            # dataclasses.replace would run __init__ again. This also works on a frozen dataclass.
+            # Unlike dataclasses.replace, this does not run __init__ again. It also works for frozen
+            # dataclasses.
             object.__setattr__(walked, field.name, value)
         return walked
     return batch
@@ -86,9 +87,9 @@ def is_list(value: Any) -> bool:
 
 
 def usual_dim(name: str, value: Any) -> SampleDim:
-    """Return a value's sample dimension: the first one for a tensor, the items for a list.
+    """Return a value's sample dimension: 0 for a tensor or a list of plain values.
 
-    It is "auto" for a list of anything else: see `reading`.
+    It is "auto" for a list of other objects: see `reading`.
     """
     if is_list(value):
         if not value:
@@ -102,8 +103,8 @@ def usual_dim(name: str, value: Any) -> SampleDim:
 def lengths(batch: Any, sample_dim: SampleDimOf, auto: int | None) -> dict[str, int | None]:
     """Return {name: number of samples} for everything in a batch that has samples.
 
-    None stands for an object that is not a tensor, whose samples cannot be counted. `auto` is what
-    "auto" stands for: 0 counts the items of a list, None looks into it.
+    The number is None for an object that is not a tensor, whose samples cannot be counted. `auto`
+    is the meaning of "auto": 0 counts the items of a list, None looks inside it.
     """
     counted: dict[str, int | None] = {}
 
@@ -129,10 +130,10 @@ def by_item(sample_dim: SampleDimOf, auto: int | None) -> Callable[[str, Any], b
 
 
 def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], int | None, bool]:
-    """Return ({name: number of samples}, what "auto" stands for, whether only this reading fits).
+    """Return ({name: number of samples}, the meaning of "auto", whether it is unambiguous).
 
-    If the tensors in a list are as long as everything else in the batch, as stacked inputs are,
-    each is split by rows. Otherwise each item is a sample, as with images of several sizes.
+    If the tensors in a list have the same length as everything else in the batch, like stacked
+    inputs, each is split by rows. Otherwise each item is a sample, like images of different sizes.
     """
     stacked = lengths(batch, sample_dim, auto=None)
     items = lengths(batch, sample_dim, auto=0)
@@ -145,10 +146,10 @@ def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None],
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
     """Return the number of samples; 1 if nothing in the batch has samples.
-    If the lengths in a batch differ, the last one counts; it is usually that of the targets.
+    If the lengths in a batch differ, the last one is used, usually that of the targets.
     """
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
-        # The usual (inputs, targets), without a walk.
+        # Fast path for (inputs, targets).
         inputs, targets = batch
         are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         if are_tensors and inputs.shape[:1] == targets.shape[:1] and inputs.ndim:
@@ -161,19 +162,19 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
 
 
 def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, int | None]:
-    """Return (the number of samples, what "auto" stands for) for a batch to be split.
+    """Return (the number of samples, the meaning of "auto") for a batch to be split.
 
     The number is None if nothing in the batch has samples.
 
     Raises:
-        UserError: The lengths in the batch differ, or are unknown, or it could be split in two
-            ways.
+        UserError: The lengths in the batch differ or are unknown, or there are two ways to split
+            it.
     """
     counted, auto, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if not is_clear or None in numbers:
         shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
-        raise UserError(f"{use}: it is unclear which samples a batch has: {shown}.\n{HOW}")
+        raise UserError(f"{use}: it is unclear how to split a batch: {shown}.\n{HOW}")
     return next(iter(numbers), None), auto
 
 
@@ -181,7 +182,7 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
     """Split a batch into at most `parts` micro-batches of equal size, as `select` does.
 
     Raises:
-        UserError: It is not known how to cut it.
+        UserError: It is unclear how to split the batch.
     """
     if parts == 1:
         return [batch]

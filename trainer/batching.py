@@ -24,19 +24,19 @@ class Batching:
     # For this step's batch, in this process:
     step_samples: int = 0
     step_weight: float | torch.Tensor = 0
-    # Whether a training batch weighs its number of samples, which costs nothing to compute.
+    # Whether a training batch's weight is its number of samples, which costs nothing to compute.
     weighs_samples: bool = False
-    # Whether a whole batch may weigh 0, because of class weights or your own loss_weight.
+    # Whether a whole batch may have weight 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
     # With several processes: the largest and smallest number of samples that any of them gets from
-    # the batch, and the factor by which your own train_step multiplies its losses.
+    # the batch, and the factor for the losses of your own train_step.
     sample_bounds: tuple[int, int] | None = None
     process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
         """Return the dimension of a value that counts samples, or None if it has no samples.
 
-        It decides how batches are split into micro-batches and among processes, and how many
+        It determines how batches are split into micro-batches and among processes, and how many
         samples they have. Override it if that is not the first dimension::
 
             def sample_dim(self, name, value):
@@ -44,9 +44,9 @@ class Batching:
                     return 1
                 return super().sample_dim(name, value)
 
-        Names read like the code that reaches the value: `batch[0]`, `batch['x']`. For a list inside
-        the batch, 0 means one item per sample, None looks into it, and "auto" picks what fits the
-        rest of the batch. Values without samples go to each part unchanged.
+        Names are the expressions that access the value: `batch[0]`, `batch['x']`. For a list inside
+        the batch, 0 means one item per sample, None looks inside the list, and "auto" picks what
+        fits the rest of the batch. Values without samples are passed to each part unchanged.
         """
         return batches.usual_dim(name, value)
 
@@ -54,7 +54,7 @@ class Batching:
         """Return what `compute_loss` divides by: the weight of the batch's mean loss.
 
         Micro-batches, processes, evaluations and logged losses are averaged with these weights. For
-        torch's losses of (outputs, targets) the weight is what they divide by; for any other loss
+        torch's losses of (outputs, targets), the weight is what they divide by; for any other loss,
         it is the number of samples. Override it for your own loss; a tensor stays on the device.
         """
         if self.divisor is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:

@@ -17,9 +17,9 @@ class Callback:
     A callback with state that must survive a restart returns it from `state_dict` (tensors and
     plain values) and takes it back in `load_state_dict`.
 
-    If several processes train together, each has its own callbacks and calls them at the same
-    steps: a callback that stops training has to do so on all of them. With `first_rank_only`,
-    only rank 0 runs the callback, for example to print or to write files.
+    In distributed training, each process has its own callbacks and calls them at the same steps. A
+    callback that stops training must do so on all processes. With `first_rank_only`, only rank 0
+    runs the callback, for example to print or to write files.
     """
 
     first_rank_only: bool = False
@@ -31,10 +31,10 @@ class Callback:
         """Called after each step, including any evaluation or end of epoch at this step."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        """Called after each pass over the training set, but not if the run stops during it."""
+        """Called after each pass over the training set, but not if the run stops before its end."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """Called before an evaluation or a prediction, unless it is nested in another one."""
+        """Called before an evaluation or a prediction, unless it is part of another one."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
         """Called after an evaluation or a prediction, even if it failed."""
@@ -55,6 +55,6 @@ class Callback:
     def state_form(self, trainer: "Trainer") -> Any:
         """Return the form of the states that can be loaded, as in `trainer/state.py`.
 
-        Called before `load_state_dict`; a state of another form is refused.
+        Called before `load_state_dict`; a state that does not match is refused.
         """
         return ANYTHING

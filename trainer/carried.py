@@ -19,9 +19,9 @@ class Carried:
                 outputs, self.hidden = self.model(inputs, self.hidden)
                 return self.loss(outputs, targets), outputs
 
-    It is None when a fit begins. What you assign, a tensor or any nesting of tensors, is detached,
-    so that the backward pass ends at the batch. An evaluation or a prediction also begins with
-    None, and does not change the training's value. To reset it after an epoch, assign None in
+    It is None when a fit starts. Assign a tensor or any nesting of tensors; they are detached, so
+    that the backward pass stays within the batch. An evaluation or a prediction also starts with
+    None, and does not change the value in training. To reset it after an epoch, assign None in
     `on_epoch_end`.
     """
 

@@ -28,8 +28,8 @@ Tensors = dict[str, torch.Tensor]
 FORMAT = "stoker-1"
 # Marks JSON objects that stand for types JSON does not have: tensors, tuples, other dicts.
 MARK = "$"
-# Limits that apply before any tensor is read. Limiting the bytes is not enough: one byte of JSON
-# can become an object of a hundred bytes.
+# Limits that apply before any tensor is read. A limit on bytes is not enough: one byte of JSON can
+# become an object of a hundred bytes.
 MAX_HEADER = 64 * 2**20
 MAX_VALUES = 2**20
 
@@ -39,12 +39,12 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path: str | Path, state: State) -> None:
-    """Write `state` so that `path` holds all of it or does not exist.
+    """Write `state` to `path` atomically.
 
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
 
     Raises:
-        UserError: It holds something else.
+        UserError: It contains something else.
         TrainingError: The file cannot be written, or the state has too many values to be read back.
     """
     path = Path(path)
@@ -93,11 +93,11 @@ def load(path: str | Path) -> Any:
             f"{path} is damaged, or not a {FORMAT} checkpoint: its contents do not match its "
             "SHA-256."
         )
-    # Clones: otherwise the file stays mapped and Windows cannot remove it. Not before the digest:
-    # cloning repairs a bool that is neither 0 nor 1.
+    # Without clones, the file stays mapped and Windows cannot remove it. Clone after the digest is
+    # checked, because cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    try:  # the digest shows that nothing has changed, not who wrote it
-        # Counted again: in the header, commas may have been written as \\u002c.
+    try:  # the digest proves that nothing has changed, but not who wrote the file
+        # Counted again, because the header may contain commas escaped as \\u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
@@ -140,10 +140,10 @@ def values_in(header: bytes) -> int:
 
 
 def copy(state: Any, everywhere: bool = False) -> Any:
-    """Return a copy of the state with contiguous tensors on the CPU, so that training may continue.
+    """Return a copy of the state with contiguous tensors on the CPU, so that training can continue.
 
-    Sharded tensors are gathered, so all processes have to call this; rank 0 gets them,
-    or all do (`everywhere`). A GPU copies all of them at once; this waits for it at the end.
+    Sharded tensors are gathered, so all processes must call this. Only rank 0 gets the copy unless
+    `everywhere` is True. Copies from a GPU are asynchronous; this waits for them at the end.
     """
     sources: set[torch.device] = set()
     copied = begin_copy(state, everywhere, sources)
@@ -153,7 +153,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
 
 
 def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
-    """Return what `copy` does; add to `sources`, which must be ready before it is read."""
+    """Start a `copy`; add to `sources` the devices to synchronize before you read it."""
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)
         if not launch.is_first() and not everywhere:
@@ -170,9 +170,9 @@ def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
 
 @torch.no_grad()
 def first_nonfinite(module: torch.nn.Module) -> str | None:
-    """Return the name of the first parameter with a value that is not finite, or None.
+    """Return the name of the first parameter with a non-finite value, or None.
 
-    Asks the device once.
+    Waits for the device once.
     """
     weights = {}
     for name, weight in module.named_parameters():
@@ -191,7 +191,7 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
 def pack(value: Any, tensors: Tensors, name: str) -> Any:
     """Return the JSON form of a value; put its tensors into `tensors`, named by their positions.
 
-    JSON would change tuples and keys that are not strings: they are marked.
+    Tuples and dicts with keys that are not strings are marked, because JSON would change them.
     """
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
@@ -235,10 +235,11 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 
 def restore(part: Any, state: Any) -> None:
-    """Call `part.load_state_dict(state)`, adapted to how the optimizer works on this device.
+    """Call `part.load_state_dict(state)`, with the state adapted to the optimizer on this device.
 
-    A file holds contiguous tensors. A fused optimizer walks through the memory of a channels_last
-    weight and of its moments in parallel: moments of another layout would belong to other weights.
+    A file holds contiguous tensors. A fused optimizer steps through the memory of a channels_last
+    weight and its moments in parallel, so moments in another layout would be applied to the wrong
+    weights.
     """
     if isinstance(part, torch.nn.Module):
         current = part.state_dict()
@@ -268,7 +269,7 @@ def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
 
 
 def own_storage(tensors: Tensors) -> Tensors:
-    """Return the tensors on the CPU, contiguous, none sharing memory: safetensors refuses that."""
+    """Return contiguous CPU tensors that share no memory, which safetensors does not allow."""
     storages: set[int] = set()
     separate: Tensors = {}
     for name, tensor in tensors.items():
@@ -345,7 +346,7 @@ def loaded(
 
 
 def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-    """Return on all processes what `find` returns on rank 0: (path, state, ...) or None.
+    """Return the result of `find` on rank 0 on all processes: (path, state, ...) or None.
 
     Each process reads the file; `name` identifies the exchange.
     """
@@ -361,7 +362,7 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     """Return a Trainer's whole state, checking that it is from `step` if that is known.
 
     Raises:
-        DamagedCheckpoint: The file holds something else.
+        DamagedCheckpoint: The file contains something else.
     """
     state: State = load(path)
     is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)

@@ -45,7 +45,7 @@ class Combined(torch.optim.Optimizer):
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return `step` without torch's wrappers: this object has its own."""
+    """Return `step` without torch's wrappers, because Combined.step has its own."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return optimizer.step
@@ -70,14 +70,14 @@ def muon(
     """Train hidden matrices with Muon, and embeddings, the last matrix and the rest with AdamW.
 
     Jordan 2024, kellerjordan.github.io/posts/muon; scaled as in Liu 2025, arXiv 2502.16982, section
-    2.2, so that AdamW's rate and decay fit both.
+    2.2, so that AdamW's learning rate and weight decay work for both.
 
     Args:
         params: Parameter groups.
-        lr: The rate of both.
+        lr: The learning rate of both.
         weight_decay: Decoupled weight decay of both.
-        momentum: Muon's momentum: share of the last update in the next one.
-        betas: How long AdamW remembers the gradient and its square.
+        momentum: Muon's momentum.
+        betas: AdamW's decay rates for the averages of the gradient and its square.
         fused: As for torch.optim.AdamW.
         foreach: As for torch.optim.AdamW.
         module: The model, used to find embeddings and the last matrix.
@@ -92,8 +92,8 @@ def muon(
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
                 widths.add(child.embedding_dim)
-        # The last matrix makes the outputs, unless it is as wide as an embedding: then the model
-        # multiplies by the embedding, as in GPT-2.
+        # The last matrix computes the outputs, unless it has as many rows as an embedding is wide:
+        # such a model multiplies by the embedding instead, as in GPT-2.
         others.update(matrix for matrix in matrices[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []

@@ -14,14 +14,14 @@ UNIFIED = ("cpu", "mps", "meta")  # devices that share the host's memory: pinnin
 def move(batch: Any, device: torch.device) -> Any:
     """Return the batch on the device: any nesting of tensors and of objects with `.to`.
 
-    Tensors on the host are pinned and copied while the device works, without waiting for it.
+    Host tensors are pinned and copied while the device works, without waiting for it.
     """
     if isinstance(batch, (list, tuple)):
         for tensor in batch:
             if not (isinstance(tensor, torch.Tensor) and tensor.device == device):
                 break
         else:
-            return batch  # already moved by our loaders
+            return batch  # already on the device
 
     def to(_: str, leaf: Any) -> Any:
         is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
@@ -33,7 +33,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a pinned tensor to the device while it works on earlier steps.
+    """Copy a pinned tensor to the device while the device works on earlier steps.
 
     In the compute stream, the copy would wait for those steps.
     """

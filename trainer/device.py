@@ -15,11 +15,11 @@ import torch
 from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line
 
-# torch's message if a tensor has another memory format.
+# torch's message for .view() on a tensor in another memory format.
 NO_VIEW = "view size is not compatible"
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-# Errors of a device or of torch itself, which no batch causes.
+# Errors of a device or of torch itself, which are not caused by a batch.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports: its kernels need CUDA
 
@@ -64,10 +64,10 @@ def choose(name: object = "auto") -> torch.device:
     count = torch.accelerator.device_count()
     if index >= count or (number and processes > 1):
         raise UserError(
-            f"device={name}: each of the {processes} processes here needs its own GPU, of {count}. "
-            f"Type device={kind}, and start {count} processes at most."
+            f"device={name}: each of the {processes} processes here needs its own GPU, but "
+            f"there are only {count}. Type device={kind}, and start at most {count} processes."
         )
-    # This comes before anything else uses a GPU, or else device 0 would get a context.
+    # Must run before anything else uses a GPU, or else a context is created on device 0.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 
@@ -84,7 +84,7 @@ def no_cuda() -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Make this the current device: another Trainer may have chosen a different one."""
+    """Make this the current device, because another Trainer may have chosen a different one."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -135,10 +135,10 @@ def wide_type(kind: str) -> torch.dtype:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Return whether there are fused optimizers for the device."""
-    if device.type == "meta":  # its kernels only compute shapes
+    """Return whether fused optimizers support the device."""
+    if device.type == "meta":  # meta kernels only compute shapes
         return False
-    # private: torch._C._dispatch_*, no public name says whose kernel would run, torch 2.15
+    # private: torch._C._dispatch_*, no public API tells which kernel would run, torch 2.15
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 
@@ -154,7 +154,7 @@ def autocast(
     """Return a reusable context: autocast to `dtype`, or nothing for None.
 
     Raises:
-        UserError: The device does not autocast to it.
+        UserError: The device does not support autocast to this dtype.
     """
     if dtype is None:
         return contextlib.nullcontext()
@@ -171,16 +171,16 @@ def autocast(
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:
     """Turn on TF32 and cuDNN's kernel search, or allow only deterministic kernels."""
-    # The call imports torch's compiler, which takes a second
+    # Called only if it changes something: it imports torch's compiler, which takes a second.
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     if device.type != "cuda":
         return
-    # cuBLAS is deterministic only with a fixed workspace. It reads this once, at its first use, so
-    # set it even if only a later job in this process is deterministic.
+    # cuBLAS is deterministic only with a fixed workspace. It reads this variable once, at its first
+    # use, so always set it: a later job in this process may be deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
-    # Some releases deprecate these names. The newer names must not be mixed with them.
+    # Some releases deprecate these names, but they must not be mixed with the newer ones.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = not deterministic
@@ -259,7 +259,7 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
 @contextlib.contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
     """Raise RuntimeError in this context if Python would wait for the device, where supported."""
-    if device.type == "cpu":  # waits for nothing
+    if device.type == "cpu":  # the CPU never waits
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
