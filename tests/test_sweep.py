@@ -23,12 +23,13 @@ from urllib.parse import unquote_to_bytes
 import numpy
 import pytest
 import torch
-from forks import PROGRAM
+from forks import PROGRAM, TRAIN
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
 from stoker.command import exit_codes, shell
 from stoker.runs import json_files, lock, readable
+from stoker.runs.result import Best
 from stoker.runs.rows import read_rows
 from stoker.sweeps import jobs, page, progress, sweep, table
 from stoker.trainer.callbacks import Callback as TrainerCallback
@@ -54,6 +55,27 @@ FILES = {
     "model.md",
 }
 FILES |= {"evaluation.json", "provenance", "status.json"}
+
+
+# Two sweeps at once, in the same second.
+AT_ONCE = f"""
+import datetime, os, runpy, sys
+import hydra.core.utils
+
+class Clock(datetime.datetime):
+    @classmethod
+    def now(cls):
+        return cls(2026, 1, 2)
+
+hydra.core.utils.datetime = Clock
+child = os.fork()
+sys.argv = [{str(TRAIN)!r}, *sys.argv[1:], "seed=0,1" if child else "seed=2,3"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+"""
 
 
 class Returned(Callback):
@@ -173,7 +195,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     expected.sort(reverse=True)
     assert rows[:2] == [row for _, row in expected]
     assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
-    failed = "optimizer.lr=0.001 seed=0 model.dropout=2.0"
+    failed = "optimizer.lr=0.001 seed=0"
     reason = "model.dropout=2.0: give a number at least 0 and at most 0.95."
     assert rows[2][2] == f"{failed}: {reason}"
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
@@ -305,7 +327,7 @@ def test_the_result_of_a_job_is_written_once(swept):
     assert sorted(name for name in written if name.endswith("/result.json")) == sorted(
         f"{job}/result.json" for job in range(12)
     )
-    assert all("seconds" in job for job in swept.jobs if "best" in job)
+    assert all("git" in job for job in swept.jobs if "best" in job)
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
@@ -457,10 +479,10 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     )
     assert (
         not (tmp_path / "all" / "2").exists()
-        and "  seed=-1: seed=-1: give a whole number at least 0.\n" in done.out
+        and "  seed=-1: give a whole number at least 0.\n" in done.out
     )
     go_on = arguments_of(line_of(done.out, "go on"))
-    assert go_on == [*grid]
+    assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
     typo = forks.run(
         tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
     )
@@ -511,6 +533,15 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
         forks.run(tmp_path, *one, "eval_every=1,4", "log_every=3").code == 0
     )  # which all of them share
     assert identities(tmp_path / "all") == before
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
+    failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
+    assert failed.code == 2 and "go on" in failed.out
+    done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;"), done.err
+    assert "go on" not in done.out and "not started" not in done.out
 
 
 def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
@@ -711,6 +742,23 @@ def test_a_pruned_job_has_a_cross(tmp_path):
     assert ends.line(jobs.read_job(tmp_path / "3")).startswith(
         "4/6  pruned at evaluation 1  best 1.0000 (job 1)"
     )
+    ends.line(jobs.Job("4", [], best=Best("val/f1", "max", 1, 9.0)))
+    assert ends.best.name == "1"  # the numbers of two metrics are not compared
+
+
+def test_two_sweeps_of_the_same_second_have_two_folders(forks, tmp_path):
+    script = tmp_path / "both.py"
+    script.write_text(AT_ONCE)
+    done = forks.run(tmp_path, "-m", *JOB, script=script)
+    assert done.code == 0, done.err
+    second = "2026-01-02_00-00-00"
+    folders = sorted((tmp_path / "runs").glob("*-sweep*"))
+    assert [folder.name for folder in folders] == [f"{second}-sweep", f"{second}-sweep-2"]
+    seeds = []
+    for folder in folders:
+        with open(folder / "sweep.csv", newline="", encoding="utf-8") as file:
+            seeds.append({row["seed"] for row in csv.DictReader(file) if row["status"] == "done"})
+    assert sorted(map(sorted, seeds)) == [["0", "1"], ["2", "3"]]
 
 
 def test_a_job_is_pruned_by_its_search_and_not_by_the_words_of_a_callback(forks, tmp_path):

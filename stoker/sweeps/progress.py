@@ -56,11 +56,12 @@ class Ends:
     def add(self, job: Job) -> None:
         """Count a job that has ended, and keep it if it is the best so far."""
         self.names.add(job.name)
-        if job.status != "done" or job.best is None:
+        new = job.best
+        if job.status != "done" or new is None:
             return
         best = self.best.best if self.best else None
-        sign = 1 if job.best.mode == "min" else -1
-        if best is None or sign * job.best.value < sign * best.value:
+        sign = 1 if new.mode == "min" else -1
+        if best is None or (best.name == new.name and sign * new.value < sign * best.value):
             self.best = job
 
     def line(self, job: Job) -> str:

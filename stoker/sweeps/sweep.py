@@ -17,12 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from stoker.command import exit_codes, settings, subcommand
-from stoker.command.shell import command
+from stoker.command.shell import command, setting
 from stoker.runs import index
-from stoker.runs.directory import CONFIG, make, remove_untrained
+from stoker.runs.directory import CONFIG, make, make_new, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
@@ -47,8 +47,7 @@ class SweepCallback(Callback):
         if launch.world_size() > 1:
             raise UserError("-m: a sweep is one process. Type devices=N instead of torchrun.")
         settings.check("sweep.on_error", config.sweep.on_error)
-        folder = Path(config.hydra.sweep.dir)
-        make(folder, PLACE)
+        folder = folder_of(config)
         planned = jobs_of_grid(config)
         check_goes_on(folder, planned or [])
         sweeper = str(config.hydra.sweeper.get("_target_"))
@@ -93,6 +92,20 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
+
+
+def folder_of(config: DictConfig) -> Path:
+    """Create the folder of the sweep; if its name has the second, no other sweep gets it."""
+    folder = Path(config.hydra.sweep.dir)
+    node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if "%S}" not in node["dir"]:
+        make(folder, PLACE)
+        return folder
+    folder = make_new(folder, PLACE)
+    with read_write(config.hydra):
+        config.hydra.sweep.dir = str(folder)
+        config.hydra.overrides.hydra.append(setting(PLACE, folder))  # for the jobs
+    return folder
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
@@ -168,12 +181,14 @@ def best_command(sweep: Sweep) -> str | None:
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
     """Return the command that runs the remaining jobs; None without any, or while some run."""
-    is_over = not sweep.missing and not sweep.of("unfinished")
-    if sweep.of("failed") and not sweep.is_search:  # a search does not repeat failed trials
-        is_over = False
+    repeats = sweep.of("failed") and not sweep.is_search  # a search does not repeat failed trials
+    is_over = not (sweep.missing or sweep.of("unfinished") or repeats)
     if is_over or sweep.of("running"):
         return None
-    return jobs.command_to_continue(sweep.folder)
+    again = jobs.command_to_continue(sweep.folder)
+    if repeats:  # otherwise it would stop at the same job again
+        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
+    return again
 
 
 def draw_reports(sweep: Sweep) -> None:

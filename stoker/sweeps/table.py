@@ -42,6 +42,10 @@ class Sweep:
         self.folder = folder
         self.jobs = read_jobs(folder)
         self.is_search = record.searched is not None
+        if record.jobs is not None and not self.is_search:  # a larger grid may have been here
+            self.jobs = [
+                job for job in self.jobs if not job.name.isdecimal() or int(job.name) < record.jobs
+            ]
         self.missing = max(0, (record.jobs or 0) - len(self.jobs))  # jobs that have not begun
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
@@ -154,8 +158,9 @@ def lines(sweep: Sweep) -> list[str]:
         rows.append(row)
     for job in sweep.unfinished:
         reason, _, _ = job.note.partition("\n")
-        settings = " ".join(typed_for(job, sweep.keys, short))
-        rows.append([job.name, job.status, "", "", f"{settings}: {reason}"])
+        typed = typed_for(job, sweep.keys, short)
+        settings = " ".join(one for one in typed if not reason.startswith(f"{one}:"))
+        rows.append([job.name, job.status, "", "", ": ".join(filter(None, [settings, reason]))])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
         rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
