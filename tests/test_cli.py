@@ -683,7 +683,7 @@ def test_the_default_run_learns_the_digits(default):
     } <= result.keys()
     # The bytes of an image and its class, of all three parts, as in the line "data".
     assert result["memory_mib"]["data"] * 2**20 == (64 + 8) * (1259 + 179 + 359)
-    assert result["overrides"] == [] and "stopped" not in result and result["device"] == "cpu"
+    assert result["overrides"] == [] and result["stopped"] is None and result["device"] == "cpu"
     for text in (
         "10 classes",
         "MLP, 85,002 parameters",

@@ -786,13 +786,14 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     }
     chance = "no better than always predicting the most frequent class (50%)"
     usual = "(always predicting the most frequent class: 50%)"
-    good = even | {"confusion": [[9, 1], [1, 9]]}
+    luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
     half = "50% of 20 test samples right"
     numbers, then = (
         {"kind": "regression", "split": "test", "samples": 9},
         "after epoch 1 to 1.5000 after epoch 2.",
     )
     mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
+    worse = "The model is no better on 9 validation samples than always predicting their mean (r2 -0.2500)"
     price = "The model explains 50% of the variance of price in 9 test samples, where always predicting their mean"
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
@@ -815,6 +816,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             f"The model gets {half}, {chance}; val/loss was 2.0000 after epoch 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
+        ({}, [], luck, None, f"The model gets 60% of 20 test samples right, {chance}."),
         ({}, [], good, None, f"The model gets 90% of 20 test samples right {usual}."),
         (
             {"test/loss": 2.0, "test/acc": 0.5},
@@ -844,6 +846,13 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({"a": 1}, [], even, None, f"The model gets 50% of 20 test samples right, {chance}."),
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
         ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
+        (
+            {"val/r2": -0.5, "val/mae": 3.0, "steps": 2},
+            [],
+            numbers | {"split": "val"},
+            {"name": "val/r2", "mode": "max", "step": 1, "value": -0.25},
+            f"{worse}; val/r2 is -0.2500 at its best.",
+        ),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
         (
             {"test/r2": 0.5, "test/mae": 3.0},
@@ -1401,16 +1410,17 @@ def test_whatever_is_given_to_a_template_is_escaped(tmp_path):
 
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     generator = random.Random(0)
-    lines = ["area,zip,hour,people,kind,price"]
+    lines = ["area,zip,hour,people,built,kind,price"]
     areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
     for i, area in enumerate(areas):
         numbers = [generator.randrange(10**4, 10**5), i % 24, generator.randrange(10**5, 10**7)]
+        numbers.append(f"2019-06-{i % 30 + 1:02}" + " 12:35" * (i % 3 == 0))
         lines.append(",".join(map(str, [area, *numbers, generator.choice("abc"), i * 10 + 5])))
     pytest.importorskip("pyarrow")
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
     data = tables.csv(str(tmp_path / "a.csv"), "price", missing="mean")
     trainer = make_trainer(
-        torch.nn.Linear(7, 1), loss=torch.nn.MSELoss(), metrics=default_metrics("regression")
+        torch.nn.Linear(8, 1), loss=torch.nn.MSELoss(), metrics=default_metrics("regression")
     )
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)

@@ -177,7 +177,7 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
         assert done.code == 0 and path.name in done.err and f"step_{newest:08d}.ckpt" in done.err
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     # Not the best of other weights than those that are shared.
-    assert "best" not in result and result["steps"] == newest
+    assert result["best"] is None and result["steps"] == newest
     assert f"from step {newest}" in (tmp_path / "run" / "model.md").read_text()
     last = checkpoint.load(checkpoint.path_of(path.parent, newest))["model"]
     assert same(

@@ -102,7 +102,7 @@ def step_of(result: RunResult) -> int | None:
 
 def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
-    metrics = metrics_of(result)
+    metrics = result.best_metrics()
     texts = {
         split: numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
         for split in ("val", "test")
@@ -110,20 +110,9 @@ def results(result: RunResult) -> str:
     return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
 
 
-def metrics_of(result: RunResult) -> dict[str, Any]:
-    """Return the metrics of the shared weights."""
-    metrics = {name: value for name, value in result.numbers.items() if "/" in name}
-    best = result.best
-    if best is not None and best.step != result.steps:
-        # The last evaluation used different weights.
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
-        metrics[best.name] = best.value
-    return metrics
-
-
 def tested_part(result: RunResult) -> str | None:
     """Return the part of the data that the results come from; None without results."""
-    parts = {name.partition("/")[0] for name in metrics_of(result)}
+    parts = {name.partition("/")[0] for name in result.best_metrics()}
     return next((part for part in ("test", "val") if part in parts), None)
 
 

@@ -34,6 +34,7 @@ MOST_COLUMNS = 12  # columns shown of a table's row
 SIDE = 64  # pixels on a picture's longer side
 BINS = 200  # bins for a probability
 MOST_TOKENS = 200  # tokens shown of a sequence
+MINUTES = 24 * 60  # in a day, in which a table's dates count
 
 
 class Examination:
@@ -428,7 +429,10 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
         if categories is None:
             value = next(cells)
             is_missing = value == 0 and data.table.get("missing") == "mean"
-            known = as_written(value, column["mean"], column["std"])
+            known: Any = as_written(value, column["mean"], column["std"])
+            if column.get("date"):
+                moment = numpy.datetime64(round(known * MINUTES), "m")
+                known = str(moment).replace("T", " ").removesuffix(" 00:00")
             row[column["name"]] = "" if is_missing else known
         else:
             block = list(itertools.islice(cells, len(categories)))

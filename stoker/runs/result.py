@@ -34,6 +34,8 @@ STAGES = (
     "report",
     "other",
 )
+# Entries that every finished run has, null if unknown; the others are left out.
+ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
 @dataclasses.dataclass
@@ -101,7 +103,10 @@ class RunResult:
         """Write result.json, whole or not at all."""
         contents = dataclasses.asdict(self)
         contents |= contents.pop("numbers")
-        known = {name: value for name, value in contents.items() if value is not None}
+        always = ALWAYS if self.error is None else ()
+        known = {
+            name: value for name, value in contents.items() if value is not None or name in always
+        }
         json_files.write_json(Path(folder) / RESULT, known)
 
     @property
@@ -127,6 +132,15 @@ class RunResult:
         """Return the outcome of the run: the best value of the monitored metric, and the test."""
         best = {} if self.best is None else {f"best/{self.best.name}": self.best.value}
         return best | self.tests()
+
+    def best_metrics(self) -> dict[str, Any]:
+        """Return the metrics of the best weights, which the run shares."""
+        metrics = {name: value for name, value in self.numbers.items() if "/" in name}
+        if self.best is not None and self.best.step != self.steps:
+            # The last evaluation used different weights.
+            metrics = {key: value for key, value in metrics.items() if not key.startswith("val/")}
+            metrics[self.best.name] = self.best.value
+        return metrics
 
     def add_rows(self, path: Path) -> None:
         """Add the last value of each metric of a metrics.jsonl, and the speed of its training."""

@@ -108,14 +108,21 @@ def quality_verdict(run: Run) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known."""
-    if run.evaluation is None:
+    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known, and as "luck" the
+    accuracy that guessing may reach: two standard errors above chance.
+    """
+    seen = run.evaluation
+    if seen is None:
         return {}
-    start = f"{run.evaluation.split}/"
-    numbers = run.result.numbers.items()
+    start = f"{seen.split}/"
+    numbers = run.result.best_metrics().items()
     known = {name.removeprefix(start): value for name, value in numbers if is_number(value)}
-    if run.evaluation.confusion is not None:
-        # Of a validation split, the result has the numbers of the last weights, not of the best.
-        counts = numpy.array(run.evaluation.confusion, dtype=float)
-        known["acc"] = counts.trace() / max(1, counts.sum())
+    count: float = seen.samples
+    if seen.confusion is not None:  # the best metrics of a validation split may lack the accuracy
+        counts = numpy.array(seen.confusion, dtype=float)
+        count = counts.sum()
+        known["acc"] = counts.trace() / max(1, count)
+    if seen.chance is not None:
+        variance = seen.chance * (1 - seen.chance) / max(1, count)
+        known["luck"] = seen.chance + 2 * max(0, variance) ** 0.5
     return known
