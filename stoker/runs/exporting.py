@@ -23,7 +23,7 @@ from stoker.command import invocation
 from stoker.command.build import build
 from stoker.data.description import Description
 from stoker.runs import card, directory
-from stoker.runs.inference import Trained, check_output
+from stoker.runs.inference import Trained, check_output, constants
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
@@ -81,12 +81,17 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
 
 
 def generated(about: Description) -> Tensor:
-    """Generate inputs for a `Trained` model: pixels, or 0 and 1."""
-    is_table = about["table"] is not None
-    dtype = torch.float64 if is_table else getattr(torch, about["dtype"])
-    highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
+    """Generate inputs for a `Trained` model: pixels, or numbers around each column's mean."""
+    dtype = getattr(torch, about["dtype"])
     generator = torch.Generator().manual_seed(0)
     shape = (SAMPLES, *about["in_shape"])
+    if dtype.is_floating_point:
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if about["table"] is None:
+            return noise.to(dtype)
+        numbers = constants(about)
+        return noise * numbers["std"] + numbers["mean"]
+    highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
     return torch.randint(0, highest, shape, generator=generator).to(dtype)
 
 

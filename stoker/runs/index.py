@@ -181,6 +181,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         seconds = times.ended - times.resumed
     tests = list(run.result.tests().items())
     best = run.best
+    is_reproduced = "task=reproduce" in (run.overrides or [])
     return {
         "status": run.state,
         "seconds": seconds,
@@ -188,6 +189,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
+        "config": settings_of(run.config, None) if is_reproduced else {},  # beyond what was typed
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
@@ -197,11 +199,9 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 
 
 def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
-    """Return {key: value}: what was typed for a run, or all settings of a script or a reproduced
-    run, whose settings are not those that were typed.
-    """
+    """Return {key: value}: what was typed for a run, or all settings of a script."""
     pairs = {key: as_typed(value) for key, value in config.items()}
-    if typed is not None and "task=reproduce" not in typed:
+    if typed is not None:
         split = (override.lstrip("+").partition("=") for override in typed)
         pairs = {key: value for key, equals, value in split if equals}
     pairs.pop("run_dir", None)

@@ -202,7 +202,7 @@ function tabulate(chosen) {
   put(head, "th");
   for (const run of chosen) put(put(head, "th"), "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
   const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
-  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? "(default)";
+  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? run.config[key] ?? "(default)";
   for (const key in values) {
     const texts = chosen.map(values[key]);
     const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 is 0.002
