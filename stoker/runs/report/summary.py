@@ -108,8 +108,8 @@ def quality_verdict(run: Run) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known, and as "luck" the
-    accuracy that guessing may reach: two standard errors above chance.
+    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known, and "luck", the
+    accuracy that guessing can reach: two standard errors above chance.
     """
     seen = run.evaluation
     if seen is None:
