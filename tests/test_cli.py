@@ -404,7 +404,7 @@ LATE = [
     (
         "dataset=synthetic dataset.kind=regression",
         "error: loss=CrossEntropyLoss is for classification",
-        "Type loss=cross_entropy for classes, mse, l1 or huber for numbers",
+        "Type loss=cross_entropy for classes, loss=mse (or l1, huber) for numbers",
     ),
     (
         "model=cnn dataset=synthetic",

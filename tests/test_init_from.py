@@ -106,8 +106,8 @@ def test_files_that_fit_nothing_or_are_none_are_explained(trained, tmp_path):
         "text.txt": "not a readable checkpoint",
         "cut.ckpt": "not a readable checkpoint",
         "flipped.ckpt": "damaged",
-        "empty": "no checkpoint is there",
-        "missing": "no checkpoint is there",
+        "empty": "no checkpoint found",
+        "missing": "no checkpoint found",
         "count.safetensors": "none of its 1 tensors fits the model",
     }
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))

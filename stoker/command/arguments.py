@@ -101,7 +101,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra needs them.
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
-    The project adds its experiment, its `configs/` and where its runs go. A prompt is kept
+    The project adds its experiment, its `configs/` and its folder for runs. A prompt is kept
     character for character. Hydra's own spelling replaces null for a group. `stoker plan` is short
     for `stoker task=plan`, and so on for each task.
     """

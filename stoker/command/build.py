@@ -256,7 +256,7 @@ def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
 
 
 def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) -> None:
-    """Raise UserError unless a node's own keys have their types and the others are arguments."""
+    """Raise UserError unless Hydra's keys have the right types and all other keys are arguments."""
     target = node["_target_"]
     if not isinstance(node.get("_args_", []), list):
         raise UserError(f"{key}._args_={as_typed(node['_args_'])}: give a list.")
@@ -335,8 +335,8 @@ def check_size(
     """Raise UserError if a node's module is far too large, or does not fit the shapes of `weights`.
 
     An untrusted config may describe a module of any size. So it is first built on the meta device,
-    where a tensor takes no memory, and only up to a budget. A module that cannot be built there
-    passes. Without `weights` (a state dict), the budget is that of a loss or metric; one that the
+    where a tensor takes no memory, and only up to a budget. A module that cannot be built there is
+    accepted. Without `weights` (a state dict), the budget is that of a loss or metric; one that the
     user trusts may have any size.
     """
     import torch

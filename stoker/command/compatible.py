@@ -30,9 +30,9 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
     if isinstance(loss, unsuited[data.kind]):
         raise UserError(
             f"loss={name} is for {other[data.kind]}, but {data.name} is for {data.kind}.\n"
-            "Type loss=cross_entropy for classes, mse, l1 or huber for numbers, and for several "
-            "labels per sample loss._target_=torch.nn.BCEWithLogitsLoss. For a table, "
-            "dataset.kind says what its target is."
+            "Type loss=cross_entropy for classes, loss=mse (or l1, huber) for numbers, or "
+            "loss._target_=torch.nn.BCEWithLogitsLoss for several labels per sample. For a table, "
+            "dataset.kind sets what its target is."
         )
     outputs, targets = outputs_for(model, data)
     try:

@@ -12,7 +12,7 @@ PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
 
 
 def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = None) -> str:
-    """Return the command that continues a run with these settings; the last of a key counts.
+    """Return the command that continues a run with these settings; the last value of a key counts.
 
     Settings that only matter at the start of a run are left out. The command begins with `start`,
     by default this program.
@@ -26,7 +26,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
 
 
 def setting(key: str, value: str | Path) -> str:
-    """Return 'key=value' as Hydra reads it, with quotes around unusual characters."""
+    """Return 'key=value' as Hydra reads it, quoted if it has unusual characters."""
     text = str(value)
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"
@@ -34,7 +34,7 @@ def setting(key: str, value: str | Path) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, as Hydra reads any text."""
+    """Quote a text so that Hydra reads it unchanged."""
     # Backslashes before a quote, including the closing one, are doubled.
     inside = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
     return f"'{inside}'"

@@ -80,7 +80,7 @@ def print_advice(text: str) -> None:
 
 @contextlib.contextmanager
 def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
-    """Call `interrupt` with a signal's name within this context, instead of raising anywhere."""
+    """Within this context, a signal calls `interrupt` with its name, and raises nothing."""
     stopping.gentle = interrupt
     try:
         if stopping.received is not None:  # a finalizer may have swallowed its exception

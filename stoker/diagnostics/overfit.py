@@ -57,7 +57,7 @@ class Watch(Callback):
             trainer.stop("decided")
 
     def is_learnt(self) -> bool:
-        """Judge by the accuracy or r2, and without either by how far the loss has fallen."""
+        """Judge by the accuracy or r2 or, without either, by how far the loss has fallen."""
         score = self.results.get("batch/acc", self.results.get("batch/r2"))
         if score is not None and math.isfinite(score):
             return score >= GOOD

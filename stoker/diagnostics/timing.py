@@ -221,7 +221,7 @@ class Timing(Callback):
         others = trainer.step - self.first_step - 1 - epochs
         count = {"fit": 1, "epoch": epochs, "other": others}
         steps = dict.fromkeys(STAGES, 0.0)
-        # Without a sample of the first steps of later epochs, they are taken for other steps.
+        # Without a sample of the first steps of later epochs, they are counted as other steps.
         if not self.sampled["epoch"]:
             count["other"] += count.pop("epoch")
         for kind, number in count.items():
@@ -311,7 +311,7 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
         if is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
             # Unless samples are shared, each worker reads the whole stream.
             change = (
-                f"set dataset.workers={cores}, in a script the DataLoader's num_workers, if the "
+                f"set dataset.workers={cores} (in a script, the DataLoader's num_workers) if the "
                 "IterableDataset shares its samples among workers "
                 "(torch.utils.data.get_worker_info)"
             )

@@ -30,11 +30,11 @@ MOST_CLASSES = 1000  # classes in a confusion matrix, whose size is the square o
 MOST_SAMPLES = 16  # samples in each list: the worst, and the most uncertain
 MOST_POINTS = 2000  # (true, predicted) pairs of a regression
 MOST_TARGETS = 8  # target values kept per sample of a regression
-MOST_COLUMNS = 12  # columns shown of a table's row
+MOST_COLUMNS = 12  # columns of a table's row that are shown
 SIDE = 64  # pixels on a picture's longer side
 BINS = 200  # bins for a probability
-MOST_TOKENS = 200  # tokens shown of a sequence
-MINUTES = 24 * 60  # in a day, in which a table's dates count
+MOST_TOKENS = 200  # tokens of a sequence that are shown
+MINUTES = 24 * 60  # minutes per day; a table's dates count in days
 
 
 class Examination:

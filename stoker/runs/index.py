@@ -163,7 +163,7 @@ def state_of(path: str, names: set[str]) -> list[Any]:
 
 
 def entry_of(path: Path, names: set[str]) -> Entry:
-    """Return what the page shows of a run or sweep."""
+    """Return what the page shows for a run or sweep."""
     return entry_of_sweep(path) if SWEEP in names else entry_of_run(path, names)
 
 
@@ -227,7 +227,7 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[list[float]]]:
 
 
 def entry_of_sweep(path: Path) -> Entry:
-    """Return what the page shows of a sweep: how many jobs have ended, and the best one."""
+    """Return what the page shows for a sweep: how many jobs have ended, and the best one."""
     record = read_json(path / SWEEP) or {}
     planned = record.get("jobs")
     command = record.get("typed")

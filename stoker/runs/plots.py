@@ -67,7 +67,7 @@ class Plot:
         return round(FOOT + (TOP - FOOT) * self.y.share(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
-        """Draw a path, with a `colour`, and a `name` and `points` if it is a curve to be read."""
+        """Draw a path, with a `colour`, and a `name` and `points` if the page shows its values."""
         self.marks.append({"kind": kind, "path": path, **attributes})
 
     def places(self, points: Points) -> list[str]:

@@ -17,7 +17,7 @@ from stoker import __version__
 from stoker.runs.directory import CHANGES, PACKAGES
 from stoker.trainer.errors import first_few
 
-MOST_CHANGES = 2**20  # characters kept of a diff
+MOST_CHANGES = 2**20  # maximum characters of a diff
 MOST_NAMES = 20  # untracked files that are named
 SECONDS = 10  # seconds to wait for git
 

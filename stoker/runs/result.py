@@ -227,7 +227,7 @@ def write_failure(
 
 
 def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
-    """Yield the lines that end a run: the best, the test, the time, and the next commands.
+    """Yield the closing lines of a run: the best result, the test, the time, and the next commands.
 
     `packages` are those whose code the run trusts.
     """

@@ -105,7 +105,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 
 def changed(cfg: DictConfig, changes: Config) -> Config:
-    """Return the config of the run directory `run` with what a task changes, and what is typed."""
+    """Return the config of the run directory `run`, changed for a task and as typed."""
     check_folder(cfg.run)
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
@@ -143,7 +143,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
-    """Return a saved config with what a task changes, and what is typed for it."""
+    """Return a saved config with the changes of a task and the settings typed for it."""
     typed = arguments.typed_keys()
     of_the_task = [
         key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
@@ -255,8 +255,8 @@ def check_buildable(folder: str | Path, config: Config) -> None:
 
 
 def overrides_in(folder: Path) -> list[str] | None:
-    """Return what was typed for a run, from the first line of its config.yaml; None if it does not
-    say.
+    """Return the settings typed for a run, from the first line of its config.yaml; None if it has
+    none.
     """
     try:
         first = files.read(folder / CONFIG, MOST_YAML).partition(b"\n")[0]

@@ -107,7 +107,7 @@ def read(path: Path) -> tuple[Tensors, str]:
             if chosen is not None:
                 return evaluated(*chosen)
     if not path.is_file():
-        raise UserError(f"init_from={printable(path)}: no checkpoint is there. Give {SOURCES}.")
+        raise UserError(f"init_from={printable(path)}: no checkpoint found. Give {SOURCES}.")
     metadata, tensors = checkpoint.read_tensors(path)
     if metadata.get("format") != checkpoint.FORMAT:
         return tensors, printable(path)

@@ -69,7 +69,7 @@ def count_gpus(device: str) -> int:
 
 
 def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    """Return how many jobs run at once; `auto` is as many as the GPUs hold, or one per core."""
+    """Return how many jobs run at once; `auto` fills the GPUs, or else runs one job per core."""
     if at_once == "auto":
         return count_gpus(device) * per_gpu or cores()
     return int(at_once)
@@ -88,7 +88,7 @@ def device(name: str, names: list[str]) -> str:
 
 
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
-    """Lock and return the first free slot of the job; this process keeps it until it ends.
+    """Lock and return the first free slot for the job; this process keeps it until it ends.
 
     Jobs do not end in the order in which they began, so by the number alone two could share a GPU
     while another is idle. If all slots are taken, wait for one; `go_on` raises an exception to give
@@ -172,7 +172,7 @@ class Jobs(Callback):
         self.cwd = os.getcwd()
 
     def hold(self, folder: Path) -> None:
-        """Take the lock of the sweep, and print from now on how its jobs end."""
+        """Take the lock of the sweep, and from now on print how its jobs end."""
         self.sweep = folder.resolve()
         self.folder = self.sweep / progress.OUTPUT
         try:

@@ -44,7 +44,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class OptunaSearch(Sweeper):
-    """Hydra's Optuna sweeper, and its settings, with our loop.
+    """Hydra's Optuna sweeper and its settings, with our own loop.
 
     Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
     function of (seed, number, earlier results), so a resumed search proposes the same trials. The

@@ -24,7 +24,7 @@ from stoker.trainer.typed import is_number
 
 MOST_SETTINGS = 24  # curves plotted
 MOST_POINTS = 20_000  # points in all curves together
-BINS = 5  # groups of values, for a numeric setting with more
+BINS = 5  # groups, for a numeric setting with more values
 DEFAULT = "(default)"  # shown for a setting that was not typed
 
 

@@ -87,7 +87,7 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   leaves out {', '.join(left)}, which not every trial has")
+        print(f"search   leaves out {', '.join(left)}, which not every trial uses")
     return [*kept, *typed]
 
 

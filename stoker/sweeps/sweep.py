@@ -192,7 +192,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw the missing reports of the finished jobs, best first, for REPORTS of the jobs' time."""
+    """Draw the missing reports of the finished jobs, best first, within REPORTS of their time."""
     from stoker.runs import report
 
     done = list(itertools.chain(*sweep.groups))

@@ -84,7 +84,7 @@ def present(values: Iterable[float | None]) -> list[float]:
 
 
 def short(setting: str) -> str:
-    """Return a typed value, a long fraction in four digits, and 10000.0 as 10000."""
+    """Return a typed value for the table: a long fraction with four digits, 10000.0 as 10000."""
     value = as_number(setting)
     if value is None or len(setting) <= 6:
         return setting

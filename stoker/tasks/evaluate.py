@@ -14,7 +14,7 @@ from stoker.trainer.errors import UserError, log
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Print the numbers of the best weights of the run directory `run`."""
+    """Print the results of the best weights of the run directory `run`."""
     with tested(cfg) as (path, parts, part, loader):
         split = "all" if cfg.split == "all" else part
         results = parts.trainer.evaluate(loader, split)
@@ -45,7 +45,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
 
 
 def leave_uncut(config: DictConfig) -> None:
-    """Use all samples of the data as one part; UserError if a share was typed."""
+    """Use all samples of the data as one part; UserError if a fraction was typed."""
     for name in ("val_fraction", "test_fraction"):
         if name not in config.dataset:
             continue

@@ -288,7 +288,7 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         if is_on(node):
             callbacks.append(build(key, node))
         elif node is not None:
-            check_node(key, plain(node))  # it may be off because a key is misspelt
+            check_node(key, plain(node))  # it may be off because a key is misspelled
     callbacks += more
     if cfg.debug:
         callbacks.append(DeviceAudit())

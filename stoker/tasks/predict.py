@@ -51,7 +51,7 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
 
 
 def for_split(cfg: DictConfig) -> Iterator[Any]:
-    """Yield the rows for a part of the run's own data, a batch at a time.
+    """Yield the rows for a part of the run's own data, one batch at a time.
 
     A row has the number of its sample in that part, and its file or line if it has one.
     """

@@ -12,10 +12,10 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
-MOST_COLUMNS = 12  # columns shown of a table's row
-MOST_NUMBERS = 8  # numbers shown of several targets
+MOST_COLUMNS = 12  # columns of a table's row that are shown
+MOST_NUMBERS = 8  # numbers shown for several targets
 MOST_PICTURES = 200_000  # characters in all pictures together
-MOST_TOKENS = 200  # tokens shown of a sequence
+MOST_TOKENS = 200  # tokens of a sequence that are shown
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in a list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}

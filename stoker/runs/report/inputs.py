@@ -201,7 +201,7 @@ def evaluation_of(entries: Any) -> Evaluation:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether this is [true numbers, as many predicted numbers]."""
+    """Whether this is [true numbers, predicted numbers], equally many of each."""
     try:
         true, predicted = typed(value, list[list[float]])
     except (TypeError, ValueError):

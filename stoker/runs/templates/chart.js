@@ -13,7 +13,7 @@ function canvas(place, width, height, label) {
 }
 
 // A scale for numbers: `at` gives the share of the axis, `ticks` has pairs of a share and a label.
-// It is logarithmic where most numbers are small ones of a wide range; steps are at least `least`.
+// It is logarithmic if the range is wide and most numbers are small; steps are at least `least`.
 function scale(numbers, steps, least = 0) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
   const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];

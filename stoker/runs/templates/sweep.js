@@ -19,7 +19,7 @@ function axisOf(key, i) {
   const sorted = key.values.map((_, j) => j), count = sorted.length, every = Math.ceil(count / 12);
   if (key.numbers) sorted.sort((a, b) => key.numbers[b] - key.numbers[a]);
   const place = sorted.map((_, j) => 1 - (sorted.indexOf(j) + 0.5) / count);
-  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of a value spread over it, so that fewer hide others
+  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of a value spread over it, so that fewer overlap
   const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * room;
   const ticks = key.values.map((value, j) => [place[j], value]).filter((_, j) => j % every === 0);
   return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
@@ -51,7 +51,7 @@ function add(i, made) {
   drawn[i].push(made);
 }
 
-// The distance of a point from a line of points.
+// The distance from a point to a polyline.
 function distance(points, x, y) {
   let least = Infinity;
   for (let i = 0; i < points.length; i++) {

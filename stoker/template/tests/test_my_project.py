@@ -1,4 +1,4 @@
-"""The training is the one that you would write by hand."""
+"""Training gives the same weights as a loop written by hand."""
 
 import copy
 
