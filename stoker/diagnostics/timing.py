@@ -164,7 +164,7 @@ class Timing(Callback):
                 self.gap = "step"  # unless the step enters spans
 
     def turn(self) -> None:
-        """Count the time since the last turn for the innermost open span of `whole`."""
+        """Add the time since the last call to the innermost open span of `whole`."""
         devices.synchronize(self.device)  # without the work of the previous step
         self.waited = True
         now = time.perf_counter()

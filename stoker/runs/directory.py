@@ -34,7 +34,7 @@ new: set[Path] = set()  # folders created by this process
 def claim(model: str, dataset: str) -> str:
     """Create runs/<date>-<model>-<dataset>, with a number appended if it exists.
 
-    The project file may name another folder than `runs`.
+    The project file may name a folder other than `runs`.
     """
     runs = project.current().runs
     name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"

@@ -61,7 +61,7 @@ def update(run: str | Path, *, draws: bool = True) -> None:
     for folder in run.parents[:LEVELS]:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
-            with contextlib.suppress(Exception):  # an index must never fail a training
+            with contextlib.suppress(Exception):  # an index must never make a run fail
                 write(folder, SECONDS, draws=draws)
 
 

@@ -301,7 +301,7 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
 def image_batches(
     path: str, about: Description, size: int, skip: bool
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
-    """Yield (paths, uint8 (N, C, H, W)) of one image or of those below a folder, resized."""
+    """Yield (paths, uint8 (N, C, H, W)) of one image or of the images below a folder, resized."""
     channels, *shape = about["in_shape"]
     resize = about.get("resize") or True
     files = images_below(path) if os.path.isdir(path) else iter([path])

@@ -42,7 +42,7 @@ def inline(name: str) -> dict[str, "markupsafe.Markup"]:
 
 
 def source(*names: str) -> str:
-    """Return the text of those files of templates/ that exist."""
+    """Return the text of these files of templates/, skipping missing ones."""
     paths = [TEMPLATES / name for name in names]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 

@@ -30,7 +30,7 @@ def to_resume(
 
     if overwrite and resume != "never":
         raise UserError(
-            "overwrite=true only applies to a run that starts over. Type resume=never as well."
+            "overwrite=true applies only to a run that starts over. Type resume=never as well."
         )
     if resume == "never":
         check_replaceable(folder, overwrite)
@@ -44,7 +44,7 @@ def to_resume(
             if newest is not None and given.parent != (folder / "checkpoints").resolve():
                 raise UserError(
                     f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
-                    "Type resume=auto to continue it, or another run_dir."
+                    "Type resume=auto to continue it, or choose a different run_dir."
                 )
             try:
                 state = checkpoint.load_whole(given)

@@ -45,7 +45,7 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid; a search does so when it knows its keys."""
         if launch.world_size() > 1:
-            raise UserError("-m: a sweep is one process. Type devices=N instead of torchrun.")
+            raise UserError("-m: a sweep runs in one process. Type devices=N instead of torchrun.")
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = folder_of(config)
         planned = jobs_of_grid(config)
@@ -95,7 +95,7 @@ class SweepCallback(Callback):
 
 
 def folder_of(config: DictConfig) -> Path:
-    """Create the folder of the sweep; if its name has the second, no other sweep gets it."""
+    """Create the folder of the sweep: a new one if its name is the time to the second."""
     folder = Path(config.hydra.sweep.dir)
     node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     if "%S}" not in node["dir"]:

@@ -1,4 +1,4 @@
-"""The report of a run: report.html, made from the files in its directory alone.
+"""The report of a run: report.html, made only from the files in its directory.
 
 `python -m stoker.runs.report DIR [--open]` draws it again. The order of its parts is in
 templates/report.html, which names the function that most of them come from. The directory is
