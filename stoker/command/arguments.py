@@ -180,7 +180,7 @@ def check_place(argument: str, sweep: bool) -> None:
 
 
 def check_group(argument: str, key: str, value: str) -> None:
-    """Raise UserError unless the value names one option, or a list for the group that takes one."""
+    """Raise UserError unless the value is one option, or a list for the group that takes lists."""
     if argument.startswith("+") and "/" not in key:
         raise UserError(f"{argument}: every run has this group. Type {key}={value}.")
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)

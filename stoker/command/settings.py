@@ -1,4 +1,4 @@
-"""The table of settings: each key's limits and tasks, and whether resumes and ranks may change it.
+"""The table of settings: the limits of each key, the tasks that use it, and when it may differ.
 
 This is the only place that lists keys. Defaults and help texts are the values and comments of
 configs/. The limits of constructor arguments come from `trainer/settings.py` and
@@ -72,7 +72,7 @@ class Setting:
         local: Whether the ranks of one run may differ in it.
         debug: The value that debug=true sets; None changes nothing.
         loader: Whether it configures the loader instead of the data set.
-        every: The unit that it counts; it has no effect in a run of fewer than its value.
+        every: The unit that it counts; it has no effect in a run with fewer of them.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
     """
 

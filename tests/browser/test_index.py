@@ -89,7 +89,7 @@ def test_a_thousand_runs_are_sorted_filtered_and_compared(open_page, serve, fold
     assert len(set(colours[:3])) == 3
     page.get_by_label("Compare run 12", exact=True).uncheck()
     assert page.locator("path.run").count() == 6
-    page.get_by_role("button", name="Uncheck all").click()
+    page.get_by_role("button", name="Clear selection").click()
     assert page.locator("path.run").count() == 0 and page.locator("#compared").is_hidden()
 
     assert opened.requests == [address] and opened.complaints == []

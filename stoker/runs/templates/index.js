@@ -156,7 +156,7 @@ function colour(i) {
 function compare() {
   const chosen = ticked.filter(Boolean);
   document.getElementById("compared").hidden = bar.hidden = !chosen.length;
-  bar.firstChild.textContent = `${chosen.length} ticked`;
+  bar.firstChild.textContent = `${chosen.length} selected`;
   const names = new Set(chosen.flatMap(run => Object.keys(run.curves)));
   const place = document.getElementById("overlays");
   place.replaceChildren();
