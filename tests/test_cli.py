@@ -300,8 +300,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("checkpoint.epochs=0", "error: checkpoint.epochs=0:", "or null"),
     (
         "device=cuda:",
-        "error: device=cuda:: this is not the name of a device.",
-        "Type device=auto, or name one, as in device=cuda:1.",
+        "error: device=cuda:: not a valid device name.",
+        "Type device=auto, or name a device, as in device=cuda:1.",
     ),
     (
         "precision=fp8",

@@ -54,7 +54,7 @@ def test_cpu(name):
 @pytest.mark.parametrize(
     ("reason", "names"),
     [
-        ("is not the name of a device", ["cpu:x", "cuda:", "", "CUDA", "cuda 1", 7.5, 0]),
+        ("not a valid device name", ["cpu:x", "cuda:", "", "CUDA", "cuda 1", 7.5, 0]),
         ("this machine has no such device", ["gpu", "cuda:99", "cpu:1", "meta", "vulkan", "hpu:0"]),
     ],
 )

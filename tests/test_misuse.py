@@ -213,8 +213,8 @@ def test_a_name_is_no_loader():
             "this Tensor is not a loader. Pass one loader",
         ),
         (TensorDataset(torch.ones(8, 6)), "this TensorDataset is not a loader"),
-        ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
-        ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
+        ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of length 3"),
+        ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of length 2"),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):
@@ -234,7 +234,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     make_trainer().predict(loader())
     assert not caplog.records
     make_trainer().predict(loader(shuffle=True))
-    assert "the outputs come in a random order" in caplog.text
+    assert "the outputs come in random order" in caplog.text
 
 
 @pytest.mark.parametrize(

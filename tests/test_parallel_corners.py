@@ -17,12 +17,12 @@ SCRIPT = Path(__file__).with_name("corners.py")
 FEW = [(2, "ddp"), (2, "fsdp")]
 MANY = [*FEW, (3, "fsdp"), (4, "ddp")]
 BYPASSED = (
-    "A step has to call self.model as a whole, once per backward(), not self.module. "
+    "A step must call self.model as a whole, once per backward(), not self.module. "
     "If it calls parts of the model, call stoker.trainer.parallel.average_gradients(part) after "
     "each backward()."
 )
 GROUPS = {"same": SAME, "alike": [*ALIKE, "memory"], "refused": REFUSED}
-SHARDS = "Type strategy=ddp, or another optimizer if that is the cause. A step has to call self.model, not parts of it."
+SHARDS = "Type strategy=ddp, or another optimizer if that is the cause. A step must call self.model, not parts of it."
 
 
 @pytest.fixture(scope="module")

@@ -419,7 +419,7 @@ def test_a_carried_state_resumes(step, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"grad_accum_steps": 3}, {"micro_batch": "auto"}])
 def test_a_carried_state_needs_whole_batches(settings):
-    words = f"{next(iter(settings))}.*LanguageModel.hidden, which takes whole batches"
+    words = f"{next(iter(settings))}.*LanguageModel.hidden, which needs whole batches"
     with pytest.raises(UserError, match=words):
         language_model(**settings).fit(texts())
 

@@ -540,7 +540,7 @@ def test_a_wrong_length_is_a_warning_and_the_training_has_its_steps(more, caplog
     batches = list(loaders()[0])
     wrong = make_trainer(scheduler=schedules.cosine, epochs=3)
     wrong.fit(Wrong(batches))
-    assert f"len() is {8 + more}, but it gave 8 batches" in caplog.text
+    assert f"len() is {8 + more}, but it yielded 8 batches" in caplog.text
     right = make_trainer(scheduler=schedules.cosine, epochs=None, max_steps=3 * (8 + more))
     right.fit([*batches, *batches, *batches, *batches])
     assert_same(wrong.module.state_dict(), right.module.state_dict())

@@ -8,7 +8,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
-# What to do about errors of torch, by words of its message.
+# What to do about an error of torch, by a phrase in its message.
 ADVICE = {
     "device-side assert": (
         "An assertion inside a kernel failed (device-side assert): usually a class in the targets, "
@@ -24,7 +24,7 @@ ADVICE = {
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
 }
-# torch's messages about tensors on two devices.
+# Phrases in torch's messages about tensors on two devices.
 TWO_DEVICES = (
     "on the same device",
     "at the same device",
@@ -60,7 +60,7 @@ def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (description, tensor) for all tensors in a module and a batch."""
-    # A tensor kept as a plain attribute does not move with the module: the usual mistake.
+    # The usual mistake: a tensor kept as a plain attribute does not move with the module.
     attributes = []
     for path, child in module.named_modules():
         for name, value in vars(child).items():

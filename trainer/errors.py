@@ -14,7 +14,7 @@ log = logging.getLogger("stoker")
 
 
 class UserError(ValueError):
-    """A mistake of the user, exit code 2.
+    """A mistake that you can fix. Exit code 2.
 
     The message is one to three lines that name the key, file or class, and what to type.
     """
@@ -28,16 +28,16 @@ class RunInUse(UserError):
 
 
 class TrainingError(RuntimeError):
-    """The training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
+    """Training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
 
 
 class NotFinite(TrainingError):
     """A loss, gradient or weight is not finite. The same command fails at the same step again.
 
     Attributes:
-        symptom: What was noticed, and when; "" if a replay would not explain it. explanation: The
-        message without how to replay the first bad step. replay: The checkpoint before that step;
-        None if none was kept.
+        symptom: What was noticed, and when; "" if a replay would not explain it.
+        explanation: The message without the part that says how to replay the first bad step.
+        replay: The checkpoint before that step; None if none was kept.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NotFinite(TrainingError):
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Return what the Trainer added to an exception that keeps its class; None for nothing."""
+    """Return the text that the Trainer attached to an exception of another class, or None."""
     return getattr(error, "where_and_what", None)
 
 
@@ -70,7 +70,7 @@ def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
     """Return the choice that `name` most likely stands for, or None if none is close.
 
-    difflib decides, more strictly without `loosely`; the beginning of a name stands for it too.
+    Uses difflib, with a stricter cutoff without `loosely`; prefixes of a name match too.
     """
     typed = str(name)[:100].lower()
     names = {str(choice).lower(): str(choice) for choice in choices}
@@ -81,7 +81,7 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as you type it on the command line: null, true, [1,2], {a:1}."""
+    """Return a value as you would type it on the command line: null, true, [1,2], {a:1}."""
     if isinstance(value, dict):
         pairs = [f"{key}:{as_typed(item)}" for key, item in value.items()]
         return "{" + ",".join(pairs) + "}"
@@ -122,13 +122,13 @@ def check_number(
     None is allowed if `optional`, and the word "auto" if `auto`.
 
     Raises:
-        UserError: It is anything else; the message says what to give.
+        UserError: It is anything else. The message says what is valid.
     """
     if (value is None and optional) or (auto and value == "auto"):
         return value
     kinds = int if whole else (int, float)
     fits = isinstance(value, kinds) and not isinstance(value, bool)
-    # A float may be larger than an integer, but not infinite.
+    # A float may exceed 2**63, but must be finite.
     fits = fits and abs(value) < (2**63 if isinstance(value, int) else math.inf)
     wanted = "a whole number" if whole else "a number"
     limits = []
@@ -154,33 +154,33 @@ def check_number(
 
 
 def kind_of(value: object) -> str:
-    """Return "an int", "a Tensor": the class of a value with its article."""
+    """Return the class name of a value with an article: "an int", "a Tensor"."""
     name = type(value).__name__
     article = "an" if name[0] in "aeioAEIO" else "a"
     return f"{article} {name}"
 
 
 def printable(text: object) -> str:
-    """Escape control characters: a file name could move the cursor."""
+    """Escape control characters, because a file name could contain terminal codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def first_few(names: Sequence[str], count: int) -> str:
-    """Return the first `count` names for printing, with "..." if there are more."""
+    """Return the first `count` names as text, with "..." if there are more."""
     shown = ", ".join(map(printable, names[:count]))
     return f"{shown}, ..." if len(names) > count else shown
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its class if it has none."""
+    """Return the first line of an error's message, or its class name if it has none."""
     line = str(error).strip().partition("\n")[0]
     return line.removesuffix(", but expected one of:") or type(error).__name__
 
 
 def cause(error: BaseException) -> str:
-    """Return the error and its innermost line: "KeyError: 'x' (mine.py:12)"."""
+    """Return the error with its innermost line: "KeyError: 'x' (mine.py:12)"."""
     text = str(error).strip()
-    # torch's wrapper around a worker's error.
+    # torch wraps a worker's error.
     if text.startswith("Caught ") and "Original Traceback" in text:
         file, line = re.findall(r'File "(.*)", line (\d+)', text)[-1]
         return printable(f"{text.splitlines()[-1]} ({file}:{line})")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
 
-    There is no loss if `compute_loss` returns None for it.
+    The loss is left out if `compute_loss` returns None for it.
 
     Raises:
         Interrupted: A fit was interrupted during an evaluation.
@@ -40,7 +40,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
 
     try:
         reset(trainer)
-        # Not inference_mode: sharded parameters cannot be copied in place under it.
+        # Not inference_mode, which does not allow in-place copies of sharded parameters.
         checked = losses.first_call_checked(trainer)
         with evaluating(trainer), torch.no_grad(), checked:
             trainer.seed_generators(split)
@@ -109,7 +109,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
             yield
     finally:
         trainer.carried = carried
-        if not within_fit:  # a fit does both itself
+        if not within_fit:  # a fit does both on its own
             seeding.set_random_states(outside)
             memory.release(trainer.device)
 

@@ -17,8 +17,9 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
     """Open a regular file without a buffer; O_RDWR in `flags` opens it for writing too.
 
     Raises:
-        OSError: It is a pipe, which would block, a device, which may be endless, or (without
-        `links`) a link or, when writing, a file with hard links: either may lead anywhere.
+        OSError: It is a pipe (which could block), a device (which could be endless) or, without
+            `links`, a link; or you open a file with hard links for writing. Links may point
+            anywhere.
     """
     writes = bool(flags & os.O_RDWR)
     options = ["O_NONBLOCK", "O_CLOEXEC", "O_BINARY"]
@@ -66,8 +67,8 @@ def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
 def replacing(path: str | Path) -> Iterator[str]:
     """Yield a temporary path that replaces `path` atomically, after a flush to disk.
 
-    The temporary file is in the same folder, since a rename is atomic only within a file system,
-    and it is always new, since there may be a link at any name that can be guessed.
+    The temporary file is in the same folder, because a rename is atomic only within a file system.
+    Its name is random, because a link could wait at a name that can be guessed.
     """
     path = Path(path)
     try:
@@ -75,7 +76,7 @@ def replacing(path: str | Path) -> Iterator[str]:
             prefix=f".{path.name}.", suffix=".part", dir=path.parent
         )
     except OSError as error:
-        error.filename = str(path)  # the name that the user knows
+        error.filename = str(path)  # show the name that you passed, not the temporary one
         raise
     os.close(descriptor)
     try:

@@ -101,8 +101,8 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
     if not loader.length_is_exact and not loader.is_stateful:
         launch.warn(
             f"{loader.name}: this loader does not save its state, so a resumed run reads it from "
-            "the start and skips the batches already trained on.\ntorchdata's StatefulDataLoader "
-            "resumes where it stopped."
+            "the start and skips the batches already trained on.\nTo resume where it stopped, use "
+            "torchdata's StatefulDataLoader."
         )
 
 
@@ -114,5 +114,5 @@ def warn_of_weights(trainer: "Trainer") -> None:
     if name is not None:
         launch.warn(
             f"The parameter {name} is not finite after step {trainer.step:,}. Add NaNGuard() to "
-            "the callbacks: it stops at the first such step and explains the cause."
+            "the callbacks to stop at the first such step and find the cause."
         )

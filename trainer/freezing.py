@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Freeze(Callback):
     """Freeze the parameters whose names match one of the patterns, until `thaw_at`.
 
-    It is a number of steps, "2 epochs" or "never". A BatchNorm whose parameters are frozen uses its
-    running statistics without updating them, as in evaluation.
+    `thaw_at` is a number of steps, "2 epochs" or "never". A frozen BatchNorm uses its running
+    statistics without updating them, as in evaluation.
     """
 
     thaw_step: float  # the step after which the parameters are thawed
@@ -35,7 +35,7 @@ class Freeze(Callback):
             )
         self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
         self.parameters: list[torch.Tensor] = []
-        self.norms: dict[torch.nn.Module, Any] = {}  # those that keep their statistics, with a hook
+        self.norms: dict[torch.nn.Module, Any] = {}  # norm -> hook that keeps its statistics
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Freeze, or thaw in a run that resumes after `thaw_at`.
@@ -47,8 +47,8 @@ class Freeze(Callback):
         frozen = set().union(*[matching(names, pattern, "freeze") for pattern in self.patterns])
         if not any(p.requires_grad for p in names if p not in frozen):
             raise UserError(
-                f"freeze={as_typed(list(self.patterns))}: these are all parameters, so nothing is "
-                "left to train."
+                f"freeze={as_typed(list(self.patterns))}: this matches all parameters, so nothing "
+                "is left to train."
             )
         self.parameters = [p for p in names if p in frozen]
         self.thaw_step = math.inf
@@ -83,5 +83,5 @@ class Freeze(Callback):
 
 
 def keep_statistics(norm: torch.nn.Module, _: Any) -> None:
-    """Put a norm in evaluation mode before its forward: each epoch begins in training mode."""
+    """Put a norm in evaluation mode before its forward, because each epoch sets training mode."""
     norm.eval()

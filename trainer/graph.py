@@ -14,21 +14,21 @@ from stoker.trainer.errors import UserError, log
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
 MOST = 4  # graphs kept; each holds the memory of a step
 PATIENCE = 20  # steps after which a fit without a graph warns
-# Keys of a parameter group that do not affect the kind of a step.
+# Keys of a parameter group that do not change what is captured.
 CHANGES = ("params", "lr", "initial_lr")
-# Attributes of a Trainer that change at each step: a graph would keep the captured values.
+# Attributes of a Trainer that change at each step; a graph would keep the captured values.
 CLOCKS = ("step", "rates")
 Work = Callable[[Any], Any]  # maps a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
-    """Call `work(batch)`, as a graph from the second step of the same kind on.
+    """Call `work(batch)`; from the second step of the same kind, replay it as a graph.
 
-    A graph repeats its kernels on the same memory, so there is one for each kind of step:
-    the batch's shapes and plain values, which parameters are trained, and the optimizer's settings
-    except the rate, which is a tensor (and so is rounded to float32). Beyond MOST kinds, steps run
-    without a graph. Each step seeds the device's generator, so a replay draws the same random
+    A graph repeats its kernels on the same memory, so each kind of step needs its own. A kind is
+    the batch's shapes and plain values, the trained parameters, and the optimizer's settings except
+    the learning rate, which is a tensor (and so is rounded to float32). Beyond MOST kinds, steps
+    run without a graph. Each step seeds the device's generator, so a replay draws the same random
     numbers as the step itself would.
     """
 
@@ -37,11 +37,11 @@ class Captured:
         self.state = optimizer.state  # the graphs use its tensors
         self.device = device
         self.steps: int = 0  # without a graph
-        self.kinds: set[Kind] = set()  # those that ran; one is captured when it repeats
+        self.kinds: set[Kind] = set()  # kinds that ran once; a repeated one is captured
         self.graphs: dict[Kind, tuple[Sequence[torch.Tensor], Callable[[], Any]]] = {}
 
     def __call__(self, work: Work, batch: Any) -> Any:
-        """Return `work(batch)`; the next replay overwrites its tensors."""
+        """Return `work(batch)`; the next replay overwrites the returned tensors."""
         form, tensors = form_of(batch)
         kind = (form, *self.settings())
         captured = self.graphs.get(kind)
@@ -89,15 +89,15 @@ class Captured:
             result = devices.beside(work, batch, self.device)
         if seeding.host_random_states(self.device) != before:
             raise UserError(
-                "compile=graph: the step draws from Python's, numpy's or torch's CPU generator, "
-                "and a graph would repeat one draw.\nDraw on the device "
+                "compile=graph: the step draws random numbers from Python's, numpy's or torch's "
+                "CPU generator, and a graph would repeat them.\nDraw them on the device "
                 "(torch.rand(..., device=...)), or type compile=false."
             )
         return result
 
 
 def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """Return what a graph assumes about a batch, and the batch's tensors.
+    """Return what a graph requires of a batch, and the batch's tensors.
 
     Raises:
         UserError: The batch holds an object that can be neither copied nor compared.
@@ -120,7 +120,7 @@ def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
 
 @contextlib.contextmanager
 def without_clock(trainer: Any) -> Iterator[None]:
-    """Hide attributes that change at each step: captured code would keep their first values."""
+    """Hide attributes that change at each step, because captured code would keep old values."""
     clocks = {name: vars(trainer).pop(name) for name in CLOCKS}
     try:
         yield
@@ -132,8 +132,8 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
     """Return a UserError for a step that cannot be captured, None for any other error."""
     text = str(error)
     if isinstance(error, AttributeError) and error.obj is trainer and error.name in CLOCKS:
-        problem = f"reads self.{error.name}, and a graph would keep the value of its capture"
-        advice = "Write it into a buffer of the model in a callback"
+        problem = f"reads self.{error.name}, and a graph would keep the captured value"
+        advice = "Write it to a buffer of the model in a callback"
     elif "called a synchronizing" in text:
         problem = "waits for the device, as .item(), .cpu() and `if tensor:` do"
         advice = "Keep it on the device (torch.where)"
@@ -156,9 +156,9 @@ def check(
 
     Args:
         device: Where the steps run.
-        dtype: Type of autocast.
-        strategy: How many devices there are.
-        adapts: Whether the micro-batches adapt to the memory.
+        dtype: The autocast dtype.
+        strategy: The strategy, such as "single" or "ddp".
+        adapts: Whether the micro-batch size adapts to the available memory.
         custom: Name of the Trainer subclass, if it overrides train_step.
     """
     reason = None

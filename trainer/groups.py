@@ -12,10 +12,10 @@ from stoker.trainer.errors import UserError, check_number, did_you_mean
 
 # Class names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
 NORM = re.compile(r"Norm([123]d)?$")
-# The name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
+# A name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
 BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
 RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not passed to the optimizer
-REST = "rest"  # the name of the groups that no rule matches
+REST = "rest"  # the name of the groups of parameters that no rule matches
 
 Groups = list[dict[str, Any]]
 Rule = Mapping[str, Any]
@@ -23,15 +23,14 @@ Names = dict[torch.Tensor, list[str]]  # names of each parameter, in the model's
 
 
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
-    """Return the parameters; biases, norms and all vectors and numbers have no decay.
+    """Return the parameter groups. Biases, norms, vectors and scalars have no weight decay.
 
-    The first rule that matches a name of a parameter decides about it: it joins the rule's group,
-    which is named after the pattern and follows those of the others. Frozen parameters are among
-    them: without a gradient an optimizer leaves them alone, and trains them if they are unfrozen
-    later.
+    A parameter joins the group of the first rule that matches one of its names. The group is named
+    after the pattern, and comes after the groups of unmatched parameters. Frozen parameters are
+    included: without a gradient, an optimizer skips them, and it trains them once they are thawed.
 
     Raises:
-        UserError: A rule matches no parameter, or only those of the rules before it.
+        UserError: A rule matches no parameter, or only parameters of earlier rules.
     """
     names = named(module)
     free = without_decay(module)
@@ -52,7 +51,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
 
 
 def named(module: torch.nn.Module) -> Names:
-    """Return the parameters that can be trained, with each name of a shared one."""
+    """Return the parameters that can be trained, with all names of a shared parameter."""
     names: Names = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
@@ -61,7 +60,7 @@ def named(module: torch.nn.Module) -> Names:
 
 
 def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
-    """Return the parameters with a name like `pattern` (fnmatch); UserError if there are none."""
+    """Return the parameters whose name matches `pattern` (fnmatch); UserError if none does."""
     matched = {p for p in names if any(fnmatchcase(name, pattern) for name in names[p])}
     if matched:
         return matched
@@ -73,11 +72,11 @@ def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
 
 
 def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set[Any]) -> Groups:
-    """Return the groups of one rule: one for each layer if it has an `lr_decay`.
+    """Return the groups of one rule, with a group per layer if it has an `lr_decay`.
 
-    The last layer has the rule's rate, and each layer before it `lr_decay` times the next one's
-    (BEiT, Bao 2021, arXiv 2106.08254, and timm). Each numbered block is a layer, as are all
-    parameters before the first block and all after the last.
+    The last layer has the rule's learning rate; each earlier layer has `lr_decay` times the rate of
+    the next one (BEiT, Bao 2021, arXiv 2106.08254, and timm). Each numbered block is a layer, and
+    so are all parameters before the first block and all after the last.
     """
     options = {key: value for key, value in rule.items() if key not in RULE}
     if "lr_decay" not in rule:
@@ -97,7 +96,7 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
 
 
 def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> Groups:
-    """Return one group with weight decay and one without, or one if the decay is an option."""
+    """Return a group with weight decay and one without, or one group if the rule sets the decay."""
     if "weight_decay" in options:
         return [{**options, "params": parameters}]
     decayed = [p for p in parameters if p not in free]
@@ -107,10 +106,10 @@ def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> G
 
 
 def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that weight decay does not suit.
+    """Return the parameters that should not have weight decay.
 
-    Those of one dimension or none, all of a norm (a LayerNorm([3, 4]) has two dimensions), and all
-    that are called `bias` (or `bias_k`, as in torch's MultiheadAttention).
+    These are vectors and scalars, all parameters of a norm (a LayerNorm([3, 4]) has two
+    dimensions), and all named `bias` (or `bias_k`, as in torch's MultiheadAttention).
     """
     free: set[torch.Tensor] = set()
     for child in module.modules():
@@ -129,7 +128,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
         if rule == REST:
             continue
         for key, value in group.items():
-            # Every optimizer supports a decay of 0.
+            # A weight decay of 0 works with every optimizer.
             if key not in ("params", "name", *known) and value:
                 raise UserError(
                     f"groups: the optimizer has no {key}, which the rule {rule} sets."
@@ -140,7 +139,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
 
 
 def scale_rates(groups: Groups, usual: Any) -> None:
-    """Multiply the rates of layers by their scale; `usual` is the optimizer's own rate."""
+    """Multiply the learning rates of layers by their scale; `usual` is the optimizer's rate."""
     for group in groups:
         if "lr_scale" in group:
             rate = group.get("lr", usual)
@@ -152,7 +151,7 @@ def scale_rates(groups: Groups, usual: Any) -> None:
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each group that a logger accepts: backbone for backbone.*."""
+    """Return a logger-friendly name for each group, such as backbone for backbone.*."""
     result = []
     for i, group in enumerate(groups):
         label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")

@@ -1,4 +1,4 @@
-"""What `fit` returns: the rows that were logged."""
+"""The History that `fit` returns: the logged rows."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Row = dict[str, Any]
 
 
 def weight_of(row: Row) -> float:
-    """Return what the training loss of a row counts in a mean over rows."""
+    """Return the weight of a row's training loss in a mean over rows."""
     samples: float = row.get("train/samples", 1)
     return float(row.get("train/weight", samples))
 
@@ -14,12 +14,12 @@ def weight_of(row: Row) -> float:
 class History(list[Row]):
     """The rows of a fit, one for each step that logged something: {"step": ..., "epoch": ..., ...}.
 
-    Names are those that callbacks get in `on_log`, such as "train/loss" and "val/acc". The history
-    of a resumed fit begins where that fit did. Lists of numbers go to the callbacks alone.
+    Names are the same as in `on_log`, such as "train/loss" and "val/acc". The history of a resumed
+    fit starts at the step it resumed from. Lists of numbers are passed to callbacks only.
     """
 
     def add(self, row: Row) -> None:
-        """Append a row, or join it to the last one if both are of the same step."""
+        """Append a row, or merge it into the last one if both are from the same step."""
         if self and self[-1]["step"] == row["step"]:
             self[-1].update(row)
         else:

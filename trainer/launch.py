@@ -1,7 +1,7 @@
-"""The other processes of a run: ranks, and the store through which they agree.
+"""The processes of a distributed run: ranks, and the store they communicate through.
 
-The processes are torchrun's and share its store. Nothing here imports torch until a rank uses the
-store.
+torchrun starts the processes, which share its store. This module imports torch only when a rank
+uses the store.
 """
 
 import json
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 SEVERAL = ("ddp", "fsdp")  # the strategies with several processes
 
-# One connection per thread (its `store`): a thread that waits on a connection blocks it.
+# One connection per thread (its `store`), because a thread that waits on a connection blocks it.
 connections = threading.local()
 timeout: float = 300  # seconds that a rank waits for another rank
 
 
 class LostContact(TrainingError):
-    """Another rank has ended or does not respond: the consequence of an error, not the error."""
+    """Another rank has ended or does not respond: a consequence of the error, not its cause."""
 
 
 def rank() -> int:
-    """Return the number of this process among all of them; 0 if it is alone."""
+    """Return the rank of this process; 0 if it is the only one."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -40,7 +40,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine, which is also that of its GPU."""
+    """Return the rank of this process on its machine, which is also the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -50,7 +50,7 @@ def local_world_size() -> int:
 
 
 def cores() -> int:
-    """Return how many processor cores this process may use."""
+    """Return the number of CPU cores that this process can use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -62,22 +62,22 @@ def is_first() -> bool:
 
 
 def warn(text: str) -> None:
-    """Log a warning, on one of several processes."""
+    """Log a warning on rank 0 only."""
     if is_first():
         log.warning(text)
 
 
 def store() -> "Store":
-    """Return the store that all ranks share; only entries of this start, not before a restart."""
+    """Return the store that all ranks share, with only the entries since the last restart."""
     from torch.distributed import PrefixStore
 
-    # Without the prefix, gloo tries addresses from the previous attempt: 8 of 10 restarts failed.
+    # Without the prefix, gloo tries addresses from before the restart: 8 of 10 restarts failed.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt{attempt}", whole_store())
 
 
 def whole_store() -> "Store":
-    """Return the store with the entries of all attempts: torchrun's, or one that rank 0 hosts.
+    """Return the store with the entries of all restarts: torchrun's, or one that rank 0 hosts.
 
     Raises:
         LostContact: Rank 0 cannot be reached.
@@ -113,7 +113,7 @@ def publish(key: str, value: Any) -> None:
 
 
 def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
-    """Wait for what rank `by` publishes under this key, and return it.
+    """Wait until rank `by` publishes a value under this key, and return it.
 
     Raises:
         LostContact: The rank has ended, or published nothing for `limit` seconds (None: `timeout`).
@@ -133,7 +133,7 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
 def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:
     """Call `make` on rank 0 and return its plain value on all ranks.
 
-    With `lasting`, torchrun's restarts of the ranks get the value of the first attempt.
+    With `lasting`, the value is kept when torchrun restarts the ranks.
     """
     if world_size() == 1:
         return make()

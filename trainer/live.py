@@ -1,4 +1,4 @@
-"""A terminal during a fit: a table of the finished epochs, and below it a line that is redrawn."""
+"""The terminal display of a fit: a table of the finished epochs above a live line."""
 
 import logging
 import sys
@@ -13,14 +13,14 @@ from stoker.trainer.errors import log
 Cells = Mapping[str, str]  # {name: text}
 
 GAP = "  "
-LEAST = 6  # characters of a column
+LEAST = 6  # minimum width of a column, in characters
 ROWS = 20  # rows between two headers
-LEFT = 9  # characters of the last column: the time left
-EVERY = 0.1  # seconds between two drawings
+LEFT = 9  # width of the last column, the time left
+EVERY = 0.1  # seconds between redraws
 
 
 class Live:
-    """A table, and a line for the current step below it."""
+    """A table, with a line for the current step below it."""
 
     def __init__(self, step: int, total_steps: int) -> None:
         self.bar = tqdm.tqdm(
@@ -36,7 +36,7 @@ class Live:
         log.addFilter(self.clear)
 
     def clear(self, _: logging.LogRecord) -> bool:
-        """Clear the line, so that a warning begins on an empty one."""
+        """Clear the line, so that a warning starts on an empty one."""
         self.bar.clear()
         return True
 
@@ -61,11 +61,11 @@ class Live:
         return GAP.join(cells.get(name, "").rjust(width) for name, width in self.widths.items())
 
     def is_due(self) -> bool:
-        """Return whether the line was not drawn a moment ago."""
+        """Return whether it is time to redraw the line."""
         return time.monotonic() > self.drawn + EVERY
 
     def draw(self, step: int, cells: Cells) -> None:
-        """Draw the line of the current step: as a row, or names and values as far as they fit."""
+        """Draw the line of the current step: as a row, or as many names and values as fit."""
         self.drawn = time.monotonic()
         room = terminal.width() - LEFT
         text = self.aligned(cells)

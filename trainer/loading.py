@@ -19,26 +19,26 @@ from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
 
 END = object()  # marks the end of an iterator
-SAMPLERS = ("sampler", "batch_sampler")  # attributes by which DataLoaders and samplers wrap others
+SAMPLERS = ("sampler", "batch_sampler")  # attributes that hold inner samplers
 
 
 def resident_bytes(*loaders: Any) -> int:
-    """Return the bytes that these loaders keep on the device."""
+    """Return how many bytes these loaders keep on the device."""
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
 
 
 def by_name(val_loader: Any) -> dict[str, Any]:
-    """Return {name: loader} of the validation loaders; a single one is "val"."""
+    """Return the validation loaders as {name: loader}; a single one is named "val"."""
     if val_loader is None:
         return {}
     return dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
 
 
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
-    """Return the loader if it has `seek`, else an IterableLoader around it.
+    """Return the loader if it has `seek`, or else an IterableLoader around it.
 
-    Any iterable works, such as a plain DataLoader. From your own IterableLoader, only
-    the settings are taken.
+    Any iterable works, such as a plain DataLoader. If you pass an IterableLoader, a new one with
+    the same settings is returned.
     """
     loader = dealt(loader, seed, sample_dim)
     return loader if hasattr(loader, "seek") else IterableLoader(loader, seed, sample_dim)
@@ -53,7 +53,7 @@ def length_of(iterable: Any) -> int | None:
 
 
 def epoch_length(loader: Any, max_steps: int | None) -> int:
-    """Return the steps of an epoch: `max_steps`, the whole training, if the loader has no length.
+    """Return the number of steps in an epoch; without a length, `max_steps` make a single epoch.
 
     Raises:
         UserError: There is no length, or it is 0.
@@ -73,10 +73,10 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
 
 
 def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
-    """Return the loader, or in several processes one that deals its batches out to them.
+    """Return the loader, or with several processes, one that splits each batch among them.
 
     Raises:
-        UserError: The loader has `seek`, and does not deal its batches out.
+        UserError: The loader has `seek`, but does not split its batches.
     """
     if isinstance(loader, IterableLoader):
         steps_per_epoch = loader.steps_per_epoch
@@ -85,7 +85,7 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"{type(loader).__name__}: with several processes, a loader with `seek` has to split "
+            f"{type(loader).__name__}: with several processes, a loader with `seek` must split "
             "its batches among them.\n"
             "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
@@ -93,7 +93,7 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
 
 
 class Seekable:
-    """A loader that starts where `seek` says.
+    """A loader that can start at any batch: see `seek`.
 
     Iterating yields the batches from there to the end of the epoch, and then the next epoch.
     """
@@ -106,17 +106,17 @@ class Seekable:
     spans: Spans = silent_spans()  # set by `fit` to the Trainer's spans
 
     def seek(self, epoch: int, position: int = 0) -> None:
-        """Begin the next `iter()` with batch number `position` of this epoch."""
+        """Start the next `iter()` at batch `position` of this epoch."""
         self.next = (epoch, position)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.next
-        # Set now, so that if this epoch is stopped early, the next iter() begins a whole epoch.
+        # Set now, so that the next iter() starts a new epoch even if this one is stopped early.
         self.next = (epoch + 1, 0)
         return self.batches(epoch, position)
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
-        """Yield the batches of this epoch from number `position` on."""
+        """Yield the batches of this epoch, starting at index `position`."""
         raise NotImplementedError
 
 
@@ -125,11 +125,11 @@ class Place:
     """The position within an iterable.
 
     Attributes:
-        passes: How often the iterable was read to its end, counting the epochs of earlier fits.
-        number: Batches read in this pass.
-        drop: How many of them to skip, to get back to a checkpoint.
-        step: Steps before this position, counted from the first epoch; None if unknown.
-        seed: Seed of the random streams of this pass.
+        passes: How many times the iterable was read to its end, including epochs of earlier fits.
+        number: The number of batches read in this pass.
+        drop: How many of them to skip, to return to the position of a checkpoint.
+        step: The number of steps before this position, from the first epoch; None if unknown.
+        seed: The seed of the random streams of this pass.
     """
 
     passes: int
@@ -145,33 +145,33 @@ class IterableLoader(Seekable):
     """A Seekable around any iterable of batches, with or without a length.
 
     An epoch has `steps_per_epoch` steps, or one per batch. The next epoch continues where the last
-    one stopped reading. At its end the iterable is read again from the start: that is a pass. To
-    resume, an iterable with `state_dict` and `load_state_dict` continues in place. For any other,
-    the batches of the pass up to there are read and dropped.
+    one stopped. When the iterable ends, it is read again from the start; each reading is a pass. To
+    resume, an iterable with `state_dict` and `load_state_dict` continues in place. For any other
+    iterable, the batches of the pass up to that point are read and dropped.
 
-    While it makes a batch, the iterable has its own random streams: torch's is seeded by (seed,
-    pass), Python's and numpy's by (seed, pass, batch), which leaves `random` and `numpy.random`
-    seeded. So shuffling and augmentation are reproducible, and training and data do not disturb
-    each other. Only workers that outlive a pass (persistent_workers) continue their own streams.
-    `set_epoch`, if there is one, is called with the number of the pass. With several processes,
-    each reads all batches and takes its part of every one.
+    While it makes a batch, the iterable has its own random streams: torch's generator is seeded by
+    (seed, pass), Python's and numpy's by (seed, pass, batch), which leaves `random` and
+    `numpy.random` seeded. Shuffling and augmentation are therefore reproducible, and training and
+    data do not affect each other. Only persistent workers, which outlive a pass, continue their own
+    streams. If the iterable has `set_epoch`, it is called with the number of the pass. With several
+    processes, each process reads all batches and takes its share of each.
 
     Args:
-        loader: Iterable of batches.
-        seed: Seed of the random streams; `fit` uses that of its Trainer.
+        loader: An iterable of batches.
+        seed: The seed of the random streams; `fit` uses the Trainer's seed.
         sample_dim: As `Trainer.sample_dim`, which `fit` uses.
-        steps_per_epoch: Steps per epoch, if the length is unknown or you want another.
+        steps_per_epoch: Steps per epoch, if the length is unknown or you want a different one.
         accumulate: Batches per step, each as a micro-batch; fewer at the end of a pass.
 
     Raises:
         UserError: This is not an iterable.
     """
 
-    global_size: int | None = None  # samples in the whole batch of all processes
+    global_size: int | None = None  # samples in the last batch, over all processes
     steps: int | None = None  # steps per epoch; None reads one pass
     place: Place | None = None  # where the next iteration continues
     loaded: Place | None = None  # from a checkpoint, used by the next `seek`
-    is_warned: bool = False  # whether the warning about a wrong length was given
+    is_warned: bool = False  # whether a warning about a wrong length was logged
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class IterableLoader(Seekable):
         self.deals = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
-        # A DataLoader computes its length from that of its iterable data set.
+        # For an IterableDataset, the length of a DataLoader is only an estimate.
         is_guess = isinstance(dataset, torch.utils.data.IterableDataset)
         self.length_is_exact = length_of(loader) is not None and not is_guess
         self.is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -204,7 +204,7 @@ class IterableLoader(Seekable):
         return self.steps_per_epoch or math.ceil(len(self.loader) / self.accumulate)
 
     def close(self) -> None:
-        """Stop reading, and end the workers of a DataLoader."""
+        """Stop reading, and stop the workers of a DataLoader."""
         self.place = None
 
     def seek(self, epoch: int, position: int = 0) -> None:
@@ -254,7 +254,7 @@ class IterableLoader(Seekable):
             samples = 0
 
     def read(self, place: Place) -> Any:
-        """Return the next batch of the iterable, or END, using its own random streams."""
+        """Return the next batch of the iterable or END, using the iterable's own random streams."""
         outside = torch.default_generator.get_state()
         if place.iterator is None or place.generator is None:
             place.seed = mix_seed(self.seed, "order", place.passes)
@@ -276,7 +276,8 @@ class IterableLoader(Seekable):
             raise
         except Exception as error:
             raise TrainingError(
-                f"The loader has no batch {place.number} of epoch {place.passes}: {cause(error)}."
+                f"The loader failed at batch {place.number} of epoch {place.passes}: "
+                f"{cause(error)}."
             ) from error
         finally:
             torch.default_generator.set_state(outside)
@@ -285,7 +286,7 @@ class IterableLoader(Seekable):
         """Warn at the end of a pass if the length was wrong.
 
         Raises:
-            UserError: The pass gave no batch, as a generator's second one.
+            UserError: The pass had no batches, like the second pass of a generator.
         """
         if not place.number:
             raise UserError(
@@ -298,8 +299,8 @@ class IterableLoader(Seekable):
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"{self.name}'s len() is {length}, but it gave {place.number} batches. An epoch "
-                f"stays {self.steps} steps, and the next one continues where this one stopped."
+                f"{self.name}'s len() is {length}, but it yielded {place.number} batches. An epoch "
+                f"still has {self.steps} steps, and the next one continues where this one stopped."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,7 +308,7 @@ class IterableLoader(Seekable):
         place = self.place
         if place is None:
             return {}
-        # A DataLoader knows its length, so a resume need not read this pass to its end again.
+        # With a known length, a resumed run does not have to read a finished pass again.
         is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
         if is_exact and place.number == len(self.loader):
             return {"passes": place.passes + 1, "number": 0}
@@ -318,10 +319,10 @@ class IterableLoader(Seekable):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue there with the next `seek`; {} changes nothing.
+        """Continue from this state with the next `seek`; {} changes nothing.
 
         Raises:
-            UserError: The iterable does not take its state.
+            UserError: The iterable does not accept its state.
         """
         if state == {}:
             return
@@ -344,10 +345,10 @@ class IterableLoader(Seekable):
     def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and of the DataLoaders and samplers inside it.
 
-        Otherwise they would continue from pass to pass, which a resumed run cannot repeat.
+        Otherwise their streams would continue from pass to pass, which a resumed run cannot repeat.
         """
         owners = [self.loader, getattr(self.loader, "dataset", None)]
-        for owner in owners:  # the list grows meanwhile
+        for owner in owners:  # the list grows during the loop
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(passes)
             for name, value in getattr(owner, "__dict__", {}).items():
@@ -362,13 +363,13 @@ class IterableLoader(Seekable):
 def children_do_not_interrupt() -> Iterator[None]:
     """Keep the handler of SIGCHLD while a DataLoader starts its workers.
 
-    The DataLoader's handler raises an error at whatever line the main thread is when a worker
-    dies. Waiting for the next batch notices it as well.
+    When a worker dies, the DataLoader's handler raises an error at an arbitrary line of the main
+    thread. Without it, the error is raised when waiting for the next batch.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     try:
         yield
     finally:
-        # None stands for a handler that was not set from Python. Only the main thread can set one.
+        # None means that the handler was not set from Python. Only the main thread can set one.
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)

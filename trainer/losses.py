@@ -1,4 +1,4 @@
-"""What the mean of torch's own losses divides by: the weight of a batch among batches."""
+"""What torch's own losses divide by in their mean: the weight of a batch among batches."""
 
 import contextlib
 import functools
@@ -52,20 +52,21 @@ IGNORED = -100  # torch's default for ignore_index
 
 
 def divides_by(loss: Any) -> str | None:
-    """Return "classes" or "elements" for a loss of torch, as a module or a function, else None.
+    """Return "classes" or "elements" for one of torch's losses (module or function), or else None.
 
-    A functools.partial with keywords counts as what it calls, and a class with its own forward as
-    another loss. KLDivLoss(reduction="batchmean") is one that divides by the samples.
+    A functools.partial with only keywords counts as the function it calls. A class with its own
+    forward counts as your own loss. KLDivLoss(reduction="batchmean") divides by the number of
+    samples.
     """
     return kind_of(loss) if option(loss, "reduction", "mean") == "mean" else None
 
 
 def kind_of(loss: Any) -> str | None:
-    """Return what the mean of a loss of torch divides by, whatever its reduction is."""
+    """Return what the mean of one of torch's losses divides by, whatever its reduction is."""
     loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         loss = None if loss.args else loss.func
-    # What computes the loss: a subclass of torch's with a forward of its own is another loss.
+    # Look at the function that computes the loss: a subclass may have its own forward.
     function = type(loss).forward if isinstance(loss, nn.Module) else loss
     if getattr(function, "__module__", None) not in (functional.__name__, nn.modules.loss.__name__):
         return None
@@ -81,17 +82,17 @@ def option(loss: Any, name: str, default: Any = None) -> Any:
 
 
 def ignored_class(loss: Any) -> int | None:
-    """Return the class whose targets the loss leaves out, None if it knows no such class."""
+    """Return the class that the loss ignores, or None."""
     return option(loss, "ignore_index", IGNORED) if divides_by(loss) == "classes" else None
 
 
 def has_class_weights(loss: Any) -> bool:
-    """Return whether the targets of the loss are classes with weights of their own."""
+    """Return whether the loss has class weights."""
     return divides_by(loss) == "classes" and option(loss, "weight") is not None
 
 
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
-    """Return whether each sample has the same weight in the mean, as far as can be known.
+    """Return whether each sample is known to have the same weight in the mean.
 
     `targets_are_uniform` says that all samples have the same number of targets, and no class is
     negative.
@@ -105,7 +106,7 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 @contextlib.contextmanager
 def first_call_checked(trainer: Any) -> Iterator[None]:
-    """Check the shapes that a loss of torch is first called with; later calls cost nothing."""
+    """Check the shapes in the first call of one of torch's losses; later calls cost nothing."""
     loss = trainer.loss
     module = loss.func if isinstance(loss, functools.partial) else loss
     if kind_of(loss) is None:
@@ -138,9 +139,9 @@ def first_call_checked(trainer: Any) -> Iterator[None]:
 
 
 def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise UserError where torch would broadcast, or a cross entropy would always be 0.
+    """Raise UserError if torch would broadcast, or a cross-entropy would always be 0.
 
-    Also if the model returns something other than a tensor.
+    Also raise it if the model does not return a tensor.
     """
     if len(arguments) != 2 or not isinstance(arguments[1], torch.Tensor):
         return
@@ -153,7 +154,7 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
     if kind_of(loss) == "classes":
         if outputs.ndim > 1 and outputs.shape[1] == 1:
             raise UserError(
-                f"loss: the outputs {tuple(outputs.shape)} have a single class, so a cross entropy "
+                f"loss: the outputs {tuple(outputs.shape)} have a single class, so a cross-entropy "
                 "is always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
                 "targets of 0. and 1."
             )
@@ -166,10 +167,9 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def divisor(loss: Any) -> Divisor | None:
-    """Return the function from a batch's targets to what the mean of one of torch's losses divides
-    by.
+    """Return a function that maps targets to what the mean of one of torch's losses divides by.
 
-    None if that is the number of samples, or the loss is not one of torch's.
+    Return None if that is the number of samples, or the loss is not one of torch's.
     """
     kind = divides_by(loss)
     if kind == "classes":
@@ -183,7 +183,7 @@ def class_weight(
 ) -> int | torch.Tensor:
     """Return the sum of the class weights of the targets that are not ignored, on their device.
 
-    Targets that are probabilities (N, C, ...) all count 1.
+    Probability targets (N, C, ...) all have weight 1.
     """
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
@@ -192,7 +192,7 @@ def class_weight(
     counts: torch.Tensor = targets != ignored
     if weight is None:
         return counts.sum()
-    # Clamped, since the loss reports a class out of range more clearly.
+    # Clamped, because the loss gives a clearer error for a class out of range.
     weights: torch.Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
     return (weights * counts).sum()
 
@@ -200,7 +200,7 @@ def class_weight(
 def shares(
     weights: Sequence[float | torch.Tensor], device: torch.device
 ) -> Sequence[float | torch.Tensor]:
-    """Return each weight's share of their sum; tensors if there are any among them."""
+    """Return each weight's share of their sum, as tensors if any weight is a tensor."""
     if all(isinstance(weight, (int, float)) and weight > 0 for weight in weights):
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -209,7 +209,7 @@ def shares(
 
 
 def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight as a 0-dim tensor, float64 where the device has it; nothing waits for it."""
+    """Return a weight as a 0-dim tensor, float64 if the device supports it, without a sync."""
     dtype = wide_type(device.type)
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device, dtype).reshape(())
@@ -217,10 +217,11 @@ def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def take_rows(loss: Any) -> None:
-    """Let a cross entropy take outputs (N, C, ...) that have the classes last in memory as rows.
+    """Let a cross-entropy use outputs (N, C, ...) with classes last in memory as rows.
 
-    Torch would copy them to have the classes second: of 128 tokens and 8,192 classes, forward and
-    backward with the last layer take 227 ms, and 150 ms as rows (a core of an AMD EPYC).
+    torch would copy them to put the classes second. For 128 tokens and 8,192 classes, forward and
+    backward with the last layer take 227 ms with the copy and 150 ms as rows (one core of an AMD
+    EPYC).
     """
     if isinstance(loss, nn.CrossEntropyLoss):
         loss.register_forward_pre_hook(rows_of_classes)
@@ -229,9 +230,7 @@ def take_rows(loss: Any) -> None:
 def rows_of_classes(
     _: nn.Module, arguments: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return outputs (N, C, ...) and targets (N, ...) as views (M, C) and (M,), if there are such
-    views.
-    """
+    """Return outputs (N, C, ...) and targets (N, ...) as views (M, C) and (M,), if possible."""
     outputs, targets = arguments
     if outputs.ndim < 3 or outputs.stride(1) != 1 or targets.ndim != outputs.ndim - 1:
         return None
@@ -239,15 +238,15 @@ def rows_of_classes(
 
 
 def share(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return weight / total, 0 where nothing has a weight."""
+    """Return weight / total, or 0 if the total is 0."""
     return (weight / total).masked_fill(total == 0, 0)
 
 
 def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> torch.Tensor:
-    """Return the loss of these outputs of the model times its share.
+    """Return the loss times its share.
 
-    Where the share is 0, so are the loss and the gradient of the outputs: the mean of nothing is
-    nan, and in its backward pass 0 * inf.
+    If the share is 0, the loss and the gradient of the outputs become 0. Otherwise they would be
+    NaN: the loss is the mean of nothing, and its backward pass computes 0 * inf.
     """
     if not isinstance(factor, torch.Tensor):
         return loss * factor

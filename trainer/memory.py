@@ -1,4 +1,4 @@
-"""Memory of a device and of the host: how much is free, held and was held at most; release it."""
+"""Device and host memory: measure free memory and peak usage, and release memory."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 MIB = 2**20
-# Out-of-memory errors without their own type: CPU allocator, mps, cuBLAS, cuDNN, driver.
+# Out-of-memory errors without a type of their own: CPU allocator, mps, cuBLAS, cuDNN, driver.
 NO_MEMORY = re.compile(
     "DefaultCPUAllocator:|MPS backend out of memory|STATUS_ALLOC_FAILED|error: out of memory"
 )
@@ -24,9 +24,9 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on the device (available on the machine for the CPU)."""
+    """Return the free bytes on the device (for the CPU, those available on the machine)."""
     free, _ = memory_info(device)
-    # Unknown (macOS, Windows, some accelerators): assume an amount that any device has today.
+    # Unknown (macOS, Windows, some accelerators): assume an amount that any device has.
     return 4 * 2**30 if free is None else free
 
 
@@ -47,7 +47,7 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def host_memory() -> tuple[int | None, int | None]:
-    """Return `memory_info` of the machine."""
+    """Return the host's (free, total) bytes, each None if unknown."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -57,7 +57,7 @@ def host_memory() -> tuple[int | None, int | None]:
 
 
 def counted(name: str, device: torch.device) -> float:
-    """Return a count of the backend's allocator, NaN if it does not count."""
+    """Return a counter of the backend's allocator, NaN if it has none."""
     ask = getattr(torch.get_device_module(device), name, getattr(torch.accelerator, name))
     try:
         return float(ask(device))
@@ -66,10 +66,10 @@ def counted(name: str, device: torch.device) -> float:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return "0.4 of 24.0 GiB free", as far as known."""
+    """Return a phrase such as "0.4 of 24.0 GiB free"."""
     free, total = memory_info(device)
     if free is None or total is None:
-        return "how much is free is unknown"
+        return "free memory unknown"
     return f"{gib(free)} of {gib(total)} GiB free"
 
 
@@ -78,7 +78,7 @@ def gib(size: float) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the most bytes that this process has held: on the device, or resident (CPU, mps)."""
+    """Return this process's peak memory in bytes: on the device, or resident (CPU, mps)."""
     if device.type in ("cpu", "mps"):
         try:
             import resource
@@ -103,7 +103,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Collect garbage and release unused memory: at the end of a job, never in a step."""
+    """Collect garbage and release unused memory, at the end of a job but never in a step."""
     gc.collect()
     libc = glibc()
     if libc is not None:
@@ -113,6 +113,6 @@ def release(device: torch.device) -> None:
         # After a failed kernel, every call to the device fails.
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.empty_cache()
-        # Pinned memory; not every release and device has this cache.
+        # Pinned memory. Not every torch version and device has this cache.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch.accelerator.empty_host_cache()

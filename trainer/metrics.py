@@ -1,6 +1,6 @@
-"""Metrics that stay on the device until you ask: update(outputs, targets), compute(), reset().
+"""Metrics with update(outputs, targets), compute() and reset(); sums stay on the device.
 
-The same interface as torchmetrics has.
+The interface is that of torchmetrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from stoker.trainer.errors import UserError, check_number
 class Mean:
     """The mean of values, each weighted by its number of samples: `update(value, samples)`.
 
-    Where a value is a mean over something else, `update(value, samples, weight)` takes its weight:
-    a number, or a tensor that stays on its device. Whatever has weight 0 does not count, nan or
-    not.
+    If a value is a mean over something else, pass its weight: `update(value, samples, weight)`. The
+    weight is a number, or a tensor that stays on its device. Values with weight 0 do not count,
+    even if they are NaN.
     """
 
     higher_is_better = False
@@ -36,7 +36,7 @@ class Mean:
         self, value: torch.Tensor, samples: int = 1, weight: float | torch.Tensor | None = None
     ) -> None:
         if not isinstance(self.total, torch.Tensor):
-            # fill_ instead of a copy, so that nothing waits for the device.
+            # torch.full instead of a copy, which would wait for the device.
             dtype = wide_type(value.device.type)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
@@ -48,13 +48,13 @@ class Mean:
             counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 is nan
             self.total.add_(counted * weight)
         elif weight:
-            # a single kernel, even though the total has a wider dtype
+            # a single kernel, even if the total has a wider dtype
             self.total.add_(value, alpha=weight)
         self.weight = self.weight + weight
         self.samples += samples
 
     def compute(self) -> torch.Tensor:
-        """Return the mean, nan if nothing has a weight."""
+        """Return the mean, or NaN if nothing has a weight."""
         if not self.samples:
             return torch.tensor(torch.nan)
         total = self.total
@@ -63,7 +63,7 @@ class Mean:
         return total / self.weight
 
     def over_ranks(self) -> "Mean":
-        """Return the Mean over all processes; all of them have to call this."""
+        """Return the Mean over all processes; all processes must call this."""
         if parallel.ranks() == 1:
             return self
         mean = Mean()
@@ -87,11 +87,11 @@ class Mean:
 
 
 class Sums:
-    """A metric that is a function of sums over all samples: batches of 7 give what one batch gives.
+    """A metric computed from sums over all samples, so the batch size does not matter.
 
     Subclasses define `update(outputs, targets)`, which calls `add`, and `value(sums)`. The sums are
     one tensor on the device of the outputs: float64 (float32 on mps), or int64 for counts.
-    `higher_is_better` says which end of the metric is good, None if neither is.
+    `higher_is_better` is None if neither direction is better.
     """
 
     higher_is_better: bool | None = True
@@ -114,13 +114,13 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric over all processes (all have to call this); nan without data."""
+        """Return the metric over all processes (all must call this), or NaN without data."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
 def check_over_ranks(metrics: Mapping[str, Any]) -> None:
-    """UserError for a metric that cannot be added up over processes, if there are several."""
+    """Raise UserError for a metric that cannot be summed over several processes."""
     if parallel.ranks() == 1:
         return
     for name, metric in metrics.items():
@@ -140,7 +140,7 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     makes them, count as their largest class.
 
     Raises:
-        UserError: The targets are neither.
+        UserError: The targets have neither form.
     """
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
@@ -151,23 +151,23 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
             if (off < 0.01).all():
                 return targets.argmax(1)
     raise UserError(
-        "This metric is for one class per sample: outputs (N, classes, ...) and targets (N, ...); "
-        f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
+        "This metric is for one class per sample: outputs (N, classes, ...) and targets (N, ...), "
+        f"not {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
         "For a single logit or several labels, use torchmetrics.classification.BinaryAccuracy or "
         "MultilabelAccuracy."
     )
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the type to sum in."""
+    """Convert the tensor to the dtype used for sums."""
     return tensor.to(wide_type(tensor.device.type))
 
 
 class OfClasses(Sums):
-    """A metric of class numbers, which leaves out targets of class `ignore_index`.
+    """A metric of class indices that ignores targets of class `ignore_index`.
 
-    Where that is None, it leaves out what the loss of its Trainer ignores. On its own it counts all
-    targets.
+    With None, it ignores the class that the Trainer's loss ignores; without a Trainer, it counts
+    all targets.
     """
 
     ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
@@ -179,7 +179,7 @@ class OfClasses(Sums):
         super().__init__()
 
     def counts(self, targets: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return which of the true classes count; soft targets all do."""
+        """Return which of the true classes count; all soft targets do."""
         ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
         if ignored is None or targets.is_floating_point():
             return torch.ones_like(true, dtype=torch.bool)
@@ -187,7 +187,7 @@ class OfClasses(Sums):
 
 
 class Accuracy(OfClasses):
-    """The share of samples (or pixels) whose largest output is their class.
+    """The share of samples (or pixels) whose class has the largest output.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
@@ -262,8 +262,8 @@ class MeanIoU(Confusion):
         return self.of_classes(sums).nanmean()
 
     def per_class(self) -> torch.Tensor:
-        """Return the value for each class, nan for one that is nowhere, over all processes (all
-        have to call this).
+        """Return the value per class over all processes (all must call this), with NaN for a class
+        that does not occur.
         """
         sums = parallel.add_up(self.sums)
         return torch.full((self.num_classes,), torch.nan) if sums is None else self.of_classes(sums)
@@ -298,8 +298,8 @@ class Perplexity(OfClasses):
 class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
-    `scale` is the standard deviation that a data set has divided its targets by: one number, or
-    one per target.
+    `scale` is the standard deviation by which the data set divided its targets: one number, or one
+    per target.
     """
 
     higher_is_better = False
@@ -327,15 +327,15 @@ class MAE(MSE):
 
 
 class R2(Sums):
-    """The explained share of the targets' variance, averaged over targets.
+    """The share of the targets' variance that is explained, averaged over targets.
 
     Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean. As in
-    scikit-learn, a constant target counts as 0, or as 1 if each prediction is exact, and fewer than
-    two samples give nan.
+    scikit-learn, a constant target counts as 0, or as 1 if all predictions are exact, and fewer
+    than two samples give NaN.
     """
 
-    # Take the sums about one of the targets: sums of squares about 0 would suffer from
-    # cancellation, and about a rounded mean those of a constant target would not be 0.
+    # Sums are relative to one of the targets. Relative to 0, sums of squares would suffer from
+    # cancellation; relative to a rounded mean, those of a constant target would not be 0.
     origin: torch.Tensor
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -356,7 +356,7 @@ class R2(Sums):
         parts = [part for part in parallel.from_all(given) if part is not None]
         if not parts:
             return torch.tensor(torch.nan)
-        # Each process has an origin of its own, so shift the sums to the first one.
+        # Each process has its own origin, so shift the sums to the first one.
         shifted = []
         for origin, total, squares, residual, samples in parts:
             shift = origin - parts[0][0]
@@ -374,9 +374,9 @@ class R2(Sums):
 
 
 def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """UserError unless the shapes agree.
+    """Raise UserError if the shapes differ.
 
-    (N, 1) and (N,) would broadcast to (N, N) and silently give a wrong number.
+    (N, 1) and (N,) would broadcast to (N, N), and the result would be silently wrong.
     """
     if outputs.shape != targets.shape:
         raise UserError(
@@ -392,11 +392,11 @@ def default_metrics(
     target_dims: int = 0,
     num_classes: int = 2,
 ) -> dict[str, Sums]:
-    """Return the metrics to show for a kind of data set; the first chooses the best weights.
+    """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
 
-    Accuracy for "classification"; before it perplexity if a sample's targets are tokens (T,), one
-    of `target_dims`, and mean IoU if they are pixels (H, W). R2, MAE and MSE, in the targets'
-    units, for "regression".
+    "classification" has accuracy, preceded by perplexity if a sample's targets are tokens (T,)
+    (`target_dims` is 1), or by mean IoU if they are pixels (H, W) (`target_dims` is 2).
+    "regression" has R2, MAE and MSE, in the targets' units.
     """
     if kind == "classification":
         if target_dims == 1:

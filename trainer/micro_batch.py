@@ -1,4 +1,4 @@
-"""Micro-batches: how many samples are processed at once, and fewer when memory runs out."""
+"""Micro-batches: limit how many samples are processed at once, with fewer when memory runs out."""
 
 import math
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class MicroBatch:
     """Splits batches into micro-batches.
 
     Args:
-        device: For messages, and to free its memory.
-        size: Most samples at once. "auto" starts with whole batches and halves the size when
-            memory runs out. None splits into `parts`.
-        parts: Number of equal parts.
-        key: Setting of the batch size, for messages.
+        device: The device, for messages and to free its memory.
+        size: The maximum number of samples at once. "auto" starts with whole batches and halves the
+            size when memory runs out. None splits into `parts`.
+        parts: The number of equal parts.
+        key: The setting of the batch size, for messages.
 
     Raises:
-        UserError: Both `size` and `parts` split, or one is out of range, or several processes
+        UserError: Both `size` and `parts` are set, or one is out of range, or several processes
             would split a batch differently.
     """
 
@@ -50,7 +50,7 @@ class MicroBatch:
         self.key = key
 
     def cut_by(self) -> str | None:
-        """Return the setting that splits batches, None if they stay whole."""
+        """Return the setting that splits batches, or None if they stay whole."""
         if self.parts > 1:
             return f"grad_accum_steps={self.parts}"
         if self.size is not None:
@@ -58,13 +58,13 @@ class MicroBatch:
         return "micro_batch=auto" if self.adapts else None
 
     def for_evaluation(self) -> "MicroBatch":
-        """Return the one for evaluations: whole batches, unless this one adapts to the memory."""
+        """Return the MicroBatch for evaluations: whole batches, unless the size adapts."""
         return MicroBatch(self.device, "auto" if self.adapts else None, key="eval_batch_size")
 
     def split(
         self, batch: Any, sample_dim: batches.SampleDimOf, sample_bounds: Bounds = None
     ) -> list[Any]:
-        """Split a batch into micro-batches, as many as on each other process."""
+        """Split a batch into micro-batches, the same number on each process."""
         if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
@@ -84,7 +84,7 @@ class MicroBatch:
         module: torch.nn.Module | None = None,
         undo: Callable[[], None] | None = None,
     ) -> Result:
-        """Return `function` of the micro-batches.
+        """Return `function(micro_batches)`.
 
         If memory runs out and the size adapts, halve it, restore the buffers of the `module`, call
         `undo`, and start over with the whole batch.
@@ -98,7 +98,7 @@ class MicroBatch:
                 return function(self.split(batch, sample_dim, sample_bounds))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, sample_dim))
-            # Outside `except`, where the error would keep its frames' tensors alive.
+            # Outside `except`, because the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -134,6 +134,6 @@ class MicroBatch:
         return {"size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the size that fitted in memory; a size that was set stays."""
+        """Load the size that fit in memory; a size that you set is kept."""
         if self.adapts:
             self.size = settings.check("micro_batch", state["size"], optional=True)

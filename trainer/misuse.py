@@ -1,4 +1,4 @@
-"""Check what a script gives to the Trainer, and say what to give instead."""
+"""Check what a script passes to the Trainer, and say what to pass instead."""
 
 import re
 import traceback
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "docs/own.md shows how"
-# How torch refuses a shape, an index or a class. Subclasses of these are errors of another sort.
+# What torch raises for a bad shape, index or class. Subclasses of these are other kinds of errors.
 REFUSALS = (RuntimeError, IndexError, ValueError)
-# What is called with a batch.
+# Methods that are called with a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Folders of code that no user writes.
+# Folders of library code.
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
-# Methods of the trainers of other libraries.
+# Methods of other libraries' trainers.
 METHODS = (
     "training_step",
     "validation_step",
@@ -50,7 +50,7 @@ METHODS = (
     "create_optimizer",
     "create_scheduler",
 )
-# Wrappers of a module, each with the setting that does its work.
+# Wrappers of a module, with the setting that replaces each.
 WRAPPERS = {
     "DataParallel": "strategy='dp'",
     "DistributedDataParallel": "strategy='ddp'",
@@ -68,7 +68,7 @@ def check_parts(
     callbacks: Any,
     groups: Any,
 ) -> None:
-    """Raise UserError for parts of a Trainer that would train wrongly, or would have no effect."""
+    """Raise UserError for parts of a Trainer that would train incorrectly or have no effect."""
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
@@ -98,7 +98,7 @@ def check_methods(kind: type, called: Collection[str]) -> None:
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
-    """Raise UserError for a module in a wrapper of torch's, which renames its parameters."""
+    """Raise UserError for a module in one of torch's wrappers, which rename its parameters."""
     name = type(model).__name__
     if name in WRAPPERS:
         raise UserError(
@@ -108,7 +108,7 @@ def check_unwrapped(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
-    """Raise UserError for a ready-made optimizer that leaves a setting without effect."""
+    """Raise UserError if a ready-made optimizer would leave a setting without effect."""
     has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
     if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
         raise UserError(
@@ -119,7 +119,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
 
 
 def check_loss_function(trainer: "Trainer", loss: Any) -> None:
-    """Raise UserError for a loss that would train wrongly."""
+    """Raise UserError for a loss that would train incorrectly."""
     reduction = losses.option(loss, "reduction", "mean")
     # batchmean divides by the first dimension.
     is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
@@ -138,7 +138,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
-                f"fit: a validation loader is named {name!r}. Use letters, digits and _, and not "
+                f"fit: a validation loader is named {name!r}. Use letters, digits and _, but not "
                 "'train': its loss is logged as NAME/loss."
             )
         check_loader(trainer, loader, "fit")
@@ -151,7 +151,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
-    """Raise UserError if there is neither a loss nor a compute_loss that does without."""
+    """Raise UserError if there is neither a loss nor your own compute_loss."""
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(
             f"{use} needs a loss: pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
@@ -160,7 +160,7 @@ def check_loss(trainer: "Trainer", use: str) -> None:
 
 
 def check_uncut(trainer: "Trainer", loader: Any) -> None:
-    """Raise UserError where a setting cuts or captures batches that have to stay whole."""
+    """Raise UserError if a setting splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
     accumulates = getattr(loader, "accumulate", 1) > 1
@@ -171,13 +171,13 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
         setting = f"strategy={trainer.strategy}"
     if setting is not None and (carried or accumulates):
         reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"
-        raise UserError(f"{setting}: it cannot be used with {reason}, which takes whole batches.")
+        raise UserError(f"{setting}: cannot be used with {reason}, which needs whole batches.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
-    """Check what was given to fit, evaluate or predict (the `use`).
+    """Check the loader passed to fit, evaluate or predict (the `use`).
 
-    Warn if the outputs would come in a shuffled order.
+    Warn if predictions would be in shuffled order.
 
     Raises:
         UserError: This is not one loader of batches, or the Trainer is closed.
@@ -195,19 +195,18 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
             "DataLoader(dataset, batch_size=64), or a list of batches.\n"
-            "Only the val_loader of fit may be several: {name: loader}."
+            "Only fit takes several validation loaders: val_loader={name: loader}."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
     if use == "predict" and shuffles:
         launch.warn(
-            "predict: the loader shuffles, so the outputs come in a random order. "
-            "Use shuffle=False."
+            "predict: the loader shuffles, so the outputs come in random order. Use shuffle=False."
         )
 
 
 def check_layout(module: torch.nn.Module, channels_last: bool | str) -> None:
-    """Raise UserError if channels_last is asked for, and the parameters are sharded."""
+    """Raise UserError if channels_last is True and the parameters are sharded."""
     if channels_last is True and any(map(parallel.is_shard, module.parameters())):
         raise UserError(
             "channels_last=true: sharded parameters have no memory format. "
@@ -216,7 +215,7 @@ def check_layout(module: torch.nn.Module, channels_last: bool | str) -> None:
 
 
 def check_epoch(expected: int, batches: int) -> None:
-    """Raise UserError if the training loader gave more or fewer batches than its length."""
+    """Raise UserError if the training loader yielded more or fewer batches than its length."""
     if batches != expected:
         raise UserError(
             f"The training loader's len() is {expected}, but it yielded {batches} batches."
@@ -224,7 +223,7 @@ def check_epoch(expected: int, batches: int) -> None:
 
 
 def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -> Any:
-    """Return the inputs of a batch that is inputs, or (inputs, targets)."""
+    """Return the inputs of a batch, which is inputs or (inputs, targets)."""
     if not batches.is_list(batch):
         return batch
     lengths: set[int] = set()
@@ -234,15 +233,15 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
             lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
-            f"predict: a batch is {kind_of(batch)} of {len(batch)}, neither inputs nor (inputs, "
-            "targets).\n"
+            f"predict: a batch is {kind_of(batch)} of length {len(batch)}, neither inputs nor "
+            "(inputs, targets).\n"
             f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )
     return batch[0]
 
 
 def number(name: str, value: Any) -> Any:
-    """Return one number as a float, which loggers look for, and several as a nested list."""
+    """Return a single number as a float, which loggers expect, and several as a nested list."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -255,7 +254,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def warn_of_untrained(trainer: "Trainer") -> None:
-    """Warn of weights that require a gradient and that no optimizer has, such as new ones."""
+    """Warn about weights that require a gradient but belong to no optimizer, such as new ones."""
     weights = trainer.without_optimizer()
     names = [name for name, parameter in weights.items() if parameter.requires_grad]
     if not trainer.untrained >= set(names):
@@ -269,7 +268,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 def raise_explained(
     trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
 ) -> None:
-    """Raise the error as the user should see it, if it is a known mistake or too little memory."""
+    """Raise a clearer error for a known mistake or for running out of memory."""
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return
     if isinstance(error, NotFinite):
@@ -305,7 +304,7 @@ def raise_explained(
 def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
-    """Return an error if one of the Trainer's own methods was given something else than a pair."""
+    """Return an error if one of the Trainer's own methods got a batch that is not a pair."""
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
     if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None

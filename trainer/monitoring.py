@@ -1,4 +1,4 @@
-"""Callbacks that watch a logged number or the time, and may stop the training."""
+"""Callbacks that watch a logged number or the time, and can stop training."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,16 @@ class Monitor(Callback):
     """A callback that monitors one logged number.
 
     `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
-    or else the validation loss, or else the training loss. The training loss counts in the last
-    row of an epoch.
+    or else the validation loss, or else the training loss. The training loss counts only in the
+    last row of an epoch.
 
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
 
     name: str  # the monitored number, set by `on_fit_start`
     sign: int  # 1 if high is good, -1 if low is good
-    warned: bool  # whether the warning about a non-finite number was given
-    is_missing: bool = False  # whether the number was not logged so far
+    warned: bool  # whether a warning about a non-finite number was logged
+    is_missing: bool = False  # whether the number has not been logged yet
 
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
@@ -41,7 +41,7 @@ class Monitor(Callback):
             UserError: The number is never logged, or has no direction.
         """
         if not trainer.step:
-            self.best = None  # it is of an earlier fit
+            self.best = None  # from an earlier fit
         higher_is_better: dict[str, bool | None] = {}
         splits = by_name(trainer.val_loader)
         for split in splits:
@@ -59,7 +59,7 @@ class Monitor(Callback):
             higher = self.mode == "max"
         if higher is None:
             raise UserError(
-                f"monitor={as_typed(self.name)}: no such number is logged, or it does not say "
+                f"monitor={as_typed(self.name)}: no such number is logged, or it is unknown "
                 f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
                 f"Choose one of: {', '.join(higher_is_better)}.\n"
                 "For a number that you log, such as my/number, also type monitor_mode=max or min."
@@ -69,7 +69,7 @@ class Monitor(Callback):
         self.is_missing = self.best is None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Warn if a whole fit never logged the number."""
+        """Warn if the number was not logged in a whole fit."""
         if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
             launch.warn(
                 f"{type(self).__name__}: monitor={self.name} was not logged, "
@@ -77,10 +77,11 @@ class Monitor(Callback):
             )
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
-        """Return whether the row's number beats the best by more than `min_delta`; then keep it.
+        """Return whether the row's number improves on the best by more than `min_delta`; if so,
+        record it as the best.
 
-        A number that is not finite never does, and causes one warning per fit. Return None if the
-        row does not have the number, or comes in the middle of an epoch.
+        A non-finite number is never an improvement, and causes one warning per fit. Return None if
+        the row does not have the number, or if it is a training loss in the middle of an epoch.
         """
         value = row.get(self.name)
         is_last = trainer.step == trainer.total_steps
@@ -160,7 +161,7 @@ class EarlyStopping(Monitor):
 class TimeLimit(Callback):
     """Stop after `minutes`. The schedule keeps its full length: resume the run to complete it."""
 
-    end: float  # by the clock of `trainer.agreement`
+    end: float  # on the clock of `trainer.agreement`
 
     def __init__(self, minutes: float) -> None:
         self.minutes = settings.check("max_minutes", minutes)

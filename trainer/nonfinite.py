@@ -1,6 +1,6 @@
-"""Stop training when a number is not finite, and find the first step with one by replaying it.
+"""Stop training when a number is not finite, and replay steps to find the first bad one.
 
-A step depends only on the state before it and on the seed, so nothing is recorded in the meantime.
+A step depends only on the state before it and the seed, so a replay needs no recording.
 """
 
 import math
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class NaNGuard(Callback):
     """Raise NotFinite at the first logged loss or gradient norm that is not finite.
 
-    `fit` then replays the steps since the last good row or checkpoint, to find the first bad step
-    and whether its batch, its loss or its gradients were not finite. That batch is saved in
-    `folder`, with a checkpoint of the state before the step. Until a Checkpoint has saved a state
-    of the fit, a copy of its first state is kept in CPU memory, unless the weights are sharded.
+    `fit` then replays the steps since a good checkpoint, to find the first bad step and
+    whether its batch, loss or gradients were not finite. It saves that batch in `folder`, with a
+    checkpoint of the state before the step. Until a Checkpoint has saved a state of the fit, a copy
+    of its first state is kept in CPU memory, unless the weights are sharded.
     """
 
     finite_until: int  # the step of the last row with finite training numbers
-    first_step: int  # when the fit began
+    first_step: int  # the step at which the fit started
     first_state: State | None = None  # the Trainer's state at that step, on the CPU
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -64,7 +64,7 @@ class NaNGuard(Callback):
                 self.first_state = None
 
     def check_split(self, trainer: "Trainer", split: str, value: float) -> None:
-        """Raise NotFinite if the data of an evaluation is the cause: all weights are finite."""
+        """Raise NotFinite if all weights are finite, so that the evaluation's data is the cause."""
         if split in by_name(trainer.val_loader) and not checkpoint.first_nonfinite(trainer.module):
             raise NotFinite(
                 f"{split}/loss is {value} at step {trainer.step:,}, and all weights are finite.\n"
@@ -81,10 +81,10 @@ def savers(trainer: "Trainer") -> list[Checkpoint]:
 
 
 def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
-    """Return the error with the step and the cause, if a replay finds them; else the error itself.
+    """Return the error with the step and the cause if a replay finds them, or else the given error.
 
-    The Trainer is left in the state before that step. The NaNGuard's folder gets this state, as a
-    checkpoint, and the batch.
+    The Trainer is left in the state before that step. This state is saved to the NaNGuard's folder
+    as a checkpoint, with the batch.
     """
     guards = [one for one in trainer.callbacks if isinstance(one, NaNGuard)]
     if not guards or not error.symptom:
@@ -108,13 +108,13 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
 
 
 def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
-    """Replay the steps since a good state; return (text, batch, state before it) of the first bad.
+    """Replay the steps since a good state; return (text, batch, state) of the first bad step.
 
-    None if there is no good state, or all numbers are finite now. For the callbacks it is another
-    fit: each ends the first one before.
+    The state is the one before that step. Return None if there is no good state, or if all numbers
+    are finite in the replay. The callbacks see a new fit: their `on_fit_end` is called first.
     """
     last = trainer.step
-    # Those of the first rank only print or write.
+    # Callbacks of the first rank only print or write files.
     active = [c for c in trainer.callbacks if not (c.first_rank_only or isinstance(c, SILENT))]
     name = f"replay/{trainer.epochs_before}/{trainer.step}"
     saved = checkpoint.together(name, lambda: good_checkpoint(trainer, guard.first_step))
@@ -153,9 +153,9 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
 
 
 def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
-    """Return the newest checkpoint after `first_step` before which all numbers were finite.
+    """Return the newest checkpoint after `first_step` that has only finite numbers.
 
-    Its weights are; its steps since the last row may not have been.
+    A checkpoint's weights are always finite, but the loss since its last row may not be.
     """
     for saver in savers(trainer):
         saver.wait()
@@ -168,7 +168,7 @@ def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] |
 
 
 def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
-    """Yield the batches of the steps up to `last`, each of which is taken before the next."""
+    """Yield the batches of the steps up to `last`; the caller takes a step with each."""
     while trainer.step < last:
         epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
         trainer.train_loader.seek(trainer.epochs_before + epoch, position)
@@ -185,9 +185,9 @@ def examine(
     loss: torch.Tensor,
     harmless: set[str],
 ) -> str | None:
-    """Return the first thing in a step that was not finite, and what to do; None for nothing.
+    """Return what was not finite first in a step, and what to do; None if all was finite.
 
-    Entries of a batch that were not finite in a good step, such as masks, are `harmless`.
+    Batch entries that were not finite in a good step, such as masks, are `harmless`.
     """
     strange = strange_entries(batch)
     overflows = [name for name, norm in norms.items() if not norm.isfinite()]
@@ -213,9 +213,10 @@ def examine(
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Take a step as `fit` does; return each gradient's norm, the first computed first, and loss.
+    """Take a step as `fit` does; return the norms of the gradients in order of computation, and the
+    loss.
 
-    There is no row and no evaluation.
+    The step logs no row and runs no evaluation.
     """
     norms: dict[str, torch.Tensor] = {}
 
@@ -241,7 +242,7 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
 
 
 def strange_entries(batch: Any) -> dict[str, str]:
-    """Return {name: description} of the tensors of a batch with values that are not finite."""
+    """Return {name: description} of the tensors of a batch with non-finite values."""
     texts = {}
     for name, tensor in batches.entries(batch):
         rows = ~torch.atleast_1d(tensor).isfinite()

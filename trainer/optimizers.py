@@ -1,4 +1,4 @@
-"""Build optimizers in their fused form, step them with less overhead; decoupled_sgd."""
+"""Build optimizers, fused if possible, and step them with less overhead; decoupled_sgd."""
 
 import contextlib
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# private: the global optimizer hooks, which a lean step has to check, torch 2.15
+# private: the global optimizer hooks, which a lean step must check, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stoker.trainer import device as devices
@@ -29,12 +29,12 @@ def build(
     device: torch.device,
     module: torch.nn.Module | None = None,
 ) -> Any:
-    """Return `factory(groups)`, in its fused form if there is one and you did not choose another.
+    """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
 
-    A ready-made optimizer of the module's parameters is returned as it is.
+    A ready-made optimizer of the module's parameters is returned unchanged.
 
-    Fused forms are for dense floating-point parameters on some devices. Groups with equal settings
-    in the end become one, since each costs a step of its own.
+    Fused optimizers support dense floating-point parameters on some devices. Groups that end up
+    with the same settings are merged, because each group takes its own kernels.
 
     Raises:
         UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
@@ -59,7 +59,7 @@ def build(
     kind = getattr(factory, "func", factory)
     is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
     if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
-        groups = [{"params": parameters}]  # LBFGS has no decay, and takes a single group
+        groups = [{"params": parameters}]  # LBFGS has no weight decay and takes a single group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
     as_ruled = [dict(group) for group in groups]  # torch adds an optimizer's defaults to its groups
     try:
@@ -86,8 +86,8 @@ def build(
 def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
     """Raise UserError for an optimizer, made before the Trainer, that would not train the module.
 
-    It may have a part of the parameters only. Its rates are as they are now,
-    whatever another scheduler began with.
+    It may have only some of the parameters. Its current learning rates become the initial ones,
+    whatever an earlier scheduler recorded.
     """
     trained = set(module.parameters())
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -106,12 +106,12 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
 
 
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a factory takes `fused` and `foreach` and neither was chosen."""
+    """Return whether a factory takes `fused` and `foreach` and neither is set."""
     return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
 
 
 def check_sharded(optimizer: Any) -> None:
-    """Raise UserError for an optimizer that `strategy=fsdp` does not work with."""
+    """Raise UserError for an optimizer that does not work with `strategy=fsdp`."""
     for kind in map(type, parts(optimizer)):
         if is_torchs(kind) and kind.__name__ in OF_MATRICES:
             raise UserError(
@@ -127,16 +127,16 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def begin_training(optimizer: Any) -> None:
-    """Put an optimizer with two sets of weights (schedule-free) where its steps are taken."""
+    """Put an optimizer with two sets of weights (schedule-free) in training mode."""
     if hasattr(optimizer, "train"):
         optimizer.train()
 
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: Any) -> Iterator[None]:
-    """Give the model the weights that an optimizer with an `eval()` evaluates with.
+    """Switch to the evaluation weights of an optimizer that has `eval()`.
 
-    Afterwards it has the same bits as before: its `train()` alone would round.
+    Afterward, the weights are restored exactly; the optimizer's `train()` alone would round.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -159,7 +159,7 @@ def is_torchs(kind: type) -> bool:
 
 
 def merge(built: Groups, given: Groups) -> None:
-    """Join groups with the same settings, if the factory took the groups as given."""
+    """Merge groups with the same settings, if the factory used the groups as given."""
     taken = [list(map(id, group["params"])) for group in built]
     if taken != [list(map(id, group["params"])) for group in given]:
         return
@@ -175,11 +175,11 @@ def merge(built: Groups, given: Groups) -> None:
 
 
 def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
-    """Give a fused SGD its momentum, 0 before the first step, which makes the same numbers.
+    """Initialize the momentum of a fused SGD to 0, which does not change the results.
 
-    If the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from
-    then on. A sharded SGD gets it too, or a fused one could not go on from its state where a
-    parameter had no gradient yet.
+    Otherwise, if the fp16 scaler skips the first step, torch (2.15) uses uninitialized memory as
+    momentum from then on. A sharded SGD is initialized too, so that a fused one can resume from its
+    state even if a parameter had no gradient yet.
     """
     groups = optimizer.param_groups
     if any(group["momentum"] and group["dampening"] and group["fused"] for group in groups):
@@ -197,7 +197,9 @@ def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
-    """Make the rates tensors, which a graph reads at each replay, and count steps on the device."""
+    """Turn learning rates into tensors, which a graph reads at each replay, and count steps on the
+    device.
+    """
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
             f"compile=graph: {type(optimizer).__name__} is not fused. "
@@ -213,8 +215,9 @@ def make_capturable(optimizer: Any, device: torch.device) -> None:
 def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     """Return `optimizer.step` without the wrappers of torch.optim, which cost 30 us per step.
 
-    They import torch's compiler (a second), call hooks, and record a name for the profiler. If
-    anybody listens, or has replaced `step` as torch's schedules do, this is `optimizer.step`.
+    The wrappers import torch's compiler (a second), call hooks, and record a name for the profiler.
+    If there are hooks or a profiler, or if `step` was replaced (as torch's schedulers do),
+    `optimizer.step` is called.
     """
     kind = type(optimizer)
     is_known = is_torchs(kind) or kind is Combined
@@ -244,7 +247,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 def zero_grad(optimizer: Any, unoptimized: Iterable[torch.Tensor] = ()) -> None:
     """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim.
 
-    `unoptimized` are parameters that no optimizer has. Their gradients would add up over the steps.
+    `unoptimized` are parameters without an optimizer, whose gradients would accumulate over steps.
     """
     for parameter in unoptimized:
         parameter.grad = None
@@ -263,19 +266,20 @@ def decoupled_sgd(
     fused: bool | None = None,
     foreach: bool | None = None,
 ) -> torch.optim.SGD:
-    """Build SGD with Nesterov momentum from a rate and a decay per 1,024 samples.
+    """Build SGD with Nesterov momentum from a learning rate and a weight decay per 1,024 samples.
 
     Source: Jordan 2024, arXiv 2404.00498, section 3.4.
 
     Args:
         params: Parameter groups.
-        lr: How far 1,024 samples of the same gradient move a weight, whatever the batch size and
-            the momentum are.
+        lr: How far 1,024 samples with the same gradient move a weight, regardless of the batch size
+            and the momentum.
         batch_size: Samples per step.
-        momentum: Share of the last update in the next one.
-        weight_decay: Share by which 1,024 samples shrink a weight, whatever the rate is.
-        bias_scale: Factor on the rate of biases and the weights of norms (one dimension), which
-            have the same decay.
+        momentum: The SGD momentum.
+        weight_decay: The share by which 1,024 samples shrink a weight, regardless of the learning
+            rate.
+        bias_scale: A factor for the learning rate of biases and norm weights (one dimension). They
+            have the same weight decay.
         fused: As for torch.optim.SGD.
         foreach: As for torch.optim.SGD.
     """
@@ -284,7 +288,7 @@ def decoupled_sgd(
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, and momentum repeats its gradient (as the paper counts it).
+    # The loss is a mean over the batch, and momentum repeats its gradient, counted as in the paper.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:

@@ -1,6 +1,6 @@
-"""The only file that knows strategies: single, dp (torch.nn.DataParallel), ddp and fsdp.
+"""Parallel strategies: single, dp (torch.nn.DataParallel), ddp and fsdp.
 
-ddp and fsdp have one process per device.
+ddp and fsdp run one process per device. Only this module knows about strategies.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 BLOCK = 2**20
 # Relative difference allowed in the norm of a weight between processes on different machines.
 DRIFT = 1e-4
-EXCHANGE = 0.25  # seconds between two exchanges of an Agreement
-MOST_CALLS = 64  # at most this many calls between two exchanges, since the next steps may be slow
+EXCHANGE = 0.25  # seconds between the exchanges of an Agreement
+MOST_CALLS = 64  # at most this many calls between exchanges, because the next steps may be slow
 
-# Whether Trainers built in this context ignore other processes.
+# Whether Trainers built in this context ignore the other processes.
 alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
-joined: int = 1  # number of processes that train together; set by `start`
+joined: int = 1  # the number of processes that train together, set by `start`
 
 
 def start(strategy: str, device: torch.device) -> str:
@@ -103,12 +103,12 @@ def ranks() -> int:
 
 
 def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
-    """Return what a step calls: the module itself for `single`, or a wrapper that spreads the work.
+    """Return the module that a step calls: the module itself for `single`, or a parallel wrapper.
 
-    `dp` uses all visible GPUs, `dp:0+2` those listed; with fewer than two it changes nothing.
-    `ddp` keeps the whole module in each process, `fsdp` a shard of each parameter, in place. State
-    dicts come from the module itself, without a `module.` prefix. BatchNorm computes its
-    statistics over the batch of all processes.
+    `dp` uses all visible GPUs, and `dp:0+2` those listed; with fewer than two it has no effect.
+    `ddp` keeps the whole module in each process; `fsdp` shards each parameter, in place. State
+    dicts are taken from the module itself, without a `module.` prefix. BatchNorm computes its
+    statistics over the batches of all processes.
 
     Raises:
         UserError: The strategy cannot work with this module or device.
@@ -136,13 +136,13 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
 
 
 def trained(module: torch.nn.Module) -> set[str]:
-    """Return the names of the trained parameters."""
+    """Return the names of the parameters that require a gradient."""
     named = module.named_parameters()
     return {name for name, parameter in named if parameter.requires_grad}
 
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Raise UserError if a parameter was unfrozen whose gradients are not exchanged."""
+    """Raise UserError if an unfrozen parameter's gradients are not exchanged."""
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
@@ -165,7 +165,7 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
             broadcast_buffers=bool(own_buffers(module)),  # take rank 0's, as in a checkpoint
             gradient_as_bucket_view=True,
             # Keeps the buckets of the first step. Otherwise a resumed run would sum gradients in a
-            # different order, and be off by 7e-9 with three or more processes.
+            # different order, which is off by 7e-9 with three or more processes.
             find_unused_parameters=True,
         )
 
@@ -186,16 +186,16 @@ def replicated(
             f"GPUs, with CUDA; this run can use {count} on {device.type}.\n"
             "Type strategy=single, or strategy=ddp."
         )
-    # DataParallel gathers on its first device, which has to hold the parameters.
+    # DataParallel gathers outputs on its first device, which must hold the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
 
 
 class Replicated(torch.nn.DataParallel[torch.nn.Module]):
-    """DataParallel whose replicas use the autocast type of the calling thread.
+    """DataParallel whose replicas use the autocast dtype of the calling thread.
 
-    Each replica runs in a thread, which torch gives autocast's default type: fp16, without a
-    scaler.
+    Each replica runs in its own thread, where torch would use autocast's default dtype: fp16,
+    without a scaler.
     """
 
     def parallel_apply(
@@ -261,7 +261,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum a tensor over all processes; its gradient is summed too, since losses are shares."""
+    """Sum a tensor over all processes; its gradient is summed too, because losses are shares."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -317,14 +317,14 @@ class OverRanks(torch.nn.SyncBatchNorm):
 
 @functools.cache
 def over_ranks(kind: Any) -> Any:
-    """Return a subclass of `kind` over all processes, with the same name for model cards."""
+    """Return a subclass of `kind` that works over all processes; it keeps the name."""
     return type(kind.__name__, (OverRanks, kind), {})
 
 
 def spread_norms(module: torch.nn.Module) -> None:
-    """Turn each BatchNorm into one over all processes, in place.
+    """Make each BatchNorm compute its statistics over all processes, in place.
 
-    Classes with their own `forward` are left alone.
+    Classes with their own `forward` are left unchanged.
     """
     for child in module.modules():
         if not isinstance(child, NORMS):
@@ -338,7 +338,7 @@ def spread_norms(module: torch.nn.Module) -> None:
 
 
 def unwrap(module: torch.nn.Module) -> None:
-    """Undo what `wrap` did to BatchNorm, since the module may outlive the process group."""
+    """Undo the change of `wrap` to BatchNorm, because the module may outlive the process group."""
     for child in module.modules():
         if isinstance(child, OverRanks):
             child.__class__ = type(child).__bases__[1]
@@ -395,9 +395,9 @@ def replicas(model: torch.nn.Module) -> tuple[int, ...]:
 def gradient_sync(
     model: torch.nn.Module, *, enabled: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which backward passes exchange gradients, or do not.
+    """Return a context in which backward passes exchange gradients if `enabled`.
 
-    Only the last micro-batch of a step needs to.
+    Only the last micro-batch of a step needs to exchange them.
     """
     if joined == 1:
         return NOTHING
@@ -413,8 +413,8 @@ def gradient_sync(
 def average_gradients(module: torch.nn.Module) -> None:
     """Average the gradients of a module over the processes.
 
-    Call it in your own step if that calls parts of `trainer.module`, such as one of several
-    models. If it calls `trainer.model`, the backward pass does this.
+    Call it in your own step if the step calls parts of `trainer.module`, such as one of several
+    models. If it calls `trainer.model`, the backward pass averages them.
     """
     if joined == 1:
         return
@@ -425,16 +425,16 @@ def average_gradients(module: torch.nn.Module) -> None:
 
 
 def broadcast_weights(model: torch.nn.Module) -> None:
-    """Copy the weights and buffers of rank 0 to all processes, if each has all of them."""
+    """Copy the weights and buffers of rank 0 to all processes, if each has a full copy."""
     if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
-    """Raise TrainingError if weights that should be the same on all processes differ.
+    """Raise TrainingError if weights that must be the same on all processes differ.
 
-    A step that bypasses `trainer.model`, such as with `self.module(inputs)`, leaves each process
-    with its own gradients, and nothing else would report it.
+    This happens if a step bypasses `trainer.model`, for example with `self.module(inputs)`: each
+    process then uses its own gradients, and nothing else would report it.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -451,7 +451,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
             raise TrainingError(
                 f"The weights of {name} differ between processes: their gradients were not "
                 "exchanged.\n"
-                "A step has to call self.model as a whole, once per backward(), not self.module. "
+                "A step must call self.model as a whole, once per backward(), not self.module. "
                 "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
@@ -465,12 +465,12 @@ def explain(error: BaseException) -> UserError | None:
             "strategy=fsdp: torch cannot do this with sharded parameters "
             f"({first_line(error)[:150]}).\n"
             "Type strategy=ddp, or another optimizer if that is the cause. "
-            "A step has to call self.model, not parts of it."
+            "A step must call self.model, not parts of it."
         )
     if re.search("mark a variable ready only once|marked as ready twice", text):
         return UserError(
             "strategy=ddp: a parameter got two gradients in one backward().\n"
-            "A step has to call self.model as a whole, once per backward(), not self.module."
+            "A step must call self.model as a whole, once per backward(), not self.module."
         )
     return None
 
@@ -503,7 +503,7 @@ def from_all(value: Any) -> list[Any]:
 
 
 def check_sampler(loader: Any) -> None:
-    """Raise UserError for a loader that deals its batches out itself."""
+    """Raise UserError for a loader that already divides samples among the processes."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
             "DistributedSampler: the Trainer splits each batch among the processes itself.\n"
@@ -512,7 +512,7 @@ def check_sampler(loader: Any) -> None:
 
 
 def sample_bounds(samples: int) -> tuple[int, int]:
-    """Return the largest and the smallest number of samples that a process gets from a batch."""
+    """Return the largest and smallest number of samples that a process gets from a batch."""
     if samples < ranks():
         raise UserError(
             f"A batch of {samples} is too small to split among {ranks()} processes.\n"
@@ -524,9 +524,10 @@ def sample_bounds(samples: int) -> tuple[int, int]:
 def weight(
     here: float | torch.Tensor, total: float | None, device: torch.device
 ) -> float | torch.Tensor:
-    """Return the factor of this process's mean loss, since gradients are averaged over processes.
+    """Return the factor for this process's mean loss, because processes average their gradients.
 
-    `here` is the weight of its part of the batch, and `total` that of the whole batch, if known.
+    `here` is the weight of its share of the batch, and `total` the weight of the whole batch, if
+    known.
     """
     if total is not None:
         return float(here) * ranks() / total
@@ -537,7 +538,7 @@ def weight(
 
 
 def has_samples(loader: Any) -> bool:
-    """Return whether this process has its own part of the last batch, and not a borrowed one."""
+    """Return whether this process has its own share of the last batch, not a borrowed sample."""
     return joined == 1 or launch.rank() < loader.global_size
 
 
@@ -556,17 +557,17 @@ def shard_type() -> "type[DTensor]":
 
 
 def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this process's shards of the tensors, or the tensors; changing one changes both."""
+    """Return the local shards of sharded tensors, and other tensors unchanged; shares memory."""
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, gathered if it is sharded; all processes have to call this."""
+    """Return the tensor, gathered if it is sharded; all processes must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Return a whole tensor sharded as `target` is, without communication."""
+    """Shard a whole tensor like `target`, without communication."""
     if target is None or not is_shard(target) or is_shard(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -577,10 +578,10 @@ def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 
 
 class Agreement:
-    """What all processes have to agree on: whether to stop, and what time it is.
+    """Lets all processes agree on whether to stop, and on the time.
 
-    Each process asks equally often: after each step, and before each batch of an evaluation. They
-    exchange answers about every EXCHANGE seconds; in between the answers do not change.
+    Each process asks at the same points: after each step, and before each batch of an evaluation.
+    They exchange values about every EXCHANGE seconds; in between, the answers do not change.
     """
 
     def __init__(self) -> None:
@@ -592,11 +593,11 @@ class Agreement:
         self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
 
     def now(self) -> float:
-        """Return the seconds since the start, by the slowest clock."""
+        """Return the seconds since the start, on the slowest clock."""
         return time.monotonic() - self.start if ranks() == 1 else self.agreed
 
     def soon(self) -> None:
-        """Exchange at the next call: what comes now may take longer than a step."""
+        """Exchange at the next call, because the next operation may take longer than a step."""
         self.calls = 0
         self.soonest = 1
 

@@ -1,4 +1,4 @@
-"""Prediction: what the model gives for each batch of a loader, and for all of them together."""
+"""Prediction: the model's outputs for each batch of a loader, or for all batches together."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt
 from stoker.trainer.spans import Spans
 
-# Maps a leaf's name and its value in each nesting to the combined leaf.
+# Maps a leaf's name and its values in all nestings to the combined leaf.
 Combine = Callable[[str, list[Any]], Any]
 
 
@@ -24,12 +24,13 @@ class Predicting(Batching):
     spans: Spans
 
     def predict(self, loader: Any) -> Any:
-        """Return the outputs for all samples, on the CPU, float32 also under autocast.
+        """Return the outputs for all samples, on the CPU, in float32 even with autocast.
 
-        They have the form that the model gives: a tensor (N, ...), or dicts and tuples of them. A
-        list has an item per sample; so have tensors whose other dimensions differ between batches.
+        They have the structure that the model returns: a tensor (N, ...), or dicts and tuples of
+        tensors. A list has one item per sample; tensors whose other dimensions differ between
+        batches also become such a list.
 
-        A batch is inputs, or (inputs, targets). For others override `predict_batch`.
+        A batch is inputs, or (inputs, targets). For other batches, override `predict_batch`.
         """
         with self.spans["evaluation"]:
             outputs = list(self.predictions(loader))
@@ -40,7 +41,7 @@ class Predicting(Batching):
     def predictions(self, loader: Any) -> Iterator[Any]:
         """Yield the outputs for each batch of the loader, for predictions larger than memory.
 
-        Until the last batch, or the end of your loop, the model is in evaluation mode.
+        The model is in evaluation mode until the last batch, or the end of your loop.
         """
         return predictions(self, loader)
 
@@ -50,13 +51,13 @@ class Predicting(Batching):
 
 
 def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
-    """Yield the outputs for each batch, on the CPU; in several processes, each yields all."""
+    """Yield the outputs for each batch, on the CPU; with several processes, each yields all."""
     misuse.check_loader(trainer, loader, "predict")
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
     batch = None
 
-    # Not inference_mode, after which sharded parameters could not be trained. And not around a
-    # `yield`, where it would apply to the caller's code.
+    # Not inference_mode, after which sharded parameters could not be trained. Not around `yield`,
+    # where it would apply to the caller's code.
     @torch.no_grad()
     def compute(parts: list[Any]) -> list[Any]:
         results = []
@@ -73,7 +74,7 @@ def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
                 parts = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
                 outputs = combined(parts, joined)
                 if parallel.ranks() > 1:
-                    # A rank without samples computes a borrowed one.
+                    # A rank without samples has computed a borrowed one.
                     of_ranks = parallel.from_all(outputs if parallel.has_samples(loader) else None)
                     of_ranks = [part for part in of_ranks if part is not None]
                     outputs = combined(of_ranks, interleaved)
@@ -84,12 +85,12 @@ def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
 
 
 def combined(nestings: list[Any], combine: Combine) -> Any:
-    """Combine nestings of one form into one, with `combine(name, leaves)` as each leaf.
+    """Combine nestings with the same structure into one, with `combine(name, leaves)` as each leaf.
 
     A leaf is a tensor or a list.
 
     Raises:
-        UserError: The nestings differ in their form.
+        UserError: The structures differ.
     """
     flat = [leaves_of(nesting) for nesting in nestings]
     for leaves in flat:
@@ -97,7 +98,7 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
             raise UserError(
                 f"predict: the outputs are {', '.join(flat[0])} for one batch and "
                 f"{', '.join(leaves)} for another.\n"
-                f"Override predict_batch to return the same form for all; {misuse.HOW}."
+                f"Override predict_batch to return the same structure for all; {misuse.HOW}."
             )
 
     def of_leaf(name: str, _: Any) -> Any:
@@ -111,14 +112,14 @@ def is_leaf(_: str, value: Any) -> bool:
 
 
 def leaves_of(nesting: Any) -> dict[str, Any]:
-    """Return {name: tensor or list} of a nesting of dicts and tuples."""
+    """Return the tensors and lists in a nesting of dicts and tuples as {name: leaf}."""
     leaves: dict[str, Any] = {}
     batches.walk(leaves.__setitem__, nesting, "outputs", is_leaf)
     return leaves
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
-    """Return the outputs for a batch on the CPU; UserError if something in them has no samples."""
+    """Return the outputs for a batch on the CPU; UserError if a leaf has no samples."""
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
@@ -137,7 +138,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
 
 def to_cpu(value: Any) -> Any:
-    """Return a tensor on the CPU, in float32 if it is of half precision; others as they are."""
+    """Return a tensor on the CPU, in float32 if it has half precision; other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.cpu()
@@ -145,14 +146,14 @@ def to_cpu(value: Any) -> Any:
 
 
 def are_uniform(leaves: list[Any]) -> bool:
-    """Return whether these are tensors whose samples have one shape."""
+    """Return whether these are tensors whose samples have the same shape."""
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
     return len({leaf.shape[1:] for leaf in leaves}) == 1
 
 
 def joined(name: str, leaves: list[Any]) -> Any:
-    """Join those of several batches: one tensor, or a list with an item per sample."""
+    """Join the leaves of several batches into one tensor, or a list with an item per sample."""
     if len(leaves) == 1:
         return leaves[0]
     if are_uniform(leaves):
@@ -161,7 +162,7 @@ def joined(name: str, leaves: list[Any]) -> Any:
 
 
 def interleaved(name: str, leaves: list[Any]) -> Any:
-    """Put the samples that each process was dealt back into the order of the batch."""
+    """Put the samples of all processes back into the order of the batch."""
     total = sum(map(len, leaves))
     whole: Any = [None] * total
     if are_uniform(leaves):
@@ -172,11 +173,11 @@ def interleaved(name: str, leaves: list[Any]) -> Any:
 
 
 def samples_of(outputs: Any) -> Iterator[Any]:
-    """Yield the nesting of each sample of the outputs for a batch."""
+    """Yield the outputs of each sample in a batch, in the same structure."""
     lengths = [len(leaf) for leaf in leaves_of(outputs).values()]
     if len(set(lengths)) != 1:
         raise UserError(
-            f"predict: the outputs do not have one entry per sample, but {lengths}.\n"
+            f"predict: the outputs do not have one entry per sample: lengths are {lengths}.\n"
             "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
             f"{misuse.HOW}."
         )

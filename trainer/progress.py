@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from stoker.trainer.live import Live
     from stoker.trainer.trainer import Trainer
 
-SILENCE = 30  # seconds between two lines within an epoch
+SILENCE = 30  # seconds between lines within an epoch
 
 
 class Progress(Callback):
     """Print a line per epoch with loss, metrics, speed and the numbers passed to `trainer.log`.
 
     On a terminal these are the rows of a table, above a line that is updated at each step.
-    Elsewhere, a line is also printed now and then during a long epoch.
+    Elsewhere, a line is also printed at intervals during a long epoch.
     """
 
     first_rank_only = True
     live: "Live | None" = None  # on a terminal
     monitor: Monitor | None = None  # marks the best row
     last_line: float  # when it was printed
-    is_evaluated: bool = False  # whether an evaluation followed this step
+    is_evaluated: bool = False  # whether an evaluation ran since the last line
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
@@ -44,7 +44,7 @@ class Progress(Callback):
             if isinstance(callback, Monitor):
                 self.monitor = callback
         self.last_line = time.monotonic()
-        self.names: dict[str, str] = {}  # all names so far, with empty texts
+        self.names: dict[str, str] = {}  # all names so far, with empty values
         self.current: dict[str, str] = {}  # the latest numbers, for the live line
         self.start_epoch()
 
@@ -99,7 +99,7 @@ class Progress(Callback):
         if self.live is not None:
             self.live.close()
             self.live = None
-        # A program that handles signals tells its user what to do after one.
+        # A program that handles signals prints its own message.
         is_told = trainer.interrupted and stopping.received is not None
         if trainer.stop_reason and not is_told:
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
@@ -112,7 +112,7 @@ class Progress(Callback):
         self.is_evaluated = False
         cells = {**place(trainer), **self.names, **numbers}
         speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
-        if "epoch" not in cells:  # data without a length has a single epoch, too long for a mean
+        if "epoch" not in cells:  # data without a length has one long epoch: start a new mean
             self.start_epoch()
         best = self.monitor.best if self.monitor else None
         if best is not None:
@@ -140,7 +140,7 @@ class Progress(Callback):
 
 
 def place(trainer: "Trainer") -> dict[str, str]:
-    """Return {"epoch": "2.50/10", "step": "50/200"}; there is no epoch if all steps make one."""
+    """Return {"epoch": "2.50/10", "step": "50/200"}, without the epoch if there is only one."""
     cells = {"step": f"{trainer.step:,}/{trainer.total_steps:,}"}
     if trainer.steps_per_epoch == trainer.max_steps:
         return cells

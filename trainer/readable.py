@@ -1,10 +1,10 @@
-"""A number as people read it: 0.9861, 1,234.5."""
+"""Format numbers for people: 0.9861, 1,234.5."""
 
 import math
 
 
 def number(value: float) -> str:
-    """Return "0.9861", "3.215e-05", "1,234.5", "51,920,131": four decimals, or as many digits."""
+    """Format as "0.9861", "3.215e-05", "1,234.5", "51,920,131", with at least four digits."""
     if 0 < abs(value) < 0.001:
         return f"{value:.4g}"
     if abs(value) < 100:
@@ -16,7 +16,7 @@ def number(value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """Return "0.003", "5,450", "3.2e-05": three digits, or as many as a large number has."""
+    """Return "0.003", "5,450", "3.2e-05": three digits, or all digits of a large number."""
     if 999.5 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:.3g}".replace("e+", "e")

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the inputs of each block alone, and compute it again for backward.
+"""Activation checkpointing: keep only the inputs of each block, and recompute it in backward.
 
 Chen et al. 2016, arXiv 1604.06174.
 """
@@ -19,7 +19,7 @@ LISTS = (torch.nn.Sequential, torch.nn.ModuleList)
 
 
 class Recomputed(torch.nn.Module):
-    """A block whose activations are computed again, with the same dropout, in the backward pass."""
+    """A block whose activations are recomputed in the backward pass, with the same dropout."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
@@ -30,13 +30,13 @@ class Recomputed(torch.nn.Module):
 
 
 def twice(block: torch.nn.Module) -> tuple[Any, Any]:
-    """Return the contexts of a block's first and second forward."""
+    """Return the contexts for a block's first and second forward pass."""
     return contextlib.nullcontext(), statistics_kept(block)
 
 
 @contextlib.contextmanager
 def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
-    """Let BatchNorms leave their running statistics as they are: they have seen this batch."""
+    """Keep the running statistics of BatchNorms, which already include this batch."""
     norms: list[Any] = []
     for module in block.modules():
         if isinstance(module, NORMS) and module.track_running_stats:
@@ -54,10 +54,11 @@ def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
-    """Have each block of the model recomputed, in place, and return the names of the blocks.
+    """Make each block of the model recompute its activations, in place; return the block names.
 
-    Blocks are the items of a Sequential or ModuleList that have a class in common with another item
-    and modules inside; of nested ones the outermost. Names and numbers stay the same, to the bit.
+    Blocks are the items of a Sequential or ModuleList that share their class with another item and
+    contain modules; of nested blocks, only the outermost counts. Parameter names and results do not
+    change, bit for bit.
 
     Raises:
         UserError: The model has no such blocks.
@@ -65,8 +66,8 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     names = list(block_names("", model))
     if not names:
         raise UserError(
-            f"activation_checkpointing: {type(model).__name__} has no list of blocks of one class "
-            "(in a Sequential or ModuleList). Remove this setting."
+            f"activation_checkpointing: {type(model).__name__} has no blocks of the same class in "
+            "a Sequential or ModuleList. Remove this setting."
         )
     for name in names:
         block = model.get_submodule(name)
@@ -78,7 +79,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
 
 @functools.cache
 def recomputed(kind: Any) -> Any:
-    """Return a class like `kind`, of the same name, whose forward is computed again."""
+    """Return a subclass of `kind`, with the same name, that recomputes its forward pass."""
     return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
 
 

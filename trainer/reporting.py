@@ -1,4 +1,4 @@
-"""What a Trainer reports: hooks and rows for its callbacks, and the memory it uses."""
+"""Reporting: the hooks and rows for a Trainer's callbacks, and its memory use."""
 
 import math
 from collections.abc import Mapping
@@ -28,14 +28,15 @@ class Reporting(Stateful):
 
     @property
     def lr(self) -> float:
-        """The rate of the first parameter group, in the last step or set since by `set_lr`."""
+        """The first group's learning rate, from the last step or set since then by `set_lr`."""
         return self.rates[0]
 
     def log(self, numbers: Mapping[str, Any]) -> None:
         """Log a row of numbers at this step; your own have names such as "my/number".
 
         Loggers write them and `Progress` shows them. `EarlyStopping` and `Checkpoint` can monitor
-        them, and read them here and now. With several processes, log the same numbers on each.
+        them. All callbacks get them immediately. With several processes, log the same numbers on
+        each.
 
         Raises:
             UserError: A value is neither a number nor a tensor.
@@ -53,7 +54,7 @@ class Reporting(Stateful):
         self.call("on_log", row)
 
     def training_numbers(self) -> dict[str, Any]:
-        """Return the numbers of the steps since the last row, and forget these steps."""
+        """Return the numbers of the steps since the last row, and start a new row."""
         row = dict(self.window.row(self.rates, labels(self.optimizer.param_groups)))
         if self.device.type != "cpu":
             held = memory.counted("memory_reserved", self.device) / memory.MIB
@@ -72,7 +73,7 @@ class Reporting(Stateful):
         self.window.restart()
 
     def memory_report(self) -> dict[str, float]:
-        """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process)."""
+        """Return MiB by use; `peak` is for the device, or on the CPU and mps, for the process."""
         parameters = list(self.module.parameters())
         return {
             "parameters": summary.mib(parameters),

@@ -51,7 +51,7 @@ class Checkpoint(Monitor):
         self.writing: Future[None] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Raise UserError if the folder holds the checkpoints of another run."""
+        """Raise UserError if the folder contains checkpoints of another run."""
         super().on_fit_start(trainer)
         is_gone = False
         if launch.is_first():
@@ -107,8 +107,8 @@ class Checkpoint(Monitor):
                 self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        # Interrupted in the step's evaluation, or after this callback was called. After an error
-        # the state of the run is unknown.
+        # The run was interrupted during the step's evaluation, or after this callback was called.
+        # After an error, the state is unknown, so it is not saved.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
@@ -120,11 +120,11 @@ class Checkpoint(Monitor):
     def save(self, trainer: "Trainer") -> None:
         """Copy the state and write it in a thread, one copy at a time.
 
-        All processes have to call this, since each may hold a part of the state; rank 0 writes.
+        All processes must call this, because each may hold a part of the state; rank 0 writes.
 
         Raises:
             NotFinite: A weight is not finite.
-            TrainingError: The last copy could not be written.
+            TrainingError: The previous copy could not be written.
         """
         self.wait()
         self.due = False
@@ -145,7 +145,7 @@ class Checkpoint(Monitor):
             self.writing = self.writer.submit(self.write, path, state, self.best)
 
     def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
-        """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
+        """Write the new file, then remove old ones. Runs in the writer thread."""
         checkpoint.save(path, state)
         old = list(checkpoint.files(self.folder).items())[self.keep :]
         for step, old_path in old:
@@ -153,7 +153,7 @@ class Checkpoint(Monitor):
                 old_path.unlink()
 
     def wait(self) -> None:
-        """Wait until everything is written; raise the thread's error if there is one."""
+        """Wait until everything is written; raise the thread's error, if any."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None

@@ -16,9 +16,9 @@ Shape = Callable[[float], float]  # maps progress (0 to 1) to a factor
 class Schedule:
     """Sets each group's rate to its `initial_lr` times `factor(step)`.
 
-    `factors` has the schedules of rules with their own, by the rule's pattern. This does what
-    torch's LambdaLR does in a tenth of the time, and keeps a rate that you set by hand.
-    `description` is shown in the plan.
+    `factors` maps the patterns of rules to their own schedules. This class does the same as torch's
+    LambdaLR in a tenth of the time, and keeps a rate that you set by hand. `description` is shown
+    in the plan.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Schedule:
         self.description = description
         self.steps: int = 0
         self.set_rates()
-        # A resumed fit has to begin with the same rates.
+        # A resumed fit must start with the same rates.
         self.given: list[float] = [group["initial_lr"] for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -57,7 +57,7 @@ class Schedule:
         return self.factors.get(group.get("name", "").partition(" ")[0], self.factor)
 
     def take_over(self) -> None:
-        """Multiply a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, from now on."""
+        """Use a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, as the new base rate."""
         groups = self.optimizer.param_groups
         is_as_set = len(groups) == len(self.in_groups)
         for group, last, rate in zip(groups, self.in_groups, self.rates, strict=False):
@@ -97,8 +97,8 @@ def schedule(
     """Return a Schedule that multiplies each group's rate by `shape(progress)`.
 
     The progress is 0 after the warmup and 1 after the last step. A `warmup` below 1 is a share of
-    all steps, from 1 on a number of steps; the rate rises linearly over it, from `start` times
-    the rate.
+    all steps; otherwise it is a number of steps. During the warmup, the rate rises linearly from
+    `start` times the rate.
     """
     check_number("scheduler.warmup", warmup, least=0)
     check_number("scheduler.start", start, least=0)
@@ -129,11 +129,11 @@ def build(
     total_steps: int,
     previous: Any = None,
 ) -> Any:
-    """Return the scheduler of a factory, called with (optimizer, total_steps=...).
+    """Call a scheduler factory with (optimizer, total_steps=...).
 
     A factory without that argument, such as torch's StepLR, is called with the optimizer alone.
-    The scheduler begins with the optimizer's initial rates, even if another one has changed them,
-    or with those that were set by hand since the `previous` one.
+    The scheduler starts with the optimizer's initial rates, even if another scheduler has changed
+    them, or with rates that were set by hand since the `previous` scheduler.
 
     Raises:
         UserError: The factory needs more arguments, or its scheduler needs a number at each step.
@@ -154,17 +154,17 @@ def build(
         inspect.signature(scheduler.step).bind()
     except TypeError:
         raise UserError(
-            f"scheduler: {type(scheduler).__name__} needs a metric at each step, but a schedule "
-            "here depends only on the step.\nType scheduler=cosine, linear or step; to "
+            f"scheduler: {type(scheduler).__name__} needs a metric at each step, but schedules "
+            "depend only on the step.\nType scheduler=cosine, linear or step; to "
             "follow a metric, use a callback such as examples.own_callback.Plateau."
         ) from None
     return scheduler
 
 
 def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> Callable[..., Any]:
-    """Return a factory of one schedule in which rules with a `scheduler` have their own.
+    """Return a factory of a schedule in which rules with a `scheduler` use their own.
 
-    That is the name of one of these schedules, {name: its arguments}, or a factory in Python.
+    A rule's `scheduler` is the name of a schedule, {name: its arguments}, or a factory in Python.
     """
     chosen = {rule["match"]: named(rule["scheduler"]) for rule in rules if "scheduler" in rule}
     if not chosen:
@@ -176,7 +176,7 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
             part = build(one, optimizer, total_steps)
             if not (isinstance(schedule, Schedule) and isinstance(part, Schedule)):
                 raise UserError(
-                    "groups: the schedulers of a rule and of the run have to be from "
+                    "groups: the schedulers of a rule and of the run must be from "
                     "stoker.trainer.schedules."
                 )
             schedule.factors[name] = part.factor
@@ -188,7 +188,7 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
 
 
 def named(given: Any) -> Callable[..., Any]:
-    """Return the factory of "linear" or {"linear": {"warmup": 0.1}}, or what was given."""
+    """Return the factory for "linear" or {"linear": {"warmup": 0.1}}, or the given factory."""
     if callable(given):
         return given  # type: ignore[no-any-return]
     name = as_typed(given)
@@ -204,19 +204,19 @@ def named(given: Any) -> Callable[..., Any]:
 
 
 def describe(scheduler: Any) -> str:
-    """Return a scheduler in a few words, for the plan."""
+    """Describe a scheduler in a few words, for the plan."""
     return str(getattr(scheduler, "description", type(scheduler).__name__))
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Make this the rate of a parameter group, and the one that a schedule begins with."""
+    """Set the rate of a parameter group, and the rate that a schedule starts with."""
     is_tensor = isinstance(group["lr"], torch.Tensor)
     group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     group.pop("initial_lr", None)
 
 
 def reset(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what a scheduler has done to the rates."""
+    """Restore the initial rates that a scheduler has changed."""
     for group in optimizer.param_groups:
         set_rate(group, group.get("initial_lr", group["lr"]))
 
@@ -227,9 +227,9 @@ def set_lr(
     rate: float | Sequence[float],
     in_fit: bool,
 ) -> list[float]:
-    """Do the work of `Trainer.set_lr`, and return the rates: in a fit, as the schedule scales them.
+    """Do the work of `Trainer.set_lr`; return the rates, which in a fit are scaled by the schedule.
 
-    Outside of a fit, the scheduler is that of the last one.
+    Outside a fit, the scheduler is that of the last fit.
     """
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer or is closed.")
@@ -257,7 +257,7 @@ def set_lr(
 
 
 def constant(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0) -> Schedule:
-    """Keep the rate as it is."""
+    """Keep the rate constant."""
     return schedule("constant", lambda progress: 1.0, optimizer, total_steps, warmup)
 
 
@@ -268,7 +268,7 @@ def linear(
     start: float = 0.0,
     final: float = 0.0,
 ) -> Schedule:
-    """Go down in a straight line to `final` times the rate; with a warmup, a triangle."""
+    """Decay linearly to `final` times the rate; with a warmup, a triangle."""
     check_number("scheduler.final", final, least=0)
 
     def shape(progress: float) -> float:
@@ -280,7 +280,7 @@ def linear(
 def cosine(
     optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0, final: float = 0.0
 ) -> Schedule:
-    """Go down along half a cosine to `final` times the rate.
+    """Decay along half a cosine to `final` times the rate.
 
     Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts.
     """
@@ -299,10 +299,10 @@ def wsd(
     decay: float = 0.2,
     final: float = 0.0,
 ) -> Schedule:
-    """Warm up, stay, and go down over the last `decay` of the steps after the warmup.
+    """Warm up, stay constant, and decay over the last share `decay` of the steps after the warmup.
 
     Hu et al. 2024, arXiv 2404.06395, section 4, with the decay 1 - sqrt of Hägele et al. 2024,
-    arXiv 2405.18392, section 3. A longer training begins at a checkpoint from before the decay.
+    arXiv 2405.18392, section 3. A longer run can start from a checkpoint before the decay.
     """
     check_number("scheduler.decay", decay, above=0, most=1)
     check_number("scheduler.final", final, least=0)
@@ -320,7 +320,7 @@ def step(
     milestones: Sequence[float] = (0.5, 0.75),
     gamma: float = 0.1,
 ) -> Schedule:
-    """Multiply by `gamma` at each milestone, a share of the steps after the warmup.
+    """Multiply the rate by `gamma` at each milestone, a share of the steps after the warmup.
 
     He et al. 2016, arXiv 1512.03385, section 4.2.
     """

@@ -1,4 +1,4 @@
-"""Seeds and random states of all generators: Python, numpy, torch and the device."""
+"""Seeds and random states of all generators: Python's, numpy's, torch's and the device's."""
 
 import contextlib
 import hashlib
@@ -15,16 +15,16 @@ CPU = torch.device("cpu")
 def mix_seed(*parts: object) -> int:
     """Return a 63-bit seed from any parts (numbers, strings).
 
-    A hash, since with `seed + epoch` neighboring seeds would share streams.
+    It is a hash, because with `seed + epoch`, neighboring seeds would share streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = ()) -> None:
-    """Seed the default generators: of Python, numpy, torch, the device and the GPUs with replicas.
+    """Seed the default generators of Python, numpy, torch, the device and GPUs with replicas.
 
-    It takes 14 us; torch.manual_seed alone goes through every backend in 275 us.
+    This takes 14 us; torch.manual_seed alone takes 275 us, because it seeds every backend.
     """
     random.seed(seed)  # `seed_python` inlined, to save a call per step
     numpy.random.seed(seed % 2**32)
@@ -45,7 +45,7 @@ def seed_python(seed: int) -> None:
 
 
 def host_random_states(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of all global generators except the device's, to compare."""
+    """Return the states of all global generators except the device's, for comparison."""
     of_numpy = [numpy.asarray(part).tobytes() for part in numpy.random.get_state(legacy=True)]
     of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), of_numpy, of_torch
@@ -77,7 +77,7 @@ def set_random_states(states: Sequence[tuple[Callable[[Any], None], Any]]) -> No
 
 @contextlib.contextmanager
 def random_stream(*parts: object) -> Iterator[None]:
-    """Seed torch's CPU generator, random and numpy from these parts within this context."""
+    """Seed torch's CPU generator, random and numpy from these parts within a context."""
     states = random_states(CPU)
     seed_generators(CPU, mix_seed(*parts))
     try:

@@ -1,6 +1,6 @@
-"""The limits of the constructors' arguments, known without torch: `check("epochs", 3)`.
+"""The valid values of constructor arguments, without importing torch: `check("epochs", 3)`.
 
-The keys are those of the command line, so that a constructor's error names what a user can type.
+The keys are those of the command line, so that a constructor's error names what you can type.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 class Limit(Protocol):
-    """What a setting may be."""
+    """The valid values of a setting."""
 
     def check(self, key: str, value: Any) -> Any:
-        """Return `value`; UserError, which names `key`, if it is outside the limit."""
+        """Return `value` if it is valid; otherwise raise a UserError that names `key`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number within these bounds; `optional` accepts None as well, `auto` the word auto."""
+    """A number within these bounds; `optional` also allows None, `auto` the word "auto"."""
 
     whole: bool = False
     least: float | None = None
@@ -45,7 +45,7 @@ class Choice:
     values: tuple[Any, ...]
 
     def has(self, value: Any) -> bool:
-        """Whether this is one of them, and 1 not taken for true."""
+        """Return whether this is one of the values; 1 does not count as True."""
         return any(value == one and type(value) is type(one) for one in self.values)
 
     def check(self, key: str, value: Any) -> Any:
@@ -54,7 +54,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """Whatever this function accepts."""
+    """Any value that this function accepts."""
 
     function: Callable[[Any], Any]
 
@@ -63,17 +63,17 @@ class Checked:
 
 
 def check_device(device: Any) -> None:
-    """Raise UserError for what is not the name of a device; only torch knows which ones exist."""
+    """Raise UserError for an invalid device name; only torch knows which devices exist."""
     name = as_typed(device)
     if not re.fullmatch(r"[a-z]\w*(:\d+)?", name, re.ASCII):
         raise UserError(
-            f"device={name}: this is not the name of a device.\n"
-            "Type device=auto, or name one, as in device=cuda:1."
+            f"device={name}: not a valid device name.\n"
+            "Type device=auto, or name a device, as in device=cuda:1."
         )
 
 
 def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
-    """Return (name, GPUs listed or None) of `auto`, `dp:0+1` and so on; UserError for anything
+    """Parse `auto`, `dp:0+1` and so on as (name, listed GPUs or None); UserError for anything
     else.
     """
     text = as_typed(strategy)
@@ -91,7 +91,7 @@ RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that no r
 
 
 def check_groups(rules: Any) -> Any:
-    """Return the rules of parameter groups; UserError for what is not a list of them."""
+    """Return the rules of parameter groups; UserError if this is not a list of rules."""
     is_list = isinstance(rules, (list, tuple))
     for rule in rules if is_list else [None]:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
@@ -106,7 +106,7 @@ def check_groups(rules: Any) -> Any:
 
 
 def check_thaw_at(value: Any) -> tuple[int | None, bool]:
-    """Return (number, whether it counts epochs) of 500 or "2 epochs", (None, False) of "never"."""
+    """Parse 500 or "2 epochs" as (number, whether it counts epochs), "never" as (None, False)."""
     if value is None:  # the callback is off
         return None, False
     match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
@@ -149,18 +149,14 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: T, *, optional: bool = False) -> T:
-    """Return `value` if the table allows it for `key`, or it is None and `optional`; UserError
-    otherwise.
-    """
+    """Return `value` if it is valid for `key`, or None if `optional`; UserError otherwise."""
     if value is not None or not optional:
         LIMITS[key].check(key, value)
     return value
 
 
 def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
-    """Return `size`; UserError if it is no size, or if `grad_accum_steps` cuts the batch as
-    well.
-    """
+    """Return `size`; UserError if it is invalid, or if `grad_accum_steps` also splits the batch."""
     if size is not None and parts > 1:
         raise UserError(
             f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both split the batch. "

@@ -1,4 +1,4 @@
-"""Named spans of a fit, which the loop, the loaders and the savers enter and leave.
+"""Named spans of a fit, which the loop, the loaders and the Checkpoint callback enter and leave.
 
 A silent span costs nothing: `SILENT` runs no Python code. To see where the time
 goes, put context managers into `Trainer.spans`, and put `SILENT` back afterwards.
@@ -22,14 +22,14 @@ Spans = dict[str, AbstractContextManager[Any]]
 
 
 class Silent(AbstractContextManager[Any]):
-    """A context manager that does nothing and lets every exception through.
+    """A context manager that does nothing and does not suppress exceptions.
 
-    Its methods are functions written in C that take any arguments and return the empty string, so
-    that entering and leaving it starts no Python frame.
+    Its methods are C functions that take any arguments and return an empty string, so that entering
+    and leaving it creates no Python frame.
     """
 
     __enter__ = "".format
-    __exit__ = "".format  # type: ignore[assignment]  # "" is false: the exception goes on
+    __exit__ = "".format  # type: ignore[assignment]  # "" is false: exceptions propagate
 
 
 SILENT = Silent()

@@ -1,4 +1,4 @@
-"""Compare a saved state with what a Trainer can load, before anything is loaded."""
+"""Check that a Trainer can load a saved state, before anything is loaded."""
 
 import contextlib
 import inspect
@@ -8,14 +8,15 @@ import torch
 
 from stoker.trainer.errors import UserError
 
-# Options that do not change an optimizer's result; they may differ between a GPU and a CPU.
+# Options that do not change an optimizer's results; they may differ between a GPU and a CPU.
 WAYS = ("foreach", "fused", "capturable")
-# A form is a nesting like the state: numbers, tensors, types and the following.
+# A form has the same nesting as the state. It contains example numbers and tensors, types, and the
+# following.
 ANYTHING = object()
 
 
 class Either(tuple[Any, ...]):
-    """A form: one of several forms, the most likely last."""
+    """A form: one of several forms. Errors are reported for the last one."""
 
 
 class Exactly(tuple[Any]):
@@ -29,7 +30,7 @@ class AtLeast(dict[Any, Any]):
 def form_of(part: Any, name: str) -> Any:
     """Return the form of the state of a part of a Trainer.
 
-    A part with its own form of state, such as a custom optimizer, may have any.
+    A part with its own kind of state, such as a custom optimizer, may have any form.
     """
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         groups = [form_of_group(group) for group in part.state_dict()["param_groups"]]
@@ -48,7 +49,9 @@ def form_of(part: Any, name: str) -> Any:
 
 
 def form_of_group(group: dict[str, Any]) -> AtLeast:
-    """Return the form of a parameter group: the same parameters and options; numbers may differ."""
+    """Return the form of a parameter group, with the same parameters and options; numbers may
+    differ.
+    """
     form = AtLeast()
     for key, value in group.items():
         if key in ("params", "param_names") or isinstance(value, (bool, str)):
@@ -74,7 +77,7 @@ def compare(state: Any, form: Any, name: str) -> None:
     """Compare a state with its form: keys, lengths, shapes and types.
 
     Raises:
-        UserError: They differ; it says where.
+        UserError: They differ; the message says where.
     """
     if isinstance(form, Either):
         for other in form[:-1]:
@@ -102,7 +105,7 @@ def compare(state: Any, form: Any, name: str) -> None:
 
 
 def is_like(value: Any, form: Any) -> bool:
-    """Return whether a value other than a dict or list has this form."""
+    """Return whether a value that is not a dict or list has this form."""
     if form is ANYTHING or torch.nn.parameter.is_lazy(form):
         return True
     if isinstance(form, Exactly):
@@ -128,7 +131,7 @@ def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
 
 
 def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the states of an optimizer are of torch's form."""
+    """Return whether an optimizer's state has torch's form."""
     kind = type(optimizer)
     usual = torch.optim.Optimizer
     return kind.state_dict is usual.state_dict and kind.load_state_dict is usual.load_state_dict
@@ -150,20 +153,20 @@ def refuse(value: Any, form: Any, name: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """Return a value or a form in a few words."""
+    """Describe a value or a form in a few words."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return repr(value)[:60]
 
 
 def frozen(module: torch.nn.Module) -> list[str]:
-    """Return the names of the frozen parameters; a shared one has several."""
+    """Return the names of the frozen parameters, with all names of a shared parameter."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if not parameter.requires_grad]
 
 
 def freeze(module: torch.nn.Module, names: list[str]) -> None:
-    """Freeze the parameters of these names, and train all others."""
+    """Freeze the parameters with these names, and unfreeze all others."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(name not in names)
