@@ -1,4 +1,4 @@
-"""State that a Trainer carries from batch to batch, such as the hidden state of a text."""
+"""State that a Trainer carries from batch to batch, such as the hidden state of an RNN."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -228,7 +228,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     if is_compiled(module):
         raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled. "
+            "strategy=fsdp: sharded parameters cannot be compiled. "
             "Type compile=false or strategy=ddp."
         )
     module.to(memory_format=torch.contiguous_format)

@@ -33,7 +33,7 @@ class Stateful:
     step: int  # the only clock: completed optimizer steps
     total_steps = 0
     steps_per_epoch = 0
-    # epochs begun by earlier fits, since each fit has its own random numbers
+    # epochs started by earlier fits: each fit has its own random numbers
     epochs_before = 0
     evaluation_due = False  # the step is done, but its evaluation is not
     is_evaluating = False  # whether `evaluating()` is active
@@ -48,16 +48,16 @@ class Stateful:
 
     @property
     def epochs_begun(self) -> int:
-        """Epochs begun by all fits so far."""
+        """The number of epochs started by all fits so far."""
         return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
 
     def set_lr(self, rate: float | Sequence[float]) -> None:
-        """Change the base learning rate, which the schedule multiplies, from the next step on.
+        """Set the base learning rate, which the schedule multiplies, from the next step on.
 
         Call it before a fit, between fits or in a callback. Checkpoints save the rate.
 
         Args:
-            rate: One number for all parameter groups, or one for each of them.
+            rate: A single number for all parameter groups, or one number per group.
         """
         in_fit = self.train_loader is not None
         self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
@@ -77,7 +77,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
-        """Return {name: parameter} of those that no optimizer has, including frozen ones."""
+        """Return {name: parameter} of parameters without an optimizer, including frozen ones."""
         optimized: set[torch.Tensor] = set()
         for part in self.stateful().values():
             if isinstance(part, torch.optim.Optimizer):
@@ -87,7 +87,7 @@ class Stateful:
         return {name: p for name, p in parameters if p not in optimized}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training depends on besides its settings; tensors are live."""
+        """Return everything that training depends on, except settings; tensors are not copied."""
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
@@ -106,16 +106,16 @@ class Stateful:
         return state
 
     def load(self, path: Any) -> None:
-        """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, ..."""
+        """Load a checkpoint file, or the best one in a folder: weights, step, callbacks, ..."""
         begun = self.epochs_begun
         self.load_state_dict(checkpoint.loaded(path, checkpoint.best))
         self.epochs_before = max(self.epochs_before, begun)  # so that the next fit repeats no epoch
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
-        """Load what `state_dict` returned, and the place of `loader`, for a fit about to begin.
+        """Load a state from `state_dict`, and the position of `loader` for a fit about to start.
 
         Raises:
-            UserError: The state is of another model, optimizer or Trainer; nothing was loaded.
+            UserError: The state is from a different model, optimizer or Trainer; nothing is loaded.
         """
         if loader is None:
             loader = self.train_loader
@@ -140,7 +140,7 @@ class Stateful:
         self.carried = copies.move(state.get("carried", {}), self.device)
 
     def go_on_from(self, state: Any, loader: Any = None) -> None:
-        """Load a state, and freeze what was frozen in it, to train on from there."""
+        """Load a state and freeze the parameters that were frozen in it, to continue training."""
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
 
@@ -162,7 +162,7 @@ class Stateful:
         return form
 
     def named_callbacks(self) -> dict[str, Callback]:
-        """Return {class name: callback}, the second of a class being "Name.1"."""
+        """Return the callbacks by class name; the second of the same class is "Name.1"."""
         named: dict[str, Callback] = {}
         for callback in self.callbacks:
             kind = type(callback).__name__

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 # The fp16 scaler starts at 65,536 and halves its scale with each skipped step. Below the smallest
-# normal number of float16, the scale cannot be the reason that a gradient overflows.
+# normal float16 number, the scale cannot be the reason that a gradient overflows.
 LOWEST_SCALE = 2.0**-14
 
 
@@ -27,10 +27,10 @@ class Step:
     captures = False  # whether steps are replayed as graphs, without running the model's Python
 
     def begin_fit(self, trainer: "Trainer") -> None:
-        """Prepare for the steps of a fit, whose optimizer and schedule are ready."""
+        """Prepare for the steps of a fit. The optimizer and the schedule are ready."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
-        """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
+        """Take one step of the optimizer and the schedule; return the batch's mean loss."""
         raise NotImplementedError
 
 
@@ -38,8 +38,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
     """Return the step that the settings and the optimizer need, or None for the plain one.
 
     Raises:
-        UserError: `compile` is "graph", or the optimizer takes a closure, and these settings rule
-            that out.
+        UserError: `compile="graph"` or the closure optimizer does not work with other settings.
     """
     step: Step | None = None
     if compile == "graph":
@@ -65,7 +64,7 @@ def captures(trainer: "Trainer") -> bool:
 
 
 class AdaptiveStep(Step):
-    """A step with the fp16 scaler, which may skip it, or with micro-batches that fit in memory."""
+    """A step with the fp16 scaler, which may skip it, or with micro_batch=auto."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         scaler = trainer.scaler
@@ -101,7 +100,7 @@ class ClosureStep(Step):
         carried = trainer.carried
 
         def evaluate() -> torch.Tensor:
-            undo(trainer)  # so that each evaluation has the same dropout
+            undo(trainer)  # so that each evaluation uses the same dropout
             trainer.carried = carried
             loss = accumulate(trainer, parts)
             if trainer.max_grad_norm is not None:
@@ -115,14 +114,14 @@ class ClosureStep(Step):
 
 
 def scale_of(trainer: "Trainer") -> torch.Tensor:
-    """Return the fp16 scale, which the backward pass has set, on the device."""
+    """Return the fp16 scale on the device, without waiting; the backward pass has created it."""
     # private: _get_scale_async, get_scale() waits for the device, torch 2.15
     scale: torch.Tensor = trainer.scaler._get_scale_async()
     return scale
 
 
 def unscale_others(trainer: "Trainer") -> None:
-    """Unscale the gradients of parameters without an optimizer: the norm covers them too."""
+    """Unscale the gradients of parameters without an optimizer, which the norm also covers."""
     scale = scale_of(trainer)
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
@@ -161,7 +160,7 @@ class GraphStep(Step):
     captures = True
 
     def begin_fit(self, trainer: "Trainer") -> None:
-        # A loaded checkpoint has rates that are plain numbers, and new tensors.
+        # A loaded checkpoint has plain numbers as learning rates, and new tensors.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
             trainer.scheduler.set_rates()  # updates the tensors
@@ -177,7 +176,7 @@ class GraphStep(Step):
 
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do the part of a step that a graph holds; return the mean loss and the gradient norm."""
+    """Do the part of a step that a graph captures; return the mean loss and the gradient norm."""
     with graph.without_clock(trainer):
         parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
         loss = accumulate(trainer, parts)
@@ -205,7 +204,7 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
 
 
 def clip(trainer: "Trainer") -> torch.Tensor:
-    """Clip the gradients and return their norm before that."""
+    """Clip the gradients and return their norm before clipping."""
     most = trainer.max_grad_norm or math.inf
     return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), most)
 

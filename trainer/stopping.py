@@ -1,4 +1,4 @@
-"""Why and how training ends before its last step: a callback, a signal or another thread."""
+"""Stopping before the last step: from a callback, a signal or another thread."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ gentle: Callable[[str], object] | None = None  # called with a signal's name ins
 
 @dataclasses.dataclass(frozen=True)
 class StopReason:
-    """Why training stopped before its end: `kind` is for programs, `text` for people.
+    """Why training stopped early: `kind` is for programs, `text` for people.
 
     The kinds are "asked" (`Trainer.stop` with a text), "interrupted", "time_limit",
     "early_stopping" and "pruned".
@@ -47,21 +47,21 @@ class Stoppable:
     def stop(self, reason: str, kind: str = "asked") -> None:
         """End training after this step; the reason is shown, and `kind` is for programs.
 
-        With several processes, all have to call it in the same step. If only one knows, call
-        `interrupt` there.
+        With several processes, all of them must call it in the same step. To stop from only one
+        process, call `interrupt` there.
         """
         self.stop_reason = StopReason(kind, reason)
 
     def interrupt(self, reason: str) -> None:
         """End training after this step, or during its evaluation.
 
-        Call it from a signal handler or another thread. With several processes, one call is
-        enough: all of them end after the same step, a little later.
+        Call it from a signal handler or another thread. With several processes, a single call is
+        enough: all of them end after the same step, slightly later.
         """
         self.interruption = reason
 
     def poll_interruption(self) -> bool:
-        """Stop if any process was interrupted; return whether. All processes ask equally often."""
+        """Stop and return True if any process was interrupted. All processes must call this."""
         if self.agreement.is_asked(self.interruption):
             self.stop(self.interruption or "another process was asked to stop", "interrupted")
             return True
@@ -69,14 +69,15 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where the program can end at once; exit code 128 + its number."""
+    """A signal arrived where the program can exit at once. Exit code 128 + its number."""
 
 
 @contextlib.contextmanager
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.
 
-    A library may mistake their exception for its own: a file that it reads would seem damaged.
+    Otherwise a library could mistake the exception for its own error, and a file would seem
+    damaged.
     """
     global gentle
     outer = gentle

@@ -1,4 +1,4 @@
-"""Say what a Trainer will do, and how much memory its tensors take."""
+"""Describe what a Trainer will do, and how much memory its tensors use."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ SHORT_NAMES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def plan(trainer: "Trainer") -> Iterator[str]:
-    """Yield the lines that open a run: model, device and plan."""
+    """Yield the first lines of a run: model, device and plan."""
     weights = list(trainer.module.parameters())
     total = sum(p.numel() for p in weights)
     frozen = sum(p.numel() for p in weights if not p.requires_grad)
@@ -44,7 +44,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if they are the one epoch."""
+    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if there is a single epoch."""
     total = counted(trainer.total_steps, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
         return total
@@ -72,15 +72,15 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the MiB of tensors; with shards, only those of this process."""
+    """Return the size of tensors in MiB; for sharded tensors, only this process's shards."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
 
 
 def can_be_counted(trainer: "Trainer") -> bool:
-    """Return whether `Saved` sees everything that a step saves.
+    """Return whether `Saved` can count everything that a step saves.
 
-    Hooks would recompile a compiled module, and do not reach the threads of replicas.
+    Its hooks would make a compiled module recompile, and do not work in the threads of replicas.
     """
     return not (parallel.is_compiled(trainer.module) or trainer.replicas)
 
@@ -88,7 +88,7 @@ def can_be_counted(trainer: "Trainer") -> bool:
 class Saved:
     """Counts the bytes that autograd saves for backward passes, without weights and buffers.
 
-    With several micro-batches, `most` is the value of the largest one.
+    With several micro-batches, `most` is for the largest one.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -96,14 +96,14 @@ class Saved:
         self.of_model = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self.kept: dict[int, int] = {}  # {address: bytes} saved for the backward pass
         self.most: int = 0
-        self.backward = False  # whether the backward pass has begun
+        self.backward = False  # whether the backward pass has started
 
     def counted(self) -> Any:
-        """Return a context in which what is saved is counted."""
+        """Return a context that counts saved tensors."""
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # the next micro-batch begins; the last one's memory is free
+        if self.backward:  # a new micro-batch starts, and the memory of the last one is free
             self.kept = {}
             self.backward = False
         storage = tensor.untyped_storage()
@@ -118,7 +118,7 @@ class Saved:
 
 
 def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
-    """Return the memory report with the gradients of a step, which a fit frees at its end."""
+    """Return the memory report including gradients, which a fit frees at its end."""
     report = trainer.memory_report()
     report["gradients"] = mib(p for p in trainer.module.parameters() if p.requires_grad)
     return report

@@ -1,4 +1,4 @@
-"""Text for a terminal: wrapped at words, with restrained color. A pipe gets it as it is."""
+"""Text for a terminal: wrapped at words, with little color. Output to a pipe is unchanged."""
 
 import logging
 import os
@@ -11,12 +11,12 @@ from typing import TextIO
 
 INDENT = " " * 9  # aligns with the text of a line such as "model    MLP, 85,002 parameters"
 STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
-# Commands are not wrapped, so that they can be copied.
+# Commands are not wrapped, so that you can copy them.
 COMMAND = re.compile(r"(^|: |^resume +)(\S*python[\d.]*|stoker|torchrun) ")
 
 
 def is_terminal(file: TextIO) -> bool:
-    """Return whether a file is a terminal that can redraw a line."""
+    """Return whether this is a terminal that can redraw a line."""
     return file.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -26,7 +26,7 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: str = INDENT) -> str:
-    """Wrap lines at words, with a hanging indent; keep commands, and lines that are indented."""
+    """Wrap lines at words, with a hanging indent; commands and indented lines are not wrapped."""
     lines = []
     for line in text.split("\n"):
         is_text = not line.startswith(" ") and not COMMAND.search(line)
@@ -43,14 +43,14 @@ def wrapped(text: str, indent: str = INDENT) -> str:
 
 
 def styled(text: str, style: str) -> str:
-    """Return text in this style, or as it is if NO_COLOR is set."""
+    """Return the text in this style, or unchanged if NO_COLOR is set."""
     if os.environ.get("NO_COLOR"):
         return text
     return f"\033[{STYLES[style]}m{text}\033[0m"
 
 
 class Wrapping(logging.Formatter):
-    """Wraps the warnings that go to the standard error of a terminal."""
+    """Wraps warnings if standard error is a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -58,7 +58,7 @@ class Wrapping(logging.Formatter):
 
 
 def show(text: str, style: str | None = None) -> None:
-    """Print text for people."""
+    """Print text, wrapped and styled if standard output is a terminal."""
     if is_terminal(sys.stdout):
         text = wrapped(text)
         if style is not None:
@@ -67,7 +67,7 @@ def show(text: str, style: str | None = None) -> None:
 
 
 def show_error(text: str) -> None:
-    """Print the message of an error."""
+    """Print an error message to standard error."""
     if is_terminal(sys.stderr):
         text = wrapped(text, indent="       ")
         if text.startswith("error:"):

@@ -1,4 +1,4 @@
-"""A Trainer that computes its metrics on the training batches as well."""
+"""A Trainer that also computes its metrics on training batches."""
 
 import copy
 from typing import Any
@@ -13,20 +13,20 @@ from stoker.trainer.trainer import Trainer
 
 
 class TrainMetrics(Trainer):
-    """A Trainer whose training rows have its metrics too: "train/acc" beside "train/loss".
+    """A Trainer whose training rows also have its metrics, such as "train/acc".
 
-    They are over the steps since the last row, of the outputs that the loss was computed from: with
-    dropout, and with the weights of each step. A resumed fit counts from where it begins.
-    `evaluate(train_loader, "train")` computes them with the weights as they are.
+    They cover the steps since the last row, and use the same outputs as the loss: with dropout, and
+    with the weights of each step. A resumed fit starts counting where it resumes.
+    `evaluate(train_loader, "train")` computes them with the current weights.
 
-    Put it before your own Trainer, whose `compute_loss` it then wraps::
+    To use it with your own Trainer, put it first, so that it wraps your `compute_loss`::
 
         class Mine(TrainMetrics, OfDicts):
             pass
 
     Raises:
-        UserError: With micro_batch="auto" a batch may be computed twice, with LBFGS many times, and
-            with compile="graph" no Python code of a step runs. Or a subclass overrides
+        UserError: micro_batch="auto" and LBFGS may compute a batch several times, and
+            compile="graph" does not run the Python code of a step. Or a subclass overrides
             `compute_loss`.
     """
 

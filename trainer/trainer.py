@@ -49,7 +49,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             `compute_loss`.
         optimizer: Optimizer of the model's parameters, or a factory that is called with parameter
             groups, such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
-        scheduler: Factory that is called with (optimizer, total_steps=...); it advances every step.
+        scheduler: Factory that is called with (optimizer, total_steps=...), stepped at every step.
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
         epochs: Length of the run, in passes over the training loader.
@@ -57,20 +57,20 @@ class Trainer(Predicting, Stoppable, Reporting):
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the machine's accelerator, or else the CPU.
         strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
             process and "ddp" in several.
-        precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native type, or fp32.
+        precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native dtype, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
         channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
-        micro_batch: Or split it by size, at most this many samples each; "auto" starts with whole
+        micro_batch: Split by size instead, at most this many samples each; "auto" starts with whole
             batches and halves the size when memory runs out.
         max_grad_norm: Clip gradients to this norm; None does not clip.
         log_every: Log a row every this many steps, and at the end of each epoch.
-        eval_every: Evaluate every this many steps; None is once per epoch.
+        eval_every: Evaluate every this many steps; None evaluates once per epoch.
         groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
-        seed: Seed of everything random in the run.
+        seed: Seed for everything random in the run.
 
     Raises:
-        UserError: An argument is of the wrong kind or out of range, or two exclude each other.
+        UserError: An argument has the wrong type or is out of range, or two arguments conflict.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Trainer(Predicting, Stoppable, Reporting):
         Args:
             train_loader: Iterable of batches; one without a length needs `max_steps`.
             val_loader: Iterable of batches to evaluate on, or several as {name: iterable}, whose
-                results are called "name/loss" and so on.
-            resume: Checkpoint to resume from: a file, its contents, or a folder, whose newest is
-                taken. None starts at step 0 with the current weights.
+                results are named "name/loss" and so on.
+            resume: Checkpoint to resume from: a file, its contents, or a folder, whose newest one
+                is used. None starts at step 0 with the current weights.
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -256,7 +256,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Record the learning rates, and seed the step: it depends on (seed, step) alone."""
+        """Record the learning rates, and seed the step so that it depends only on (seed, step)."""
         self.rates = self.scheduler.get_last_lr()
         self.weigh(batch)
         self.seed_generators("step")
@@ -268,11 +268,11 @@ class Trainer(Predicting, Stoppable, Reporting):
         seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
-        """Evaluate if it is time to, and call the callbacks."""
+        """Run an evaluation if `evaluate`, and call the callbacks."""
         self.evaluation_due = evaluate
         if evaluate:
             with self.spans["evaluation"]:
-                # It may be long: ask before and after it whether any process is to stop.
+                # It may be long: check before and after it whether any process should stop.
                 self.agreement.soon()
                 results = evaluation.of_fit(self)
                 self.agreement.soon()

@@ -1,4 +1,4 @@
-"""Plain values of an untrusted JSON or YAML file as annotated dataclasses."""
+"""Convert plain values from an untrusted JSON or YAML file to annotated dataclasses."""
 
 import contextlib
 import dataclasses
@@ -8,11 +8,11 @@ from typing import Any, TypeGuard
 
 
 def typed(value: Any, hint: Any, name: str = "file") -> Any:
-    """Return a plain value as the annotated type; `name` is the key that it belongs to.
+    """Convert a plain value to the annotated type; `name` is its key.
 
     A hint is a dataclass, `list[X]`, `tuple[X, ...]`, `dict[str, X]`, `Literal`, a union of these,
-    or one of str, bool, int, float and Any. Numbers have to be finite. In a dataclass, missing
-    entries get their defaults, or None where that is allowed, and unknown ones are ignored.
+    or one of str, bool, int, float and Any. Numbers must be finite. In a dataclass, missing entries
+    get their defaults, or None where that is allowed; unknown entries are ignored.
 
     Raises:
         TypeError: The value has another type; the message names its key, such as "best.step".
@@ -52,5 +52,5 @@ def record(entries: dict[str, Any], hint: Any, name: str) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether an entry of a file is a finite number of a usual size."""
+    """Return whether an entry is a finite number of reasonable size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100

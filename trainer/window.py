@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
 
-# The names of a window's numbers. Rates of further groups are train/lr/1 or train/lr/NAME.
+# The names of a window's numbers. Learning rates of more groups are train/lr/1 or train/lr/NAME.
 NUMBERS = (
     "train/loss",
     "train/lr",
@@ -25,11 +25,11 @@ class Window:
     """Collects the numbers of steps until the next logged row.
 
     Attributes:
-        loss: Mean loss over the window, each step by the weight of its batch.
-        grad_norm: Mean norm of the gradient over the steps of the window, if gradients are clipped.
-            A skipped step counts as 0.
-        skipped: Share of the steps that the fp16 scaler skipped; empty unless one is used.
-        start: When the window began, in seconds; evaluation time is added to it.
+        loss: Mean loss over the window, with each step weighted by its batch.
+        grad_norm: Mean gradient norm over the steps of the window, if gradients are clipped. A
+            skipped step counts as 0.
+        skipped: Share of the steps that the fp16 scaler skipped; empty without a scaler.
+        start: When the window started, in seconds; evaluation time is added to it.
     """
 
     def __init__(self) -> None:
@@ -55,18 +55,18 @@ class Window:
             self.grad_norm.update(norm)
 
     def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Add whether the fp16 scaler skipped a step, which all processes do together."""
+        """Record whether the fp16 scaler skipped a step; it does so on all processes or none."""
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
         """Return the numbers of the window over all processes, and clear it.
 
-        `rates` are the learning rates of the parameter groups, by label; groups that differ from
-        the first have entries of their own.
+        `rates` are the learning rates of the parameter groups, with their `labels`. If they differ,
+        each further label has its own entry.
 
-        Reading the loss waits for the device, so the time is right. Steps whose targets were all
-        ignored have no loss.
+        Reading the loss waits for the device, so the measured time is correct. If all targets were
+        ignored, there is no loss.
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
