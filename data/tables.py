@@ -112,6 +112,10 @@ def csv(
     kind, classes, targets = _read_target(target, values[target], table, kind, trained)
     answers = pyarrow.array(targets.numpy(), from_pandas=True)  # with null for NaN
     rows = table.complete({**values, target: answers})
+    if len(rows) == 0:
+        raise UserError(
+            f"{table.shown}: no row is left. Give it rows, or type dataset.missing=mean."
+        )
     if len(rows) < len(targets):
         log.warning(
             "%s: %d of %d rows have missing values and are left out.",

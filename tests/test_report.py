@@ -940,7 +940,7 @@ def test_shares_in_words():
         readable.number(1e99) == "1e99"
         and readable.number(-123456789012345.0) == "-123,456,789,012,345"
     )
-    assert words.flop(1.2e6) == "1.20MFLOP"
+    assert words.flop(1.2e6) == "1.20 MFLOP"
 
 
 def test_the_monitored_metric_leads():
@@ -1102,10 +1102,10 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
         "the GPU waited 63% of the time for data" in text
         and "0123abc, with uncommitted changes" in text
     )
-    assert "25% of 1.00TFLOP/s" in text and "1.20MFLOPs per sample" in text
+    assert "25% of 1.00 TFLOP/s" in text and "1.20 MFLOPs per sample" in text
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
     text = " ".join(page_of(tmp_path / "run").all("p"))
-    assert "250GFLOP/s" in text and "MFU" not in text
+    assert "250 GFLOP/s" in text and "MFU" not in text
     time = {stage: 1.0 for stage in report.STAGES if stage != "step"}  # drawn like forward
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"time": time}))
     bar = report.html(tmp_path / "run").partition('<div class="bar">')[2].partition("</div>")[0]

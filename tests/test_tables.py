@@ -878,3 +878,10 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
 def test_a_rule_that_cannot_divide_the_rows_is_refused(table, options, words):
     with pytest.raises(UserError, match=f"(?s){words}"):
         table(HEADER + "\n".join(rows()), target="kind", **options)
+
+
+@pytest.mark.parametrize("rows", ["", ",1\n,2\n"])
+def test_a_table_without_a_usable_row_is_refused(tmp_path, rows):
+    (tmp_path / "a.csv").write_text(f"x,y\n{rows}")
+    with pytest.raises(UserError, match=r"a\.csv: no row is left"):
+        tables.csv(str(tmp_path / "a.csv"), "y", missing="drop")

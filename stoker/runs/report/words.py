@@ -1,5 +1,7 @@
 """Numbers and text as the report shows them."""
 
+import re
+
 from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
 
@@ -46,7 +48,7 @@ def percent(share: float) -> str:
 
 
 def flop(value: float) -> str:
-    """'474kFLOP', '1.20MFLOP'."""
+    """'474 kFLOP', '1.20 MFLOP'."""
     from tqdm import tqdm
 
-    return tqdm.format_sizeof(value, "FLOP")
+    return re.sub(r"(?<=\d)(?=\D+$)", " ", tqdm.format_sizeof(value, "FLOP"))
