@@ -125,7 +125,7 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     ("text", "answer"),
     [
         (b"width: [16\n", "broken.yaml, line 2: this is not valid YAML"),
-        (b"- a\n", "model: its file contains a list, not keys."),
+        (b"- a\n", "model: its file must be a mapping with the key _target_."),
         ("width: 16\n".encode("utf-16"), "broken.yaml: this is not UTF-8 text."),
     ],
 )

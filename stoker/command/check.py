@@ -1,6 +1,7 @@
 """Check a composed config before anything is built: keys, types, limits, and combinations."""
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +11,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.build import is_on
-from stoker.command.defaults import chosen, defaults, of_choices
+from stoker.command.defaults import chosen, of_choices
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
 from stoker.trainer.errors import UserError, as_typed, first_line
 from stoker.trainer.settings import Checked, Choice
 
 PARTS = ("dataset", "model", "loss", "optimizer", "scheduler", "trainer")
+EXPERIMENT = "experiment="
 KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -44,7 +46,8 @@ def check_config(cfg: DictConfig) -> None:
     its limits or of a different type from the default.
     """
     given = plain(cfg)
-    usual = defaults()
+    typed = arguments.typed_keys()
+    usual = of_choices([choice for choice in chosen() if not choice.startswith(EXPERIMENT)])
     known = usual
     if len(configs.folders()) > 1:  # your own key may be misspelled
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
@@ -52,8 +55,10 @@ def check_config(cfg: DictConfig) -> None:
         is_variable = f"${{{key}}}" in str(given)  # another key refers to it
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
-    for key in usual:
-        if key not in given:
+    for key in (*usual, *flat(usual)):
+        has_other_keys = f"{key.partition('.')[0]}._target_" in typed
+        is_removed = f"~{key}" in typed and not has_other_keys
+        if is_removed or (key in usual and key not in given):
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
@@ -63,13 +68,28 @@ def check_config(cfg: DictConfig) -> None:
     resolved = resolve(cfg)
     try:
         check_types("", resolved, usual)
-        check_keys(given, known)
+        check_keys(resolved, known)
         check_length(resolved)
         settings.check_all(resolved)
         settings.check_task(resolved)
         check_callbacks(resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
+
+
+def check_experiment() -> None:
+    """Raise UserError for what keeps Hydra from merging the chosen experiment into the defaults."""
+    for choice in arguments.choices(sys.argv[1:]):
+        file = configs.file_of(choice.replace("=", "/"))
+        if file is None or not choice.startswith(EXPERIMENT):
+            continue
+        try:
+            config = OmegaConf.load(file)
+        except OSError:  # it contains a single value
+            config = None
+        if not isinstance(config, DictConfig):
+            raise UserError(f"{choice}: its file must contain key: value lines.")
+        check_types("", plain(config), of_choices(()))
 
 
 def check_choices(given: Mapping[str, Any]) -> None:
@@ -156,18 +176,22 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
     A default that refers to another key is not checked: the constructor checks the value.
     """
     for key, default in usual.items():
-        if not is_interpolation(default):
-            check_type(f"{prefix}{key}", given.get(key, default), default)
+        value = given.get(key, default)
+        if not is_interpolation(default) and not is_interpolation(value):
+            check_type(f"{prefix}{key}", value, default)
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
     """Raise UserError if a value has a different type from its default, and no limit allows it.
 
-    A default of null or auto allows any type; its limit or its constructor checks the value.
+    A default of null or auto allows any type, and so does a limit with a check of its own; the
+    limit or the constructor checks the value.
     """
     top = name.removeprefix("trainer.")  # its keys mirror the top-level keys
     limit = settings.limit_of(top)
-    if default in (None, "???", "auto") or (isinstance(limit, Choice) and limit.has(value)):
+    if default in (None, "???", "auto") or isinstance(limit, Checked):
+        return
+    if isinstance(limit, Choice) and limit.has(value):
         return
     # max_steps may set the length, and null turns a callback off.
     is_optional = top == "epochs" or re.fullmatch(r"callbacks\.\w+", name)
@@ -175,10 +199,13 @@ def check_type(name: str, value: Any, default: Any) -> None:
         return
     if isinstance(default, dict) and isinstance(value, dict):
         # A different target has its own keys and types.
-        if value.get("_target_") == default.get("_target_"):
+        target = default.get("_target_")
+        if value.get("_target_", target) == target:
             check_types(f"{name}.", value, default)
     elif not is_like(value, default):
         sample = [value] if default == [] else default
+        if isinstance(sample, dict):
+            sample = dict(list(sample.items())[:1])
         raise UserError(
             f"{name}={as_typed(value)}: "
             f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
