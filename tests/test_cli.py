@@ -121,7 +121,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "checkpoint=false",
         "error: checkpoint=false: give a group of keys",
-        "as in checkpoint={every:null,",
+        "as in checkpoint={every:null}.",
     ),
     (
         "checkpoint.evry=3",
@@ -194,6 +194,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("epochs=${nope}", "error: epochs=${nope}: Interpolation key 'nope' not found", ""),
     ("~model", "error: model: a run needs a value for this key.", "Remove ~model."),
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
+    (
+        "~optimizer.lr",
+        "error: optimizer.lr: a run needs a value for this key.",
+        "Remove ~optimizer.lr.",
+    ),
     ("--bogus", "error: --bogus: there is no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: there is no such option.", "as in device=cpu."),
     ("-c", "-c", "--cfg"),
@@ -474,9 +479,8 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
-            if "torch" in sys.modules:  # otherwise only mistakes are answered, without a report
-                from stoker.runs import report
-                report.html = lambda folder, state: ""  # half a second of drawing, of which tests/test_report.py has enough
+            from stoker.runs import report
+            report.html = lambda folder, state: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:
                 runpy.run_path(train, run_name="__main__")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy
-
 from stoker.runs.evaluation import Evaluation, class_colour
 
 MOST_PAIRS = 20  # pairs of confused classes
@@ -26,6 +24,8 @@ class Class:
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
     """Return the rows of the confusion matrix; none if it is unknown."""
+    import numpy
+
     if evaluation.confusion is None:
         return []
     matrix = numpy.array(evaluation.confusion)
@@ -54,6 +54,8 @@ def share(part: int, total: int) -> str:
 
 def most_confused(classes: list[Class]) -> list[list[str]]:
     """Return [true, predicted, count] of the classes most often confused."""
+    import numpy
+
     wrong = numpy.array([row.counts for row in classes])
     numpy.fill_diagonal(wrong, 0)
     rows = []

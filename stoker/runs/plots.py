@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-import numpy
 from markupsafe import Markup
 
 from stoker.runs.page import render
@@ -196,6 +195,8 @@ def shares(
 
 def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
     """Draw the distribution of the values, with a line at 0."""
+    import numpy
+
     x = linear([*values, 0])
     counts, edges = numpy.histogram(values, 24, (x.low, x.high))
     plot = Plot(x, linear([0, *counts.tolist()]), label, xlabel)

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import numpy
-
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
@@ -104,7 +102,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
         drawn.append(figure("calibration", svg))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
-        areas = numpy.diff(roc[:, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
+        areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
         note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}"
         svg = plots.shares("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
         drawn.append(figure("ROC", svg, note))
@@ -115,6 +113,8 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 
 def calibration(counts: list[list[int]]) -> Any:
     """Return (mean probability, share that is correct) of tenths of the probability."""
+    import numpy
+
     samples, right = numpy.array(counts, dtype=float).reshape(2, 10, -1)
     middles = (numpy.arange(samples.size) + 0.5) / samples.size
     sums = samples * middles.reshape(samples.shape)
@@ -125,6 +125,8 @@ def calibration(counts: list[list[int]]) -> Any:
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
     """Return the points (false positive rate, recall) and (recall, precision) of all thresholds."""
+    import numpy
+
     bins = numpy.array(counts, dtype=float)
     taken, right = bins[:, bins[0] > 0][:, ::-1].cumsum(1)
     wrong = taken - right

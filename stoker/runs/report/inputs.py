@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from stoker.command import dotted
 from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation, Sample
@@ -211,12 +209,16 @@ def is_pair(value: Any) -> bool:
 
 def is_confusion(counts: list[list[int]] | None, size: int) -> bool:
     """Whether these are counts of each pair of classes, or None."""
+    import numpy
+
     matrix = numpy.array(counts or [], dtype=float)
     return counts is None or (matrix.shape == (size, size) and bool((matrix >= 0).all()))
 
 
 def are_bins(counts: list[list[int]] | None) -> bool:
     """Whether these are the sample counts of bins, and counts of some of those samples, or None."""
+    import numpy
+
     bins = numpy.array(counts or [[0] * 10] * 2, dtype=float)
     has_shape = bins.ndim == 2 and len(bins) == 2 and bins.shape[1] % 10 == 0
     return has_shape and bool((bins[1] >= 0).all() and (bins[1] <= bins[0]).all())

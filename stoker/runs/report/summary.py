@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-import numpy
-
 from stoker.runs.page import render
 from stoker.runs.readable import seconds
 from stoker.runs.report import words
@@ -119,9 +117,9 @@ def scores(run: Run) -> dict[str, float]:
     known = {name.removeprefix(start): value for name, value in numbers if is_number(value)}
     count: float = seen.samples
     if seen.confusion is not None:  # the best metrics of a validation split may lack the accuracy
-        counts = numpy.array(seen.confusion, dtype=float)
-        count = counts.sum()
-        known["acc"] = counts.trace() / max(1, count)
+        count = sum(map(sum, seen.confusion))
+        right = sum(row[i] for i, row in enumerate(seen.confusion))
+        known["acc"] = right / max(1, count)
     if seen.chance is not None:
         variance = seen.chance * (1 - seen.chance) / max(1, count)
         known["luck"] = seen.chance + 2 * max(0, variance) ** 0.5
