@@ -430,16 +430,91 @@ def test_auto_watches_what_there_is(metrics, val, name, sign):
     assert (watcher.name, watcher.sign) == (name, sign)
 
 
-def test_the_training_loss_counts_in_the_last_row_of_an_epoch(tmp_path):
-    saver, stopping, rows = Checkpoint(tmp_path), EarlyStopping(9), []
-    watch = Callback()
-    watch.on_log = lambda trainer, row: rows.append(row)
-    trainer = make_trainer(callbacks=[watch, stopping, saver], log_every=3, epochs=4)
-    trainer.fit(loaders()[0])
-    ends = [row for row in rows if row["step"] % 8 == 0]
-    best = min(ends, key=lambda row: row["train/loss"])
-    assert len(rows) > len(ends) == 4
-    assert saver.best == stopping.best == {"step": best["step"], "value": best["train/loss"]}
+def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
+    """Its rows are of 3, 3 and 2 batches, the last of which has 4 samples; a resume from any step
+    comes to the same.
+    """
+
+    class Rise(Callback):
+        def on_epoch_end(self, trainer):  # epoch 2 is the best, and no row of it
+            trainer.set_lr(3.0 if trainer.step == 16 else 0.01)
+
+    def run(folder, resume=None, **settings):
+        rows, saver, stopping = [], Checkpoint(folder, every=1, keep=99), EarlyStopping(9)
+        watch = Callback()
+        watch.on_log = lambda trainer, row: rows.append(row)
+        trainer = make_trainer(
+            callbacks=[Rise(), watch, stopping, saver], log_every=3, epochs=4, **settings
+        )
+        trainer.fit(loaders()[0], resume=resume)
+        return saver, stopping, rows
+
+    saver, stopping, rows = run(tmp_path / "whole")
+    means = {}
+    for end in range(8, 33, 8):
+        epoch = [row for row in rows if end - 8 < row["step"] <= end]
+        assert len({row["train/samples"] for row in epoch}) > 1
+        means[end] = sum(row["train/loss"] * row["train/samples"] for row in epoch) / 60
+    best = min(means, key=means.get)
+    assert (
+        saver.best
+        == stopping.best
+        == {"step": best, "value": pytest.approx(means[best], rel=1e-12)}
+    )
+    assert (best, stopping.waited) == (16, 2) and min(rows, key=lambda row: row["train/loss"])[
+        "step"
+    ] != best
+    for step in (3, 13, 16, 17, 31):
+        folder = tmp_path / str(step)
+        again, _, _ = run(folder, resume=checkpoint.path_of(tmp_path / "whole", step))
+        if step < 16:
+            assert again.best == saver.best
+        ends = [
+            checkpoint.load(checkpoint.path_of(place, 32))["callbacks"]
+            for place in (folder, tmp_path / "whole")
+        ]
+        assert ends[0]["EarlyStopping"] == ends[1]["EarlyStopping"]
+    saver, _, rows = run(tmp_path / "short", max_steps=7)  # no whole epoch: that of all steps
+    assert saver.best["value"] == pytest.approx(
+        sum(row["train/loss"] * row["train/samples"] for row in rows) / 56
+    )
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_an_epoch_whose_last_targets_are_ignored_counts(tmp_path, log_every):
+    """The means are those of the plain loop; the last row of each epoch may have no loss."""
+    inputs = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(0))
+    data = [(x, x[:, :3].argmax(1)) for x in inputs]
+    data[4][1].fill_(-100)
+    model = make_model()
+    means = []
+    for _ in range(3):
+        losses = []
+        for x, y in data[:4]:
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.1 * weight.grad  # uphill, so that the first epoch is the best
+            losses.append(loss.item())
+        means.append(sum(losses) / 4)
+    assert means[0] < min(means[1:])
+
+    class Ascent(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    with torch.no_grad():
+                        weight += 0.1 * weight.grad
+
+    ascent = functools.partial(Ascent, lr=0.1)
+    saver, stopping = Checkpoint(tmp_path), EarlyStopping(2)
+    settings = {"optimizer": ascent, "scheduler": None, "epochs": 6, "log_every": log_every}
+    trainer = make_trainer(callbacks=[stopping, saver], **settings)
+    trainer.fit(data)
+    assert trainer.step == 15
+    assert stopping.best == saver.best == {"step": 5, "value": pytest.approx(means[0], rel=1e-5)}
 
 
 # Progress and loggers

@@ -98,6 +98,8 @@ WRONG = [
     *[at("callbacks/Checkpoint/best/step", value) for value in (2.5, "1", None)],
     *[at("callbacks/EarlyStopping/best/value", value) for value in ("x", None, [1.0], GONE)],
     *[at("callbacks/Checkpoint/metrics", value) for value in (GONE, [], "x")],
+    *[at("callbacks/EarlyStopping/epoch", value) for value in (GONE, None, {"loss": 0.5})],
+    *[at("callbacks/EarlyStopping/epoch/loss", value) for value in (GONE, "x", None)],
 ]  # fmt: skip
 
 
@@ -112,6 +114,68 @@ def test_a_wrong_state_is_refused_and_nothing_of_it_loaded(tmp_path, good, chang
         made.load_state_dict(wrong)
     assert 1 <= len(str(caught.value).splitlines()) <= 3 and len(str(caught.value)) < 400
     assert_same(made.state_dict(), before)
+
+
+class Counting(EarlyStopping):
+    """Adds a number of its own to the state."""
+
+    seen = 0
+
+    def on_log(self, trainer, row):
+        self.seen += 1
+        super().on_log(trainer, row)
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.seen = state["seen"]
+
+
+class Forgetful(Counting):
+    """Saves nothing but its own number."""
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Averaging(EMA):
+    """Adds a number of its own to the averages."""
+
+    seen = 0
+
+    def on_step_end(self, trainer):
+        super().on_step_end(trainer)
+        self.seen += 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize(("kind", "setting"), [(Counting, 9), (Forgetful, 9), (Averaging, 0.9)])
+def test_a_subclass_of_a_callback_may_save_what_it_likes(tmp_path, kind, setting):
+    whole = kind(setting)
+    made = make_trainer(callbacks=[whole, Checkpoint(tmp_path, every=1, keep=99)], epochs=2)
+    made.fit(*loaders())
+    resumed = kind(setting)
+    again = make_trainer(callbacks=[resumed], epochs=2)
+    again.fit(*loaders(), resume=checkpoint.path_of(tmp_path, 3))
+    assert resumed.seen == whole.seen > 3
+    assert_same(again.state_dict()["callbacks"][kind.__name__], whole.state_dict())
+    if kind is not Forgetful:
+        (key,) = {"best", "average"} & set(whole.state_dict())
+        wrong = made.state_dict()
+        wrong["callbacks"][kind.__name__][key] = "x"
+        with pytest.raises(UserError, match=f"callbacks.{kind.__name__}.{key}"):
+            make_trainer(callbacks=[kind(setting)], epochs=2).load_state_dict(wrong)
 
 
 @pytest.mark.parametrize("value", [None, [], "text", 3, torch.ones(2), {}])

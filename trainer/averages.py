@@ -9,7 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Callback, State
 from stoker.trainer.errors import UserError, check_number
-from stoker.trainer.state import Either, Exactly, frozen
+from stoker.trainer.state import AtLeast, Either, Exactly, frozen
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -118,8 +118,9 @@ class ShadowWeights(Callback):
     def state_form(self, trainer: "Trainer") -> Any:
         in_fit = trainer.train_loader is not None
         self.module = None if in_fit else weakref.ref(trainer.module)
-        untrained = {self.key: Exactly([None]), "step": Exactly([0])}
-        return Either([untrained, {self.key: floating_state(trainer.module), "step": int}])
+        untrained = AtLeast({self.key: Exactly([None]), "step": Exactly([0])})
+        trained = AtLeast({self.key: floating_state(trainer.module), "step": int})
+        return Either([untrained, trained])
 
 
 class Lookahead(ShadowWeights):

@@ -55,6 +55,7 @@ class Callback:
     def state_form(self, trainer: "Trainer") -> Any:
         """Return the form of the states that can be loaded, as in `trainer/state.py`.
 
-        Called before `load_state_dict`; a state that does not match is refused.
+        Called before `load_state_dict`; a state that does not match is refused. Of a dict, only the
+        keys that `state_dict` returns count, so that a subclass may save others.
         """
         return ANYTHING

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, nearest
+from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.readable import number
 from stoker.trainer.state import Either, Exactly
@@ -18,8 +19,8 @@ class Monitor(Callback):
     """A callback that monitors one logged number.
 
     `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
-    or else the validation loss, or else the training loss. The training loss counts only in the
-    last row of an epoch.
+    or else the validation loss, or else the training loss. The training loss counts as its mean
+    over an epoch.
 
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
@@ -32,7 +33,11 @@ class Monitor(Callback):
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
         self.mode = settings.check("monitor_mode", mode)
+        self.forget()
+
+    def forget(self) -> None:
         self.best: dict[str, float] | None = None  # {"step", "value"}
+        self.epoch = {"loss": 0.0, "weight": 0.0}  # the training loss, summed over this epoch
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Choose the number to monitor.
@@ -41,7 +46,7 @@ class Monitor(Callback):
             UserError: The number is never logged, or has no direction.
         """
         if not trainer.step:
-            self.best = None  # from an earlier fit
+            self.forget()  # the results of an earlier fit
         higher_is_better: dict[str, bool | None] = {}
         splits = by_name(trainer.val_loader)
         for split in splits:
@@ -84,9 +89,9 @@ class Monitor(Callback):
         the row does not have the number, or if it is a training loss in the middle of an epoch.
         """
         value = row.get(self.name)
-        is_last = trainer.step == trainer.total_steps
-        is_whole = self.name != "train/loss" or trainer.step % trainer.steps_per_epoch == 0
-        if value is None or not (is_whole or is_last):
+        if self.name == "train/loss" and "train/samples" in row:
+            value = self.over_epoch(trainer, row)
+        if value is None:
             return None
         self.is_missing = False
         if isinstance(value, list):
@@ -104,14 +109,32 @@ class Monitor(Callback):
         self.best = {"step": trainer.step, "value": value}
         return True
 
+    def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
+        """Return the mean training loss of the epoch if this row ends it, else None.
+
+        Training for less than one epoch counts as one epoch. A row whose targets are all ignored
+        has no loss.
+        """
+        if "train/loss" in row:
+            self.epoch["loss"] += weight_of(row) * row["train/loss"]
+            self.epoch["weight"] += weight_of(row)
+        ends_fit = trainer.step == trainer.total_steps
+        if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
+            return None
+        loss, weight = self.epoch.values()
+        self.epoch = {"loss": 0.0, "weight": 0.0}
+        return loss / weight if weight else None
+
     def state_dict(self) -> State:
-        return {"best": self.best}
+        return {"best": self.best, "epoch": self.epoch}
 
     def load_state_dict(self, state: State) -> None:
         self.best = state["best"]
+        self.epoch = dict(state["epoch"])
 
     def state_form(self, trainer: "Trainer") -> Any:
-        return {"best": Either([Exactly([None]), {"step": int, "value": 0.0}])}
+        best = Either([Exactly([None]), {"step": int, "value": 0.0}])
+        return {"best": best, "epoch": {"loss": 0.0, "weight": 0.0}}
 
 
 class EarlyStopping(Monitor):

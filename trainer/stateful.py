@@ -158,7 +158,10 @@ class Stateful:
         form["callbacks"] = AtLeast()
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"] or callback.state_dict():
-                form["callbacks"][name] = callback.state_form(trainer)
+                part = callback.state_form(trainer)
+                if isinstance(part, dict):  # a subclass may save other keys
+                    part = AtLeast({key: part[key] for key in callback.state_dict() if key in part})
+                form["callbacks"][name] = part
         return form
 
     def named_callbacks(self) -> dict[str, Callback]:

@@ -156,7 +156,10 @@ def best(folder: str | Path) -> tuple[Path, State]:
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is meant for training
-        raise TrainingError(f"{first_line(error)}\n") from None
+        raise TrainingError(
+            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} is there, it has the "
+            "tested weights; model.md beside it says how to load them."
+        ) from None
     if found is None:
         raise UserError(
             f"run={folder}: it has no checkpoint. Type the command that started it with "
