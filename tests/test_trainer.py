@@ -882,19 +882,49 @@ class Viewing(torch.nn.Module):
         return self.head(hidden.view(len(inputs), -1))
 
 
-def test_a_model_that_views_images_is_told_what_to_type():
-    batches = [(torch.rand(4, 3, 8, 8), torch.arange(4) % 3)]
-    with pytest.raises(
-        UserError, match=r"Use .flatten\(1\) or .reshape\(\) instead, or type channels_last=false"
-    ):
-        make_trainer(Viewing()).fit(batches)
+class ViewingInAMethod(Viewing):
+    def flat(self, hidden):
+        return hidden.view(len(hidden), -1)
+
+    def forward(self, inputs):
+        return self.head(self.flat(self.norm(self.convolution(inputs))))
 
 
-def test_predict_explains_a_view_as_fit_does():
-    batches = [torch.rand(4, 3, 8, 8)]
-    with pytest.raises(UserError, match="channels_last=false"):
-        make_trainer(Viewing()).predict(batches)
-    assert make_trainer(Viewing(), channels_last=False).predict(batches).shape == (4, 3)
+class Function(torch.nn.Module):
+    """As in PyTorch's own tutorial on torch.nn."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs):
+        return self.function(inputs)
+
+
+def viewing_in_a_lambda():
+    model = Viewing()
+    flat = Function(lambda hidden: hidden.view(len(hidden), -1))
+    return torch.nn.Sequential(model.convolution, model.norm, flat, model.head)
+
+
+@pytest.mark.parametrize("kind", [Viewing, ViewingInAMethod, viewing_in_a_lambda])
+def test_a_model_that_views_images_trains_as_it_would_without_channels_last(kind):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(4, 3, 8, 8, generator=generator)
+    batches = [(inputs, torch.arange(4) % 3)]
+    states = []
+    for channels_last in ("auto", False):
+        torch.manual_seed(0)
+        trainer = make_trainer(kind(), epochs=3, channels_last=channels_last)
+        assert trainer.predict([inputs]).shape == (4, 3)
+        trainer.fit(batches, batches)
+        states.append(trainer.module.state_dict())
+    assert_same(*states)
+    advice = r"Use .flatten\(1\) or .reshape\(\) instead, or type channels_last=false"
+    with pytest.raises(UserError, match=advice):
+        make_trainer(kind(), channels_last=True).fit(batches)
+    with pytest.raises(UserError, match=advice):
+        make_trainer(kind(), channels_last=True).predict([inputs])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import shutil
@@ -193,7 +194,7 @@ def place(
     """Move the module to the device, with the weights of 2-D convolutions in channels_last.
 
     This format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it on
-    mps.
+    mps, and for code that calls `.view()`, which flattens no image in this format.
 
     Raises:
         UserError: `channels_last` is True and there is no 2-D convolution.
@@ -215,10 +216,22 @@ def place(
         raise UserError(
             f"channels_last=true: {name} has no 2-D convolution. Type channels_last=auto."
         )
-    if channels_last is True or (channels_last == "auto" and device.type != "mps"):
+    if channels_last == "auto" and convolutions:
+        channels_last = device.type != "mps" and not any(map(calls_view, module.modules()))
+    if channels_last is True:
         for convolution in convolutions:
             convolution.to(memory_format=torch.channels_last)
     return module
+
+
+def calls_view(module: torch.nn.Module) -> bool:
+    """Return whether a method of the module, or a function that it holds, calls `.view()`."""
+    functions = list(vars(module).values())
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith("torch."):
+            functions += vars(kind).values()
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
+    return any("view" in code.co_names for code in codes if code is not None)
 
 
 def check_compiler(device: torch.device) -> None:

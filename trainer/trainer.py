@@ -59,7 +59,8 @@ class Trainer(Predicting, Stoppable, Reporting):
             process and "ddp" in several.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native dtype, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
-        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps.
+        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or for a
+            model whose code calls `.view()`.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
         micro_batch: Split by size instead, at most this many samples each; "auto" starts with whole
             batches and halves the size when memory runs out.
