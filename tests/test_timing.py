@@ -466,6 +466,17 @@ def test_the_sampling_has_its_share_and_no_more(virtual, batches, epochs):
     assert abs(timing.took["data"] - steps * 0.003) <= POINTS * total
 
 
+def test_a_loader_that_waits_at_the_start_of_each_epoch_has_its_share(virtual):
+    class Starting(Slow):
+        def __iter__(self):
+            time.sleep(1)
+            return super().__iter__()
+
+    clock = Clock(at_least=0.003)
+    timing, total = fitted(Starting(100, clock), epochs=10)
+    assert abs(timing.took["data"] - (10 * 1 + clock.seconds)) <= POINTS * total
+
+
 @pytest.mark.parametrize("settings", [{"max_steps": 2}, {"max_steps": 3}, {"epochs": 2}])
 def test_few_steps(settings):
     timing, total = fitted(Slow(2, Clock(at_least=0.1)), **settings)

@@ -19,9 +19,8 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-# A sample takes about a tenth of a short step, so sampling takes about 0.2% of the time.
 ALWAYS = 32  # steps that are sampled at the beginning
-SHARE = 0.02  # of the other steps
+SHARE = 0.02  # of the other steps, and as many first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch, to suggest larger batches
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
@@ -70,9 +69,10 @@ class Timing(Callback):
 
     It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the drawing of the
     live report are always timed. Steps are sampled: the first one of the fit, which counts only for
-    itself, the ALWAYS steps after it, and a random SHARE of the others. A sampled step is divided
-    by marks in the work of the device (events on a GPU); nothing waits for them. A step that is one
-    graph, or a `train_step` that enters no spans, is the stage "step".
+    itself, the ALWAYS steps after it, and a random SHARE of the others. First steps of epochs are
+    sampled more often, since a loader may start workers there. A sampled step is divided by marks
+    in the work of the device (events on a GPU); nothing waits for them. A step that is one graph,
+    or a `train_step` that enters no spans, is the stage "step".
 
     Put it last in the list of callbacks: the time from it to the next batch counts as data.
     """
@@ -111,7 +111,7 @@ class Timing(Callback):
         trainer.spans.update(silent_spans())
         if not trainer.failed:
             self.took = self.split(trainer)
-            self.said = self.sentence(trainer)
+            self.said = self.sentence(trainer, self.took)
 
     def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
         self.waited = True
@@ -126,8 +126,9 @@ class Timing(Callback):
         if trainer.step % trainer.steps_per_epoch == 0:
             self.say(trainer)
         # At random, since a loader may do more work in every fourth step, for example.
-        if trainer.step - self.first_step < ALWAYS or self.random.random() < SHARE:
-            starts = trainer.step % trainer.steps_per_epoch == 0
+        starts = trainer.step % trainer.steps_per_epoch == 0
+        share = SHARE * trainer.steps_per_epoch if starts else SHARE  # SHARE of all steps each
+        if trainer.step - self.first_step < ALWAYS or self.random.random() < share:
             self.begin_sample(trainer, "epoch" if starts else "other")
 
     def say(self, trainer: Trainer) -> None:
@@ -136,7 +137,7 @@ class Timing(Callback):
             return
         if trainer.step - self.first_step < trainer.steps_per_epoch:
             return
-        text = self.sentence(trainer)
+        text = self.sentence(trainer, self.split(trainer))
         if text is None:
             return
         self.is_new = False
@@ -233,11 +234,11 @@ class Timing(Callback):
         took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
-    def sentence(self, trainer: Trainer) -> str | None:
-        """Return the `speed_verdict` on the fit so far."""
+    def sentence(self, trainer: Trainer, seconds: dict[str, float]) -> str | None:
+        """Return the `speed_verdict` on the fit so far, whose time was split into `seconds`."""
         device = "CPU" if trainer.device.type == "cpu" else "GPU"
         idle = sum(self.idle) / max(1, len(self.idle))
-        return speed_verdict(self.split(trainer), advice_for(trainer), device, idle)
+        return speed_verdict(seconds, advice_for(trainer), device, idle)
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
