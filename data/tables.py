@@ -113,9 +113,7 @@ def csv(
     answers = pyarrow.array(targets.numpy(), from_pandas=True)  # with null for NaN
     rows = table.complete({**values, target: answers})
     if len(rows) == 0:
-        raise UserError(
-            f"{table.shown}: no row is left. Give it rows, or type dataset.missing=mean."
-        )
+        raise UserError(f"{table.shown}: there are no rows, or each one has a missing value.")
     if len(rows) < len(targets):
         log.warning(
             "%s: %d of %d rows have missing values and are left out.",

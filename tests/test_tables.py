@@ -883,5 +883,5 @@ def test_a_rule_that_cannot_divide_the_rows_is_refused(table, options, words):
 @pytest.mark.parametrize("rows", ["", ",1\n,2\n"])
 def test_a_table_without_a_usable_row_is_refused(tmp_path, rows):
     (tmp_path / "a.csv").write_text(f"x,y\n{rows}")
-    with pytest.raises(UserError, match=r"a\.csv: no row is left"):
+    with pytest.raises(UserError, match=r"a\.csv: there are no rows"):
         tables.csv(str(tmp_path / "a.csv"), "y", missing="drop")
