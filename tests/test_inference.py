@@ -723,6 +723,7 @@ def test_a_key_is_for_its_task(forks, runs):
             "task=predict",
             "run=prices",
             "input=x",
+            "dataset.missing=mean",
             "dataset.on_bad_sample=skip",
         ): "dataset.on_bad_sample: the input of this run does not need it.",
         (

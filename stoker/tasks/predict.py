@@ -78,8 +78,9 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     for key in ("missing", "delimiter", "decimal", "marks"):
         if f"dataset.{key}" in typed:
             options[key] = config.dataset[key]
-    is_for_images = takes_table and "dataset.on_bad_sample" in typed
-    if is_for_images or (options and not takes_table):
-        key = min(key for key in typed if key.startswith("dataset."))
-        raise UserError(f"{key}: the input of this run does not need it. Remove this key.")
+    unused = "on_bad_sample" if takes_table else next(iter(options), "")
+    if f"dataset.{unused}" in typed:
+        raise UserError(
+            f"dataset.{unused}: the input of this run does not need it. Remove this key."
+        )
     return options
