@@ -111,9 +111,7 @@ def test_what_switches_a_callback_off_is_allowed(processed):
 
 
 def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
-    message = (
-        "callbacks.time_limit.minute: this callback is off. Type callbacks.time_limit.minutes="
-    )
+    message = "callbacks.time_limit.minute: this callback is off. Type max_minutes="
     with pytest.raises(UserError, match=message):
         processed(*SMALL, "+callbacks.time_limit.minute=1")
 

@@ -47,7 +47,7 @@ def test_a_warmup_is_shorter_than_the_training():
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
-            "min_delta: .* off. Type callbacks.early_stopping.patience=",
+            "min_delta: .* off. Type patience=",
         ),
     ],
 )
@@ -77,6 +77,7 @@ def test_what_changes_something_is_allowed(processed):
     typed = ("patience=4", "checkpoint.every=20", "log_every=1000")
     off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
     check(processed(*SMALL, *typed, *off, "eval_every=4"))
+    check(processed(*SMALL, "patience=null", "callbacks.early_stopping.min_delta=0.1"))
 
 
 def test_what_a_file_gives_is_not_refused(processed, project):

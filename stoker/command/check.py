@@ -72,7 +72,7 @@ def check_config(cfg: DictConfig) -> None:
         check_length(resolved)
         settings.check_all(resolved)
         settings.check_task(resolved)
-        check_callbacks(resolved)
+        check_callbacks(given, resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
 
@@ -112,18 +112,19 @@ def check_length(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_callbacks(resolved: Mapping[str, Any]) -> None:
+def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
     """Raise UserError for a typed argument of a callback that stays off."""
     typed = arguments.typed_keys()
     for name, node in resolved["callbacks"].items():
         if node is None or is_on(node):
             continue
         full = {f"callbacks.{name}.{key}": value for key, value in node.items()}
-        switches = [key for key, value in full.items() if value is None]
-        given = typed & full.keys() - {f"callbacks.{name}._target_"}
-        if given and typed.isdisjoint(switches):
+        empty = [key for key, value in full.items() if value is None]
+        switches = [followed_key(settings.value_of(given, key)) or key for key in empty]
+        unused = typed & full.keys() - {f"callbacks.{name}._target_"}
+        if unused and typed.isdisjoint(switches):
             raise UserError(
-                f"{min(given)}: this callback is off. Type {switches[0]}=... as well, or remove "
+                f"{min(unused)}: this callback is off. Type {switches[0]}=... as well, or remove "
                 "this key."
             )
 
