@@ -201,8 +201,8 @@ def check_first(data: Data, name: str, split: Split) -> None:
     shape = (1, *data.in_shape)
     lengths = []
     if isinstance(batch, (tuple, list)) and all(map(torch.is_tensor, batch)):
-        lengths = [len(tensor) for tensor in batch]
-    if lengths != [1, 1] or batch[0].shape != shape:
+        lengths = [tensor.shape[:1] for tensor in batch]
+    if lengths != [(1,), (1,)] or batch[0].shape != shape:
         raise UserError(
             f"{part}: split[[0]] must return a pair of tensors: inputs of shape {shape} and one "
             "target."

@@ -24,7 +24,7 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         inputs, height, width = check_image("cnn", in_shape)
-        if kernel % 2 != 1:
+        if kernel < 1 or kernel % 2 != 1:
             raise UserError(
                 f"model.kernel={kernel}: give an odd number, which keeps the feature map's size."
             )

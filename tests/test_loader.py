@@ -389,6 +389,11 @@ class Own:
         ),
         (lambda indices: torch.zeros(len(indices), 3, 9, 8), UserError, "a pair of tensors"),
         (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.tensor(1)),
+            UserError,
+            "a pair of tensors",
+        ),
+        (
             lambda indices: {}[0],
             TrainingError,
             r"Sample 0 of the train part of own cannot be read: KeyError: 0 \(.*\)",

@@ -132,6 +132,7 @@ def test_resnet_is_resnet_18():
         (MLP, {"dropout": 1.0}, "dropout"),
         (CNN, {"kernel": 4}, "kernel"),
         (CNN, {"kernel": 0}, "kernel"),
+        (CNN, {"kernel": -1}, "kernel"),
         (CNN, {"dropout": -0.1}, "dropout"),
         (ResNet, {"widths": [64, -1]}, "widths"),
         (ResNet, {"blocks": [2, 2]}, "blocks"),
