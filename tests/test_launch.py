@@ -408,7 +408,9 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     done = run(tmp_path, *typed)
     left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
-    assert left["error"].startswith("batch_size=1: each of the 2 processes needs a sample")
+    assert left["error"] == (
+        "batch_size=1: this is too small for 2 processes. Type batch_size=2 or more, or lower devices."
+    )
 
 
 REFUSED = [

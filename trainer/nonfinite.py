@@ -206,9 +206,10 @@ def examine(
         harmless.update(strange)
         return None
     (i, *_) = [i for i, count in enumerate(counts) if count]
-    text = texts[i] or "another process has values that are not finite"
     if i == 0:
+        text = texts[0] or "the batch of another process has values that are not finite"
         return f"in step {trainer.step:,}, {text}.\nCheck these samples, or remove them."
+    text = texts[i] or "another process has a loss or a gradient that is not finite"
     return f"in step {trainer.step:,}, {text} (learning rate {brief(trainer.lr)}).\n{ADVICE}"
 
 

@@ -47,7 +47,7 @@ def live(tmp_path_factory):
 
 def test_the_page_follows_the_training_until_its_end(live, open_page):
     process, path = live
-    opened = open_page(path, height=500)
+    opened = open_page(path, height=400)
     page = opened.page
     state = page.locator(".state")
     first = state.inner_text()
