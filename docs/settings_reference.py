@@ -182,7 +182,9 @@ class Settings(SphinxDirective):
             anchor = "setting-" + nodes.make_id(row.key)
             domain.anonlabels[row.key] = (self.env.docname, anchor)
             domain.labels[row.key] = (self.env.docname, anchor, row.key)
-            names = {row.key, re.sub(r"[._]", " ", row.key)}
+            record = settings.SETTINGS.get(row.key, settings.Setting())
+            names = {row.key, *record.aliases}
+            names |= {re.sub(r"[._]", " ", name) for name in names}
             index = addnodes.index(
                 entries=[("single", name, anchor, "main", None) for name in names]
             )

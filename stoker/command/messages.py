@@ -149,6 +149,8 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     if last not in (siblings if group else anywhere):
         for place, choice in options_with(group, last):
             return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
+    for name, setting in settings.SETTINGS.items():
+        anywhere |= dict.fromkeys(setting.aliases, name)
     for loosely in (False, True):
         for names in (siblings, anywhere):
             near = nearest(last, names, loosely=loosely)

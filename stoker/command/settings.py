@@ -74,6 +74,7 @@ class Setting:
         loader: Whether it configures the loader instead of the data set.
         every: The unit that it counts; it has no effect in a run with fewer of them.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
+        aliases: Other names that people type for it.
     """
 
     limit: Limit | None = None
@@ -84,6 +85,7 @@ class Setting:
     loader: bool = False
     every: Literal["step", "evaluation"] | None = None
     once: bool = False
+    aliases: tuple[str, ...] = ()
 
 
 def check_resume(resume: Any) -> Any:
@@ -117,7 +119,7 @@ SETTINGS: Mapping[str, Setting] = {
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
     # the training
-    "epochs": Setting(resume="longer"),
+    "epochs": Setting(resume="longer", aliases=("max_epochs",)),
     "max_steps": Setting(resume="longer"),
     "steps_per_epoch": Setting(),
     "max_minutes": Setting(resume="any"),
@@ -133,7 +135,7 @@ SETTINGS: Mapping[str, Setting] = {
     "groups": Setting(),
     "freeze": Setting(),
     "ema": Setting(),
-    "patience": Setting(resume="longer", every="evaluation"),
+    "patience": Setting(resume="longer", every="evaluation", aliases=("early_stopping",)),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(),
     "seed": Setting(tasks=(*TRAINING, "generate")),
@@ -190,6 +192,7 @@ SETTINGS: Mapping[str, Setting] = {
     "model": Setting(),
     "loss": Setting(),
     "optimizer": Setting(),
+    "optimizer.lr": Setting(aliases=("learning_rate",)),
     "scheduler": Setting(),
     "trainer": Setting(),
     "metrics": Setting(),
