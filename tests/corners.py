@@ -18,9 +18,8 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
 from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
-from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
+from stoker.trainer.callbacks import EMA, Callback, Freeze, Lookahead, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.freezing import Freeze
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.metrics import Accuracy
 from stoker.trainer.recompute import checkpoint_blocks

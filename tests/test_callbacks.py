@@ -16,7 +16,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import lr_find as search
 from stoker.diagnostics.lr_find import lr_find
 from stoker.runs.loggers import JSONL, TensorBoard
-from stoker.trainer import checkpoint, progress
+from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import (
     EMA,
     Callback,
@@ -26,6 +26,7 @@ from stoker.trainer.callbacks import (
     NaNGuard,
     Progress,
     TimeLimit,
+    progress,
 )
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy, Confusion

@@ -830,7 +830,7 @@ def test_another_config_is_refused_with_the_differences(default):
 
 def test_a_run_from_before_a_callback_is_resumed_unless_the_callback_is_on():
     def callbacks(decay, **more):
-        freeze = {"_target_": "stoker.trainer.freezing.Freeze", "match": "${freeze}", **more}
+        freeze = {"_target_": "stoker.trainer.callbacks.Freeze", "match": "${freeze}", **more}
         return {"freeze": freeze, "ema": {"_target_": "stoker.EMA", "decay": decay}}
 
     old = {"ema": 0.9, "callbacks": {"ema": callbacks("${ema}")["ema"]}, "loop": "${loop}"}

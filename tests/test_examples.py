@@ -31,9 +31,8 @@ from stoker.data.loader import make_loaders
 from stoker.models.linear import Linear
 from stoker.models.mlp import MLP
 from stoker.trainer import checkpoint
-from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint, Freeze
 from stoker.trainer.errors import UserError
-from stoker.trainer.freezing import Freeze
 from stoker.trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))

@@ -9,10 +9,9 @@ from conftest import assert_same, make_model, make_trainer
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 from stoker.trainer import checkpoint, schedules
-from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Freeze
 from stoker.trainer.combined import Combined, muon
 from stoker.trainer.errors import UserError
-from stoker.trainer.freezing import Freeze
 from stoker.trainer.groups import parameter_groups
 
 STEPS = 12  # of 4 an epoch

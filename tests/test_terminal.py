@@ -15,8 +15,8 @@ import pytest
 from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.trainer import progress, readable, terminal
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer import readable, terminal
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
 

@@ -16,6 +16,7 @@ from stoker.trainer import (
     seeding,
 )
 from stoker.trainer import device as devices
+from stoker.trainer.callbacks.saving import Checkpoint
 from stoker.trainer.history import History
 from stoker.trainer.loading import (
     IterableLoader,
@@ -25,7 +26,6 @@ from stoker.trainer.loading import (
     resident_bytes,
     seekable,
 )
-from stoker.trainer.saving import Checkpoint
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

@@ -16,12 +16,12 @@ from stoker.trainer import (
     launch,
     losses,
     memory,
-    nonfinite,
     parallel,
     settings,
     steps,
 )
 from stoker.trainer.callback import Callback
+from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import by_name

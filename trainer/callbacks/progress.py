@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping, summary, terminal
 from stoker.trainer.callback import Callback
+from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.monitoring import Monitor
 from stoker.trainer.readable import number
 from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
-    from stoker.trainer.live import Live
+    from stoker.trainer.callbacks.live import Live
     from stoker.trainer.trainer import Trainer
 
 SILENCE = 30  # seconds between lines within an epoch
@@ -37,7 +37,7 @@ class Progress(Callback):
         for line in summary.plan(trainer):
             terminal.show(line)
         if terminal.is_terminal(sys.stdout):
-            from stoker.trainer.live import Live
+            from stoker.trainer.callbacks.live import Live
 
             self.live = Live(trainer.step, trainer.total_steps)
         for callback in trainer.callbacks:

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
 from stoker.trainer.callback import Callback, Row, State
+from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
+from stoker.trainer.callbacks.saving import Checkpoint
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
-from stoker.trainer.monitoring import Monitor, TimeLimit
 from stoker.trainer.readable import brief
-from stoker.trainer.saving import Checkpoint
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

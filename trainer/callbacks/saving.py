@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Row, State
+from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.errors import NotFinite, UserError
-from stoker.trainer.monitoring import Monitor
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
