@@ -16,7 +16,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import lr_find as search
 from stoker.diagnostics.lr_find import lr_find
 from stoker.runs.loggers import JSONL, TensorBoard
-from stoker.trainer import checkpoint
+from stoker.trainer import checkpoint, stopping
 from stoker.trainer.callbacks import (
     EMA,
     Callback,
@@ -706,6 +706,21 @@ def test_an_evaluation_that_is_done_anew_gives_the_same_row_once(tmp_path):
     )
     assert_same(again.module.state_dict(), whole.module.state_dict())
     assert not again.state_dict()["evaluation_due"]
+
+
+@pytest.mark.parametrize("hook", ["on_eval_start", "on_step_end"])
+def test_a_signal_that_nobody_defers_ends_the_fit_itself(hook):
+    """As Ctrl-C does in task=overfit and task=plan, which have nothing to save."""
+
+    def be_interrupted(trainer):
+        raise stopping.Interrupted
+
+    callback = Callback()
+    setattr(callback, hook, be_interrupted)
+    trainer = make_trainer(eval_every=1, callbacks=[callback])
+    with pytest.raises(stopping.Interrupted):
+        trainer.fit(*loaders())
+    assert trainer.failed and trainer.step == 1 and not trainer.interrupted
 
 
 def test_a_stop_after_the_checkpoints_turn_is_saved_at_the_end(tmp_path):

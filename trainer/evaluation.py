@@ -13,7 +13,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.loading import by_name, dealt
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
-from stoker.trainer.stopping import Interrupted
+from stoker.trainer.stopping import EvaluationInterrupted
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -25,7 +25,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     The loss is left out if `compute_loss` returns None for it.
 
     Raises:
-        Interrupted: A fit was interrupted during an evaluation.
+        EvaluationInterrupted: A fit was interrupted during an evaluation.
     """
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
@@ -46,7 +46,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
             trainer.seed_generators(split)
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
-                    raise Interrupted
+                    raise EvaluationInterrupted
                 batch = copies.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
                 if not parallel.has_samples(loader):

@@ -72,6 +72,10 @@ class Interrupted(KeyboardInterrupt):
     """A signal arrived where the program can exit at once. Exit code 128 + its number."""
 
 
+class EvaluationInterrupted(BaseException):
+    """A fit was interrupted during an evaluation, which is repeated when the run resumes."""
+
+
 @contextlib.contextmanager
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.

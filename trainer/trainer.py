@@ -30,7 +30,7 @@ from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import silent_spans
-from stoker.trainer.stopping import Interrupted, Stoppable
+from stoker.trainer.stopping import EvaluationInterrupted, Stoppable
 from stoker.trainer.window import Window
 
 
@@ -176,7 +176,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                     else:  # the loader is exhausted, after a whole epoch or too early
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
-            except Interrupted:  # during an evaluation, which is repeated when the run resumes
+            except EvaluationInterrupted:  # it is repeated when the run resumes
                 pass
             except BaseException as error:
                 self.failed = True
