@@ -10,7 +10,7 @@ START = time.perf_counter()
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    signals.listen()  # before any slow import
+    signals.install()  # before any slow import
     gc.disable()  # imports leave little garbage, and each collection would scan them all
     try:
         from stoker.tasks.main import run

@@ -1000,7 +1000,7 @@ class Press(Callback):
     def on_step_end(self, trainer):
         if trainer.step == 517 and not self.pressed.exists():
             self.pressed.touch()
-            signal.signal(signal.SIGINT, signals.hear)  # a shell may have it ignored
+            signal.signal(signal.SIGINT, signals.handle)  # a shell may have it ignored
             os.kill(os.getpid(), signal.SIGINT)
 """
 LONG = (

@@ -201,8 +201,8 @@ def test_a_second_signal_adds_no_word_to_what_was_said():
 import signal
 from stoker.command import signals
 from stoker.trainer import stopping
-signals.listen()
-signals.ready = True
+signals.install()
+signals.can_raise = True
 signals.resume_command = "python train.py"
 try:
     signal.raise_signal(signal.SIGTERM)

@@ -288,8 +288,8 @@ def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
         from stoker.command import signals
         from stoker.trainer import stopping
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell may have it ignored
-        signals.listen()
-        signals.ready, stopping.gentle = True, print
+        signals.install()
+        signals.can_raise, stopping.on_signal = True, print
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         print("alive", flush=True)

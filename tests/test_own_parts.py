@@ -177,8 +177,8 @@ def test_a_second_signal_ends_with_the_command_that_resumes():
 import os, signal
 from stoker.command import signals
 from stoker.trainer import stopping
-signal.signal(signal.SIGINT, signals.hear)
-signals.ready, stopping.gentle = True, print
+signal.signal(signal.SIGINT, signals.handle)
+signals.can_raise, stopping.on_signal = True, print
 signals.resume_command = "stoker run_dir=a"
 os.kill(os.getpid(), signal.SIGINT)
 os.kill(os.getpid(), signal.SIGINT)

@@ -257,14 +257,14 @@ def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_
 
     monkeypatch.setattr(checkpoint, "digest", signalled)
     monkeypatch.setattr(stopping, "received", None)
-    monkeypatch.setattr(signals, "ready", True)
-    signal.signal(signal.SIGTERM, signals.hear)
+    monkeypatch.setattr(signals, "can_raise", True)
+    signal.signal(signal.SIGTERM, signals.handle)
     try:
         with pytest.raises(stopping.Interrupted):
             checkpoint.newest(tmp_path)
         monkeypatch.setattr(stopping, "received", None)
         heard = []
-        with signals.gently(heard.append):
+        with signals.calling(heard.append):
             assert checkpoint.newest(tmp_path)[0] == path
         assert heard == ["SIGTERM"]
     finally:

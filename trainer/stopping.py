@@ -1,4 +1,19 @@
-"""Stopping before the last step: from a callback, a signal or another thread."""
+"""Stopping before the last step: from a callback, a signal or another thread.
+
+What Ctrl-C does, and SIGTERM likewise:
+
+1. The handler, `stoker/command/signals.py`, sets `received`. The second signal ends the process.
+2. During a training run, `on_signal` is the Trainer's `interrupt`, which only leaves a note. In any
+   other place, the handler raises `Interrupted`, which ends a fit as any exception does.
+3. `fit` reads the note with `poll_interruption`, after each step and before each batch of its
+   evaluations. All processes agree on the step to end with.
+4. The fit ends: the loop after its step, an evaluation by `EvaluationInterrupted`. The `Checkpoint`
+   callback saves the step in `on_fit_end`.
+5. The run (`stoker/tasks/running.py`) raises `Interrupted`, prints the command that resumes it, and
+   exits with code 130 or 143.
+
+A script without a run directory gets Python's KeyboardInterrupt in place of all this.
+"""
 
 import contextlib
 import dataclasses
@@ -8,7 +23,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: int | None = None  # the number of the first signal, if the program handles signals
-gentle: Callable[[str], object] | None = None  # called with a signal's name instead of raising
+on_signal: Callable[[str], object] | None = None  # called with a signal's name, to raise nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +98,14 @@ def later() -> Iterator[None]:
     Otherwise a library could mistake the exception for its own error, and a file would seem
     damaged.
     """
-    global gentle
-    outer = gentle
+    global on_signal
+    outer = on_signal
     waiting: list[str] = []
-    gentle = waiting.append
+    on_signal = waiting.append
     try:
         yield
     finally:
-        gentle = outer
+        on_signal = outer
         for name in waiting:
             if outer is None:
                 raise Interrupted

@@ -68,7 +68,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
     if logging.lastResort is not None:  # prints warnings
         logging.lastResort.setFormatter(terminal.Wrapping())
     try:
-        signals.ready = True
+        signals.can_raise = True
         project.enter()
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):

@@ -107,7 +107,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         logging.disable(logging.NOTSET)
         os.environ.clear()
         os.environ.update(before)
-        signals.listen()  # the agent replaced the signal handlers
+        signals.install()  # the agent replaced the signal handlers
 
 
 def code_of(error: "ChildFailedError") -> int:

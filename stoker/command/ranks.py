@@ -150,7 +150,7 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
                 return None, code
             time.sleep(2 * ANSWER)  # torchrun's signal ends this rank once another has ended
         return message, code
-    stopping.gentle = lambda name: None  # ending ranks send signals to the others
+    stopping.on_signal = lambda name: None  # ending ranks send signals to the others
     reported = True
     try:
         publish(f"end/{rank()}", {"kind": kind, "code": code})

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: they end the process at once, or a training run after its current step."""
+"""The handler of SIGINT and SIGTERM. `stoker/trainer/stopping.py` tells the whole chain."""
 
 import contextlib
 import os
@@ -13,43 +13,43 @@ from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
-ready: bool = False  # whether an exception would be handled
+can_raise: bool = False  # whether the program handles Interrupted; until then, a signal ends it
 code: int | None = None  # the exit code to use instead of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
-told: bool = False  # whether `print_advice` was called
+has_advised: bool = False  # whether `print_advice` was called
 
 
-def listen() -> None:
+def install() -> None:
     """Handle both signals from here on. One that is ignored, as by nohup, stays ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, hear)
+            signal.signal(number, handle)
 
 
 @contextlib.contextmanager
-def heard(resume: str) -> Iterator[None]:
+def for_script(resume: str) -> Iterator[None]:
     """Listen within this context, in a script; `resume` is the command that continues its run."""
-    global ready, received_at, resume_command, told
-    if threading.current_thread() is not threading.main_thread() or ready:
+    global can_raise, received_at, resume_command, has_advised
+    if threading.current_thread() is not threading.main_thread() or can_raise:
         yield  # only the main thread gets signals, or the command already handles them
         return
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    listen()
-    ready = True
+    install()
+    can_raise = True
     resume_command = resume
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        ready = False
+        can_raise = False
         resume_command = None
-        told = False
+        has_advised = False
         stopping.received = None
 
 
-def hear(number: int, _: FrameType | None) -> None:
-    """Handle the first signal gracefully if the program is ready; at the second, end the process.
+def handle(number: int, _: FrameType | None) -> None:
+    """Handle the first signal gracefully if the program can; end the process at the second.
 
     Among several ranks a second signal within a second is a copy of the first: torchrun
     passes on what all of them have already received.
@@ -58,36 +58,36 @@ def hear(number: int, _: FrameType | None) -> None:
     is_first = stopping.received is None
     if not is_first and "RANK" in os.environ and time.monotonic() < received_at + 1:
         return
-    if not (is_first and ready):
-        if os.environ.get("RANK", "0") == "0" and not told:
+    if not (is_first and can_raise):
+        if os.environ.get("RANK", "0") == "0" and not has_advised:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
             os.write(2, f"ended at once.{advice}\n".encode())
         # No cleanup, since it may be what hangs. Files are written atomically.
         os._exit(128 + number)
     stopping.received = number
     received_at = time.monotonic()
-    if stopping.gentle is None:
+    if stopping.on_signal is None:
         raise Interrupted
-    stopping.gentle(signal.Signals(number).name)
+    stopping.on_signal(signal.Signals(number).name)
 
 
 def print_advice(text: str) -> None:
     """Print what to do after a signal. The next signal ends the process silently."""
-    global told
+    global has_advised
     print(text, file=sys.stderr, flush=True)
-    told = True
+    has_advised = True
 
 
 @contextlib.contextmanager
-def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
+def calling(interrupt: Callable[[str], object]) -> Iterator[None]:
     """Within this context, a signal calls `interrupt` with its name, and raises nothing."""
-    stopping.gentle = interrupt
+    stopping.on_signal = interrupt
     try:
         if stopping.received is not None:  # a finalizer may have swallowed its exception
             raise Interrupted
         yield
     finally:
-        stopping.gentle = None
+        stopping.on_signal = None
 
 
 def exit_code() -> int:

@@ -182,7 +182,7 @@ class Jobs(Callback):
                 f"hydra.sweep.dir={folder} is in use by another process. Wait until it ends."
             ) from None
         self.locks = self.launcher != "submitit_slurm" and lock.is_held(self.folder)
-        stopping.gentle = self.stop
+        stopping.on_signal = self.stop
         holding.callback(self.look_for_ends)
         poll(self.look_for_ends, holding)
         if self.launcher != "submitit_slurm":
@@ -216,7 +216,7 @@ class Jobs(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.launcher is None:
             return
-        stopping.gentle = None
+        stopping.on_signal = None
         holding.close()
         remove_empty([self.folder])  # if no job ran
 
@@ -254,11 +254,11 @@ class Jobs(Callback):
     def listen(self) -> None:
         """Handle the launcher's signals like those of a terminal; Ctrl-C is for the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signals.hear)
+        signal.signal(signal.SIGTERM, signals.handle)
         if str(self.launcher).startswith("submitit") and USR2:
-            job.callback(hand_back, signal.signal(USR2, signals.hear))
-        signals.ready = True
-        job.callback(setattr, signals, "ready", False)
+            job.callback(hand_back, signal.signal(USR2, signals.handle))
+        signals.can_raise = True
+        job.callback(setattr, signals, "can_raise", False)
         poll(self.stop_with_sweep, job)
 
     def stop_with_sweep(self) -> bool:

@@ -95,7 +95,7 @@ class Run:
 
         trainer = self.parts.trainer
         train_loader, val_loader, _ = self.parts.loaders
-        with signals.gently(trainer.interrupt):
+        with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
         if parallel.add_up(int(stopping.received is not None)):
             if stopping.received is None:  # another process got the signal

@@ -66,7 +66,7 @@ def fit(
     folder = Path(run_dir)
     with (
         index.held(folder) if launch.is_first() else contextlib.nullcontext(),
-        signals.heard(command()),
+        signals.for_script(command()),
     ):
         outer = trainer.callbacks
         try:
