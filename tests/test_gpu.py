@@ -278,7 +278,7 @@ def test_two_replicas_on_one_gpu_train_what_it_does_alone():
         trainer = make_trainer(device="cuda", precision="fp32", epochs=1)
         if strategy == "dp":
             trainer.model = parallel.Replicated(trainer.module, device_ids=[0, 0])
-            trainer.replicas = parallel.replicas(trainer.model)
+            trainer.replica_indices = parallel.replica_indices(trainer.model)
         trainer.fit(*loaders())
         ends.append(trainer.module.state_dict())
     for name, tensor in ends[0].items():

@@ -17,7 +17,7 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None  # maps targets to what the mean loss divides by
+    divisor: losses.Divisor | None = None  # maps targets to what the mean loss divides by
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch

@@ -30,7 +30,6 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
-    trainer.divisor = losses.divisor(trainer.loss)
     loss_mean = Mean()
     batch = None
 
@@ -41,8 +40,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     try:
         reset(trainer)
         # Not inference_mode, which does not allow in-place copies of sharded parameters.
-        checked = losses.first_call_checked(trainer)
-        with evaluating(trainer), torch.no_grad(), checked:
+        with evaluating(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
@@ -56,7 +54,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                     trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")
@@ -101,7 +99,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     """Put the model in evaluation mode and call the hooks; restore everything at the end."""
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
-    outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replicas)
+    outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replica_indices)
     carried = trainer.carried
     trainer.carried = {}
     try:

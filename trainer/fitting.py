@@ -36,7 +36,6 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     misuse.check_uncut(trainer, loader)
-    trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have replaced it
     uniform = getattr(loader, "targets_are_uniform", False)
     is_usual = overrides.is_usual(type(trainer), "loss_weight")
     trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
@@ -73,14 +72,14 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 
 @contextlib.contextmanager
-def cleaned_up(trainer: "Trainer") -> Iterator[None]:
-    """Clear the gradients before and after a fit, and restore the random states."""
+def isolated(trainer: "Trainer") -> Iterator[None]:
+    """Isolate a fit: clear the gradients before and after it, and restore the random states."""
     trainer.unoptimized = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     devices.make_current(trainer.device)
-    outside = seeding.random_states(trainer.device, trainer.replicas)
+    outside = seeding.random_states(trainer.device, trainer.replica_indices)
     try:
-        with losses.first_call_checked(trainer):
+        with losses.examined(trainer):
             yield
         warn_of_weights(trainer)
     finally:

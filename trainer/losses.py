@@ -105,9 +105,10 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 
 @contextlib.contextmanager
-def first_call_checked(trainer: Any) -> Iterator[None]:
-    """Check the shapes in the first call of one of torch's losses; later calls cost nothing."""
+def examined(trainer: Any) -> Iterator[None]:
+    """Find what the loss divides by, and check the shapes in the first call of one of torch's."""
     loss = trainer.loss
+    trainer.divisor = divisor(loss)
     module = loss.func if isinstance(loss, functools.partial) else loss
     if kind_of(loss) is None:
         yield

@@ -167,7 +167,7 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
     setting = trainer.micro_batch.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
-    if carried and (parallel.ranks() > 1 or trainer.replicas):
+    if carried and (parallel.ranks() > 1 or trainer.replica_indices):
         setting = f"strategy={trainer.strategy}"
     if setting is not None and (carried or accumulates):
         reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"
@@ -265,10 +265,10 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     trainer.untrained = set(names)
 
 
-def raise_explained(
+def raise_if_explained(
     trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
 ) -> None:
-    """Raise a clearer error for a known mistake or for running out of memory."""
+    """Raise a clearer error for a known mistake or for running out of memory; else return."""
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return
     if isinstance(error, NotFinite):

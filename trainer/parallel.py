@@ -387,7 +387,7 @@ def description(trainer: Any) -> str:
 # In a step
 
 
-def replicas(model: torch.nn.Module) -> tuple[int, ...]:
+def replica_indices(model: torch.nn.Module) -> tuple[int, ...]:
     """Return the indices of the GPUs that hold a replica, () for anything but `dp`."""
     return tuple(model.device_ids) if isinstance(model, torch.nn.DataParallel) else ()
 
@@ -596,7 +596,7 @@ class Agreement:
         """Return the seconds since the start, on the slowest clock."""
         return time.monotonic() - self.start if ranks() == 1 else self.agreed
 
-    def soon(self) -> None:
+    def exchange_next(self) -> None:
         """Exchange at the next call, because the next operation may take longer than a step."""
         self.calls = 0
         self.soonest = 1

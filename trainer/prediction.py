@@ -80,7 +80,7 @@ def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
                     outputs = combined(of_ranks, interleaved)
                 yield outputs
     except Exception as error:
-        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
         raise
 
 

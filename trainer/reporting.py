@@ -62,8 +62,8 @@ class Reporting(Stateful):
                 row["device/memory_mib"] = held
         return row
 
-    def log_training(self) -> None:
-        """Log the steps since the last row."""
+    def check_and_log(self) -> None:
+        """Log the steps since the last row, after checks that would cost too much in each step."""
         trainer: Any = self
         parallel.check_exchanged(self.model, self.module)
         parallel.check_same_weights(self.model)

@@ -42,8 +42,8 @@ class Stateful:
     # Parameters without an optimizer at the start of the fit.
     unoptimized: Sequence[torch.Tensor] = ()
 
-    def is_time(self, every: int) -> bool:
-        """Return whether this step is a multiple of `every`, or the last one."""
+    def is_due(self, every: int) -> bool:
+        """Return whether this step is a multiple of `every`, or the last step of the fit."""
         return self.step % every == 0 or self.step == self.total_steps
 
     @property

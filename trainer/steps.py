@@ -196,7 +196,7 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
             if share is not None:
                 loss = losses.scaled(loss, share, outputs)
             terms.append(loss.detach())
-            if trainer.sample_bounds is not None:
+            if parallel.joined > 1:
                 loss = losses.scaled(loss, trainer.process_weight, outputs)
             with trainer.spans["backward"]:
                 trainer.scaler.scale(loss).backward()

@@ -50,11 +50,6 @@ class Stoppable:
     agreement: Any  # a parallel.Agreement between all processes
 
     @property
-    def should_stop(self) -> bool:
-        """Whether training ends after this step."""
-        return self.stop_reason is not None
-
-    @property
     def interrupted(self) -> bool:
         """Whether training ends because of `interrupt`, on this process or another."""
         return self.stop_reason is not None and self.stop_reason.kind == "interrupted"

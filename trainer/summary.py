@@ -82,7 +82,7 @@ def can_be_counted(trainer: "Trainer") -> bool:
 
     Its hooks would make a compiled module recompile, and do not work in the threads of replicas.
     """
-    return not (parallel.is_compiled(trainer.module) or trainer.replicas)
+    return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
 
 
 class Saved:

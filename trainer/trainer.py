@@ -74,6 +74,10 @@ class Trainer(Predicting, Stoppable, Reporting):
         UserError: An argument has the wrong type or is out of range, or two arguments conflict.
     """
 
+    # The base classes hold the rest: `Batching` how a batch is counted, weighed and cut,
+    # `Predicting` predict, `Stoppable` stop and interrupt, `Reporting` hooks and rows, and
+    # `Stateful` what a checkpoint saves. `fitting.prepare` sets what lasts for one fit.
+
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: optimizers.Given | None = None, scheduler: Callable[..., Any] | None = None,
@@ -100,6 +104,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
         self.micro_batch = MicroBatch(self.device, micro_batch, grad_accum_steps)
+        # An evaluation needs less memory, so its size adapts on its own.
         self.eval_micro_batch = self.micro_batch.for_evaluation()
         self.agreement = parallel.Agreement()
         settings.check("compile", compile)
@@ -110,10 +115,9 @@ class Trainer(Predicting, Stoppable, Reporting):
             devices.check_compiler(self.device)
             self.module.compile()
         self.model = parallel.wrap(self.module, self.strategy, self.device)
-        self.replicas = parallel.replicas(self.model)
+        self.replica_indices = parallel.replica_indices(self.model)
         misuse.check_layout(self.module, channels_last)
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
-        self.divisor = losses.divisor(self.loss)
         self.metrics = dict(metrics or {})
         check_over_ranks(self.metrics)
         is_first = launch.is_first()
@@ -125,7 +129,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             self.optimizer = optimizers.build(
                 optimizer, self.parameter_groups(groups), self.device, self.module
             )
-            self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
+            self.optimizer_step = optimizers.lean_step(self.optimizer, compiled=compile is True)
         self.special_step = steps.choose(self, compile)
         self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
@@ -147,14 +151,14 @@ class Trainer(Predicting, Stoppable, Reporting):
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
         batch = None
-        with fitting.cleaned_up(self):
+        with fitting.isolated(self):
             try:
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
                 self.window.restart()
                 if self.evaluation_due:  # the run was interrupted during an evaluation
-                    self.end_step(val_loader is not None)
-                while self.step < self.total_steps and not self.should_stop:
+                    self.end_step(self.val_loader is not None)
+                while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
                     self.train_loader.seek(self.epochs_before + epoch, position)
                     self.model.train()
@@ -166,32 +170,32 @@ class Trainer(Predicting, Stoppable, Reporting):
                         self.step += 1
                         self.window.loss.update(loss, self.step_samples, self.step_weight)
 
-                        evaluate = val_loader is not None and self.is_time(eval_every)
+                        evaluates = self.val_loader is not None and self.is_due(eval_every)
                         epoch_ends = self.step % self.steps_per_epoch == 0
-                        if evaluate or epoch_ends or self.is_time(self.log_every):
-                            self.log_training()
-                        self.end_step(evaluate)
+                        if evaluates or epoch_ends or self.is_due(self.log_every):
+                            self.check_and_log()
+                        self.end_step(evaluates)
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
-                    else:  # the loader is exhausted, after a whole epoch or too early
+                    else:  # the loader is exhausted; its length may have been wrong
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
             except EvaluationInterrupted:  # it is repeated when the run resumes
                 pass
             except BaseException as error:
                 self.failed = True
-                misuse.raise_explained(self, error, batch, self.micro_batch)
+                misuse.raise_if_explained(self, error, batch, self.micro_batch)
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks
-                self.call("on_fit_end")
+                self.call("on_fit_end")  # where `Checkpoint` saves the step of an interruption
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
-        if self.special_step is not None:  # for fp16, graphs and the like
+        if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
-        terms = []
+        terms = []  # `steps.accumulate` repeats this loop for special steps
         micro_batches = self.cut(batch)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
@@ -201,7 +205,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 if share is not None:
                     loss = losses.scaled(loss, share, outputs)
                 terms.append(loss.detach())
-                if self.sample_bounds is not None:  # with several processes
+                if parallel.joined > 1:  # which average their gradients
                     loss = losses.scaled(loss, self.process_weight, outputs)
                 with self.spans["backward"]:
                     loss.backward()
@@ -222,9 +226,10 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def update_metrics(self, outputs: Any, batch: Any) -> None:
         """Update the metrics with the outputs of one evaluation batch."""
-        for metric in self.metrics.values():
+        if self.metrics:
             _, targets = batch
-            metric.update(outputs, targets)
+            for metric in self.metrics.values():
+                metric.update(outputs, targets)
 
     def evaluate(self, loader: Any, split: str = "val") -> dict[str, Any]:
         """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader."""
@@ -264,19 +269,19 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def seed_generators(self, use: str) -> None:
         """Seed the generators for this use at this step; each fit and process has its own seed."""
-        earlier = ("after", self.epochs_before) if self.epochs_before else ()
-        parts = (self.seed, use, self.step, *earlier, *self.seed_suffix)
-        seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replicas)
+        fit = ("after", self.epochs_before) if self.epochs_before else ()
+        parts = (self.seed, use, self.step, *fit, *self.seed_suffix)
+        seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replica_indices)
 
-    def end_step(self, evaluate: bool) -> None:
-        """Run an evaluation if `evaluate`, and call the callbacks."""
-        self.evaluation_due = evaluate
-        if evaluate:
-            with self.spans["evaluation"]:
-                # It may be long: check before and after it whether any process should stop.
-                self.agreement.soon()
+    def end_step(self, evaluates: bool) -> None:
+        """Run an evaluation if `evaluates`, call the callbacks, and look for an interruption."""
+        self.evaluation_due = evaluates
+        if evaluates:
+            with self.spans["evaluation"]:  # includes the row, unlike that of `evaluate`
+                # It may take long, so the processes exchange interruptions at its start and end.
+                self.agreement.exchange_next()
                 results = evaluation.of_fit(self)
-                self.agreement.soon()
+                self.agreement.exchange_next()
                 self.evaluation_due = False
                 self.log(results)
         if self.step % self.steps_per_epoch == 0:

@@ -55,14 +55,14 @@ def lr_find(
     mean = 0.0
     batch = None
     trainer.model.train()
-    with fitting.cleaned_up(trainer):
+    with fitting.isolated(trainer):
         try:
             for batch in itertools.islice(endless(loader), steps):
                 rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
                 for group, share in zip(trainer.optimizer.param_groups, shares, strict=True):
                     group["lr"] = rate * share
                 seed = seeding.mix_seed(trainer.seed, "step", len(rates))
-                seeding.seed_generators(trainer.device, seed, trainer.replicas)
+                seeding.seed_generators(trainer.device, seed, trainer.replica_indices)
                 batch = copies.move(batch, trainer.device)
                 loss = trainer.train_step(batch).item()
                 if not math.isfinite(loss):
@@ -74,7 +74,7 @@ def lr_find(
                 if losses[-1] > DIVERGED * min(losses):
                     break
         except (RuntimeError, ValueError, MemoryError) as error:
-            misuse.raise_explained(trainer, error, batch, trainer.micro_batch)
+            misuse.raise_if_explained(trainer, error, batch, trainer.micro_batch)
             raise
         finally:
             trainer.scheduler = None

@@ -50,7 +50,7 @@ class Watch(Callback):
         self.first.setdefault("batch/loss", self.loss)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if not trainer.is_time(EVERY):
+        if not trainer.is_due(EVERY):
             return
         self.results = {"batch/loss": self.loss, **trainer.evaluate(self.given, "batch")}
         if self.is_learnt() or not math.isfinite(self.results["batch/loss"]):
@@ -89,7 +89,7 @@ def learn(
         )
     watch = Watch(given)
     trainer.callbacks = [watch]
-    if not captures(trainer) and not trainer.replicas:
+    if not captures(trainer) and not trainer.replica_indices:
         trainer.callbacks.insert(0, Doctor(EVERY))
     trainer.make_scheduler = schedules.constant
     trainer.epochs = None

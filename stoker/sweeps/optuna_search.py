@@ -257,7 +257,7 @@ class Pruning(Callback):
 
     def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
         now = self.evaluations(trainer)
-        is_evaluation = self.watched.name in row and trainer.is_time(self.every(trainer))
+        is_evaluation = self.watched.name in row and trainer.is_due(self.every(trainer))
         if not is_evaluation or now < self.reported:
             return
         if now > self.reported and launch.is_first():

@@ -151,7 +151,7 @@ class Lookahead(ShadowWeights):
 
     @torch.no_grad()
     def update(self, trainer: "Trainer") -> None:
-        if self.step == trainer.step or not trainer.is_time(self.every):
+        if self.step == trainer.step or not trainer.is_due(self.every):
             return
         decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
         trained = self.average(trainer, decay)
