@@ -36,20 +36,13 @@ class NotFinite(TrainingError):
 
     Attributes:
         symptom: What was noticed, and when; "" if a replay would not explain it.
-        explanation: The message without the part that says how to replay the first bad step.
-        replay: The checkpoint before that step; None if none was kept.
+        replay: The checkpoint before the first bad step, which the last line of the message tells
+            how to resume from; None if none was kept.
     """
 
-    def __init__(
-        self,
-        text: str,
-        symptom: str = "",
-        explanation: str = "",
-        replay: Path | None = None,
-    ) -> None:
+    def __init__(self, text: str, symptom: str = "", replay: Path | None = None) -> None:
         super().__init__(text)
         self.symptom = symptom
-        self.explanation = explanation
         self.replay = replay
 
 

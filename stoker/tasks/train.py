@@ -189,7 +189,8 @@ def offering_replay() -> Iterator[None]:
         typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
         resumed = shell.setting("resume", error.replay)
         command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
-        raise NotFinite(f"{error.explanation}\nTo replay that step: {command}") from error
+        text, _, _ = str(error).rpartition("\n")
+        raise NotFinite(f"{text}\nTo replay that step: {command}") from error
 
 
 def finish_loggers(loggers: list["Logger"], result: RunResult) -> None:

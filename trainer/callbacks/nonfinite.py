@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
 from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
@@ -53,23 +52,21 @@ class NaNGuard(Callback):
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         for name, value in row.items():
             is_watched = name.endswith("/loss") or name == "train/grad_norm"
-            if is_watched and not math.isfinite(value):
-                self.check_split(trainer, name.removesuffix("/loss"), value)
-                symptom = f"{name} is {value} at step {trainer.step:,}"
-                rate = f"(learning rate {brief(trainer.lr)})"
-                raise NotFinite(f"{symptom} {rate}.\n{ADVICE}", symptom)
+            if not is_watched or math.isfinite(value):
+                continue
+            symptom = f"{name} is {value} at step {trainer.step:,}"
+            split = name.removesuffix("/loss")
+            is_trained = checkpoint.first_nonfinite(trainer.module) is None
+            if split in by_name(trainer.val_loader) and is_trained:
+                raise NotFinite(
+                    f"{symptom}, and all weights are finite.\n"
+                    f"Check the data and the targets of {split}."
+                )
+            raise NotFinite(f"{symptom} {rate(trainer)}.\n{ADVICE}", symptom)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if any(saver.saved > self.first_step for saver in savers(trainer)):
                 self.first_state = None
-
-    def check_split(self, trainer: "Trainer", split: str, value: float) -> None:
-        """Raise NotFinite if all weights are finite, so that the evaluation's data is the cause."""
-        if split in by_name(trainer.val_loader) and not checkpoint.first_nonfinite(trainer.module):
-            raise NotFinite(
-                f"{split}/loss is {value} at step {trainer.step:,}, and all weights are finite.\n"
-                f"Check the data and the targets of {split}."
-            )
 
 
 ADVICE = "Type a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
@@ -86,25 +83,24 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     The Trainer is left in the state before that step. This state is saved to the NaNGuard's folder
     as a checkpoint, with the batch.
     """
-    guards = [one for one in trainer.callbacks if isinstance(one, NaNGuard)]
-    if not guards or not error.symptom:
+    guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
+    if guard is None or not error.symptom:
         return error
-    folder = guards[0].folder
     try:
-        first = find(trainer, guards[0])
+        first = find(trainer, guard)
         if first is None:
             return error
         text, batch, state = first
         trainer.go_on_from(state)
         text = f"{error.symptom}: {text}"
-        if folder is None:
+        if guard.folder is None:
             return NotFinite(text)
-        replay = keep(trainer, batch, state, folder)
-        again = f"Its batch is in {folder}; fit(..., resume={str(replay)!r}) replays it."
-        return NotFinite(f"{text}\n{again}", explanation=text, replay=replay)
+        path = keep(trainer, batch, state, guard.folder)
     except Exception as failure:
         log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
+    again = f"Its batch is in {guard.folder}; fit(..., resume={str(path)!r}) replays it."
+    return NotFinite(f"{text}\n{again}", replay=path)
 
 
 def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
@@ -190,27 +186,32 @@ def examine(
     Batch entries that were not finite in a good step, such as masks, are `harmless`.
     """
     strange = strange_entries(batch)
-    overflows = [name for name, norm in norms.items() if not norm.isfinite()]
-    if trainer.scaler.is_enabled():  # the scaler skips such a step
-        overflows = []
-    broken = checkpoint.first_nonfinite(trainer.module)
     blamed = [text for name, text in strange.items() if name not in harmless]
-    texts = [
-        blamed[0] if blamed else "",
-        "" if loss.isfinite() else f"the loss is {float(loss)} with a finite batch",
-        "".join(f"the gradient of {name} has the norm {norms[name]}" for name in overflows[:1]),
-        f"{broken} is not finite after the update" if broken else "",
-    ]
-    counts = parallel.add_up(torch.tensor([bool(text) for text in texts]).int()).tolist()
-    if not any(counts[1:]):
+    problems = [(0, text) for text in blamed]  # (position in the step, text)
+    if not loss.isfinite():
+        problems.append((1, f"the loss is {float(loss)} with a finite batch"))
+    for name, norm in norms.items():
+        if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such a step
+            problems.append((2, f"the gradient of {name} has the norm {norm}"))
+    broken = checkpoint.first_nonfinite(trainer.module)
+    if broken:
+        problems.append((3, f"{broken} is not finite after the update"))
+    reports = [report for report in enumerate(parallel.from_all(problems)) if report[1]]
+    if all(report[-1][0] == 0 for _, report in reports):  # the step itself was good
         harmless.update(strange)
         return None
-    (i, *_) = [i for i, count in enumerate(counts) if count]
-    if i == 0:
-        text = texts[0] or "the batch of another process has values that are not finite"
-        return f"in step {trainer.step:,}, {text}.\nCheck these samples, or remove them."
-    text = texts[i] or "another process has a loss or a gradient that is not finite"
-    return f"in step {trainer.step:,}, {text} (learning rate {brief(trainer.lr)}).\n{ADVICE}"
+    rank, report = min(reports, key=lambda item: item[1][0][0])
+    position, text = report[0]
+    place = f"in step {trainer.step:,}"
+    if parallel.ranks() > 1:
+        place += f" on rank {rank}"
+    if position == 0:
+        return f"{place}, {text}.\nCheck these samples, or remove them."
+    return f"{place}, {text} {rate(trainer)}.\n{ADVICE}"
+
+
+def rate(trainer: "Trainer") -> str:
+    return f"(learning rate {brief(trainer.lr)})"
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -256,13 +257,13 @@ def strange_entries(batch: Any) -> dict[str, str]:
 
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:
     """Write the state before a step, and its batch as {name: tensor}; return the state's path."""
-    # Clones: files cannot hold shared tensors.
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in batches.entries(batch)}
-    folder.mkdir(parents=True, exist_ok=True)
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
-    save_file(tensors, folder / f"batch_{state['step'] + 1:08d}{rank}.safetensors")
+    tensors = checkpoint.own_storage(dict(batches.entries(batch)))
+    checkpoint.write_tensors(
+        folder / f"batch_{state['step'] + 1:08d}{rank}.safetensors", tensors, {}
+    )
     path = checkpoint.path_of(folder, state["step"])
     if launch.is_first():
-        about = [saver.about for saver in savers(trainer)]
-        checkpoint.save(path, {**state, "about": about[0] if about else {}})
+        about = next((saver.about for saver in savers(trainer)), {})
+        checkpoint.save(path, {**state, "about": about})
     return path

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping, summary, terminal
@@ -14,7 +15,7 @@ from stoker.trainer.readable import number
 from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
-    from stoker.trainer.callbacks.live import Live
+    from stoker.trainer.callbacks.table import Table
     from stoker.trainer.trainer import Trainer
 
 SILENCE = 30  # seconds between lines within an epoch
@@ -28,115 +29,112 @@ class Progress(Callback):
     """
 
     first_rank_only = True
-    live: "Live | None" = None  # on a terminal
+    table: "Table | None" = None  # on a terminal
     monitor: Monitor | None = None  # marks the best row
     last_line: float  # when it was printed
-    is_evaluated: bool = False  # whether an evaluation ran since the last line
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
             terminal.show(line)
         if terminal.is_terminal(sys.stdout):
-            from stoker.trainer.callbacks.live import Live
+            from stoker.trainer.callbacks.table import Table
 
-            self.live = Live(trainer.step, trainer.total_steps)
+            self.table = Table(trainer.step, trainer.total_steps)
         for callback in trainer.callbacks:
             if isinstance(callback, Monitor):
                 self.monitor = callback
         self.last_line = time.monotonic()
-        self.names: dict[str, str] = {}  # all names so far, with empty values
-        self.current: dict[str, str] = {}  # the latest numbers, for the live line
+        self.cells = {"loss": ""}  # the latest text of each number
+        self.rates: dict[str, str] = {}  # of the last training row, for the line below the table
+        self.is_evaluated = False  # since the last line
         self.start_epoch()
 
     def start_epoch(self) -> None:
         self.samples = 0
         self.seconds = 0.0
-        self.loss: dict[str, str] = {}  # {"loss": mean over the epoch so far}
-        self.numbers: dict[str, str] = {}  # logged since the last line
-        # {name: (weighted sum, weight)} of the training numbers
-        self.sums: dict[str, tuple[float, float]] = {}
+        self.fresh: set[str] = set()  # the cells of the next line
+        self.sums: Counter[str] = Counter()  # of the training numbers, each times its weight
+        self.weights: Counter[str] = Counter()
 
     def on_log(self, trainer: "Trainer", row: dict[str, Any]) -> None:
         samples = row.get("train/samples", 0)
-        self.samples += samples
-        self.seconds += row.get("train/seconds", 0.0)
+        splits = by_name(trainer.val_loader)
         for name, value in row.items():
             is_shown = isinstance(value, float) and not name.startswith("train/lr/")
             if name == "train/loss":
-                self.loss["loss"] = number(self.mean(name, value, weight_of(row)))
+                self.show("loss", value, weight_of(row))
             elif is_shown and name not in (*NUMBERS, "epoch"):
-                mean = self.mean(name, value, samples) if samples else value
-                self.numbers[name] = number(mean)
-        self.current.update({**self.loss, **self.numbers})
-        if "train/lr" in row:
-            self.current["lr"] = f"{row['train/lr']:.1e}"
-            self.current["samples/s"] = f"{samples / row['train/seconds']:,.0f}"
-        for split in by_name(trainer.val_loader):
-            if any(f"{split}/{name}" in row for name in ("loss", *trainer.metrics)):
+                self.show(name, value, samples)
+            if name.partition("/")[0] in splits:
                 self.is_evaluated = True
+        if samples:
+            self.samples += samples
+            self.seconds += row["train/seconds"]
+            speed = f"{samples / row['train/seconds']:,.0f}"
+            self.rates = {"lr": f"{row['train/lr']:.1e}", "samples/s": speed}
 
-    def mean(self, name: str, value: float, weight: float) -> float:
-        """Return a training number's mean over the epoch so far."""
-        total, before = self.sums.get(name, (0.0, 0.0))
-        total += weight * value
-        self.sums[name] = (total, before + weight)
-        return total / (before + weight)
+    def show(self, name: str, value: float, weight: float) -> None:
+        """Show a number from now on; with a weight, its mean over the epoch so far."""
+        if weight:
+            self.sums[name] += weight * value
+            self.weights[name] += weight
+            value = self.sums[name] / self.weights[name]
+        self.cells[name] = number(value)
+        self.fresh.add(name)
 
     def on_step_end(self, trainer: "Trainer") -> None:
         ends_epoch = trainer.step % trainer.steps_per_epoch == 0
-        is_silent = self.live is None and time.monotonic() > self.last_line + SILENCE
+        is_silent = self.table is None and time.monotonic() > self.last_line + SILENCE
         is_due = ends_epoch or self.is_evaluated or is_silent
         if is_due:  # with what `on_epoch_end` logged
             self.line(trainer)
-        if ends_epoch:
+        is_one_epoch = trainer.steps_per_epoch == trainer.max_steps  # each line has its own means
+        if ends_epoch or (is_due and is_one_epoch):
             self.start_epoch()
-        if self.live is not None and (is_due or self.live.is_due()):
-            self.live.draw(trainer.step, {**place(trainer), **self.current})
+        if self.table is not None and (is_due or self.table.is_due()):
+            best = {"best": number(self.best["value"])} if self.best else {}
+            self.table.draw(trainer.step, {**place(trainer), **self.cells, **self.rates, **best})
+
+    @property
+    def best(self) -> dict[str, float] | None:
+        return self.monitor.best if self.monitor else None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if not trainer.failed and self.numbers:  # logged after the last line
+        if not trainer.failed and self.fresh - {"loss"}:  # logged after the last line
             self.line(trainer)
-        if self.live is not None:
-            self.live.close()
-            self.live = None
+        if self.table is not None:
+            self.table.close()
+            self.table = None
         # A program that handles signals prints its own message.
         is_told = trainer.interrupted and stopping.received is not None
         if trainer.stop_reason and not is_told:
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     def line(self, trainer: "Trainer") -> None:
-        """Print a line with the numbers so far."""
-        numbers = {**self.loss, **self.numbers}
-        self.numbers = {}
-        self.names.update(dict.fromkeys(numbers, ""))
-        self.is_evaluated = False
-        cells = {**place(trainer), **self.names, **numbers}
+        """Print a line with the numbers so far, as a row of the table if it fits."""
+        cells = place(trainer)
+        for name, text in self.cells.items():
+            cells[name] = text if name in self.fresh else ""
         speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
-        if "epoch" not in cells:  # data without a length has one long epoch: start a new mean
-            self.start_epoch()
-        best = self.monitor.best if self.monitor else None
-        if best is not None:
-            self.current["best"] = number(best["value"])
-        if self.live is not None:
-            mark = "*" if best is not None and best["step"] == trainer.step else ""
+        self.fresh &= {"loss"}
+        self.is_evaluated = False
+        self.last_line = time.monotonic()
+        if self.table is not None:
+            mark = "*" if self.best is not None and self.best["step"] == trainer.step else ""
             row = {**cells, "best": mark}
-            more = {"lr": self.current.get("lr", ""), "samples/s": speed}
-            if self.live.row({**row, **more}) or self.live.row(row):
+            rates = {"lr": self.rates.get("lr", ""), "samples/s": speed}
+            if self.table.row({**row, **rates}) or self.table.row(row):
                 return
         if "epoch" in cells:
             cells.pop("step")
         parts = [f"{name} {text}" for name, text in cells.items() if text]
         if speed:
             parts.append(f"{speed} samples/s")
-        self.write("  ".join(parts))
-
-    def write(self, text: str) -> None:
-        """Print a line above the live one."""
-        self.last_line = time.monotonic()
-        if self.live is None:
+        text = "  ".join(parts)
+        if self.table is None:
             print(text, flush=True)
         else:
-            self.live.write(text)
+            self.table.write(text)
 
 
 def place(trainer: "Trainer") -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The terminal display of a fit: a table of the finished epochs above a live line."""
+"""The table that a fit prints on a terminal: a row per epoch, above a line for the current step."""
 
 import logging
 import sys
@@ -19,8 +19,8 @@ LEFT = 9  # width of the last column, the time left
 EVERY = 0.1  # seconds between redraws
 
 
-class Live:
-    """A table, with a line for the current step below it."""
+class Table:
+    """A table with a line below it that is redrawn; `tqdm` computes the time left."""
 
     def __init__(self, step: int, total_steps: int) -> None:
         self.bar = tqdm.tqdm(
@@ -73,7 +73,7 @@ class Live:
             text = ""
             for name, value in cells.items():
                 part = f"{name} {value}{GAP}"
-                if len(text) + len(part) + len("left") <= room:
+                if value and len(text) + len(part) + len("left") <= room:
                     text += part
             text = f"{text.ljust(room - 4)}left"
         self.bar.n = step
