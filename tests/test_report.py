@@ -334,7 +334,6 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     if len(shape) == 2:
         iou = jaccard_score(targets[known], predicted[known], average=None)
         assert results["val/miou"] == pytest.approx(iou.mean())
-        assert metrics["miou"].per_class().tolist() == pytest.approx(iou.tolist())
         for mask, label in zip(record.worst[0].masks, (targets, predicted), strict=True):
             picture = Image.open(io.BytesIO(base64.b64decode(mask)))
             for row, column in ((0, 0), (3, 5), (34, 19)):

@@ -146,26 +146,26 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     `everywhere` is True. Copies from a GPU are asynchronous; this waits for them at the end.
     """
     sources: set[torch.device] = set()
-    copied = begin_copy(state, everywhere, sources)
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = parallel.whole(value)
+            if not launch.is_first() and not everywhere:
+                return None
+            sources.add(value.device)
+            return copies.to_host(value.detach())
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [copied(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(copied(item) for item in value)
+        return value
+
+    result = copied(state)
     for device in sources:
         devices.synchronize(device)
-    return copied
-
-
-def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
-    """Start a `copy`; add to `sources` the devices to synchronize before you read it."""
-    if isinstance(state, torch.Tensor):
-        state = parallel.whole(state)
-        if not launch.is_first() and not everywhere:
-            return None
-        sources.add(state.device)
-        return copies.to_host(state.detach())
-    if isinstance(state, dict):
-        return {key: begin_copy(value, everywhere, sources) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        copied = [begin_copy(value, everywhere, sources) for value in state]
-        return copied if isinstance(state, list) else tuple(copied)
-    return state
+    return result
 
 
 @torch.no_grad()
@@ -243,10 +243,7 @@ def restore(part: Any, state: Any) -> None:
     """
     if isinstance(part, torch.nn.Module):
         current = part.state_dict()
-        laid_out = {}
-        for name, value in state.items():
-            laid_out[name] = parallel.like(value, current.get(name))
-        state = laid_out
+        state = {name: parallel.like(value, current.get(name)) for name, value in state.items()}
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         groups = []
         for current, group in zip(part.param_groups, state["param_groups"], strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stoker.trainer.errors import check_number
-from stoker.trainer.groups import Groups
+from stoker.trainer.groups import Groups, divided
 
 
 class Combined(torch.optim.Optimizer):
@@ -44,10 +44,15 @@ class Combined(torch.optim.Optimizer):
             step()
 
 
+def is_torchs(kind: type) -> bool:
+    """Return whether this is one of torch's own optimizers."""
+    return f"{kind.__module__}.".startswith("torch.optim.")
+
+
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return `step` without torch's wrappers, because Combined.step has its own."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
+    if not is_torchs(kind):
         return optimizer.step
     return functools.partial(inspect.unwrap(kind.step), optimizer)
 
@@ -86,7 +91,7 @@ def muon(
     others: set[torch.Tensor] = set()
     if module is not None:
         every_name = module.named_parameters(remove_duplicate=False)
-        matrices = [parameter for _, parameter in every_name if parameter.ndim == 2]
+        every_matrix = [parameter for _, parameter in every_name if parameter.ndim == 2]
         widths = set()
         for child in module.modules():
             if isinstance(child, torch.nn.Embedding):
@@ -94,16 +99,13 @@ def muon(
                 widths.add(child.embedding_dim)
         # The last matrix computes the outputs, unless it has as many rows as an embedding is wide:
         # such a model multiplies by the embedding instead, as in GPT-2.
-        others.update(matrix for matrix in matrices[-1:] if len(matrix) not in widths)
+        others.update(matrix for matrix in every_matrix[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []
     for group in params:
-        matrices = [p for p in group["params"] if p.ndim == 2 and p not in others]
-        remaining = [p for p in group["params"] if p.ndim != 2 or p in others]
-        if matrices:
-            hidden.append({**group, "params": matrices})
-        if remaining:
-            rest.append({**group, "params": remaining})
+        matrices, remaining = divided(group, lambda p: p.ndim == 2 and p not in others)
+        hidden += matrices
+        rest += remaining
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         scale = "match_rms_adamw"

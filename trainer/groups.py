@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -97,12 +97,24 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
 
 def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> Groups:
     """Return a group with weight decay and one without, or one group if the rule sets the decay."""
+    group = {**options, "params": parameters}
     if "weight_decay" in options:
-        return [{**options, "params": parameters}]
-    decayed = [p for p in parameters if p not in free]
-    others = [p for p in parameters if p in free]
-    both = [{**options, "params": decayed}, {**options, "params": others, "weight_decay": 0.0}]
-    return [group for group in both if group["params"]]
+        return [group]
+    others, decayed = divided(group, free.__contains__)
+    return decayed + [{**other, "weight_decay": 0.0} for other in others]
+
+
+def divided(
+    group: dict[str, Any], belongs: Callable[[torch.Tensor], bool]
+) -> tuple[Groups, Groups]:
+    """Divide a group into the parameters that belong and the others; an empty group is left out."""
+    both: tuple[Groups, Groups] = ([], [])
+    for parameter in group["params"]:
+        groups = both[0] if belongs(parameter) else both[1]
+        if not groups:
+            groups.append({**group, "params": []})
+        groups[0]["params"].append(parameter)
+    return both
 
 
 def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:

@@ -187,7 +187,7 @@ class OfClasses(Sums):
 
 
 class Accuracy(OfClasses):
-    """The share of samples (or pixels) whose class has the largest output.
+    """The fraction of samples (or pixels) whose class has the largest output.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
@@ -201,12 +201,12 @@ class Accuracy(OfClasses):
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
         hits, count = wide(sums)
-        share: torch.Tensor = hits / count
-        return share
+        fraction: torch.Tensor = hits / count
+        return fraction
 
 
 class TopK(Accuracy):
-    """The share of samples whose class is among the `k` largest outputs.
+    """The fraction of samples whose class is among the `k` largest outputs.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
@@ -259,19 +259,9 @@ class MeanIoU(Confusion):
     higher_is_better = True
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        return self.of_classes(sums).nanmean()
-
-    def per_class(self) -> torch.Tensor:
-        """Return the value per class over all processes (all must call this), with NaN for a class
-        that does not occur.
-        """
-        sums = parallel.add_up(self.sums)
-        return torch.full((self.num_classes,), torch.nan) if sums is None else self.of_classes(sums)
-
-    def of_classes(self, sums: torch.Tensor) -> torch.Tensor:
         counts = super().value(sums)
         hits = wide(counts.diagonal())
-        return hits / (counts.sum(0) + counts.sum(1) - hits)
+        return (hits / (counts.sum(0) + counts.sum(1) - hits)).nanmean()
 
 
 class Perplexity(OfClasses):
@@ -327,7 +317,7 @@ class MAE(MSE):
 
 
 class R2(Sums):
-    """The share of the targets' variance that is explained, averaged over targets.
+    """The fraction of the targets' variance that is explained, averaged over targets.
 
     Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean. As in
     scikit-learn, a constant target counts as 0, or as 1 if all predictions are exact, and fewer

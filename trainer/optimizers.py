@@ -12,9 +12,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
-from stoker.trainer.combined import Combined, parts
+from stoker.trainer.combined import Combined, is_torchs, parts
 from stoker.trainer.errors import UserError, check_number
-from stoker.trainer.groups import Groups, check_options, scale_rates
+from stoker.trainer.groups import Groups, check_options, divided, scale_rates
 
 # The torch optimizers that need whole matrices. The others work element by element.
 OF_MATRICES = ("Muon", "Adafactor")
@@ -153,11 +153,6 @@ def evaluated_weights(optimizer: Any) -> Iterator[None]:
                 weight.copy_(value)
 
 
-def is_torchs(kind: type) -> bool:
-    """Return whether this is one of torch's own optimizers."""
-    return f"{kind.__module__}.".startswith("torch.optim.")
-
-
 def merge(built: Groups, given: Groups) -> None:
     """Merge groups with the same settings, if the factory used the groups as given."""
     taken = [list(map(id, group["params"])) for group in built]
@@ -294,13 +289,11 @@ def decoupled_sgd(
     for group in params:
         decay = group.get("weight_decay", weight_decay) * per_step
         rate = group.get("lr", lr) * per_step
-        matrices = [p for p in group["params"] if p.ndim > 1]
-        vectors = [p for p in group["params"] if p.ndim <= 1]
-        for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
-            if parameters:
-                # torch multiplies the decay by the learning rate.
-                settings = {"lr": rate * scale, "weight_decay": decay / (rate * scale)}
-                groups.append({**group, **settings, "params": parameters})
+        matrices, vectors = divided(group, lambda parameter: parameter.ndim > 1)
+        for divisions, scale in ((matrices, 1.0), (vectors, bias_scale)):
+            # torch multiplies the decay by the learning rate.
+            settings = {"lr": rate * scale, "weight_decay": decay / (rate * scale)}
+            groups += [{**division, **settings} for division in divisions]
     return torch.optim.SGD(
         groups,
         lr=lr * per_step,

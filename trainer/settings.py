@@ -93,9 +93,9 @@ RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that no r
 def check_groups(rules: Any) -> Any:
     """Return the rules of parameter groups; UserError if this is not a list of rules."""
     is_list = isinstance(rules, (list, tuple))
-    for rule in rules if is_list else [None]:
+    for rule in rules if is_list else [{}]:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
-        if rule is None or not is_rule or len(rule) == 1 or RESERVED & rule.keys():
+        if not is_rule or len(rule) == 1 or RESERVED & rule.keys():
             raise UserError(
                 f"groups={as_typed(rules)}: give a list of rules, each with a name pattern and "
                 "optimizer options, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."

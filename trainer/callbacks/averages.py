@@ -46,11 +46,9 @@ class ShadowWeights(Callback):
             self.shadow = current
             self.step = trainer.step
         # Copied to the devices and layouts of the model: a checkpoint's tensors are on the CPU.
-        copies: Tensors = {}
-        for name, tensor in current.items():
-            value = parallel.like(self.shadow[name], tensor)
-            copies[name] = torch.empty_like(tensor).copy_(value)
-        self.shadow = copies
+        shadow = {name: torch.empty_like(tensor) for name, tensor in current.items()}
+        copy_into(shadow, self.shadow)
+        self.shadow = shadow
 
     def on_step_end(self, trainer: "Trainer") -> None:
         self.update(trainer)
@@ -93,11 +91,8 @@ class ShadowWeights(Callback):
         """
         assert self.shadow is not None
         trained = floating_state(trainer.module)
-        fixed: Tensors = {}
-        for name in frozen(trainer.module):
-            if name in trained:
-                fixed[name] = trained.pop(name)
-        copy_into({name: self.shadow[name] for name in fixed}, fixed)
+        for name in trained.keys() & frozen(trainer.module):
+            copy_into({name: self.shadow[name]}, {name: trained.pop(name)})
         if trained:
             shadow = parallel.local(self.shadow[name] for name in trained)
             average = get_ema_multi_avg_fn(decay)
@@ -151,12 +146,11 @@ class Lookahead(ShadowWeights):
 
     @torch.no_grad()
     def update(self, trainer: "Trainer") -> None:
-        if self.step == trainer.step or not trainer.is_due(self.every):
-            return
-        decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
-        trained = self.average(trainer, decay)
-        assert self.shadow is not None
-        copy_into(trained, self.shadow)
+        if self.step != trainer.step and trainer.is_due(self.every):
+            decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+            trained = self.average(trainer, decay)
+            assert self.shadow is not None
+            copy_into(trained, self.shadow)
 
 
 class EMA(ShadowWeights):

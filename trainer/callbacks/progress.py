@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping, summary, terminal
@@ -53,8 +53,9 @@ class Progress(Callback):
         self.samples = 0
         self.seconds = 0.0
         self.fresh: set[str] = set()  # the cells of the next line
-        self.sums: Counter[str] = Counter()  # of the training numbers, each times its weight
-        self.weights: Counter[str] = Counter()
+        # Of the training numbers, each times its weight.
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.weights: defaultdict[str, float] = defaultdict(float)
 
     def on_log(self, trainer: "Trainer", row: dict[str, Any]) -> None:
         samples = row.get("train/samples", 0)
@@ -130,7 +131,10 @@ class Progress(Callback):
         parts = [f"{name} {text}" for name, text in cells.items() if text]
         if speed:
             parts.append(f"{speed} samples/s")
-        text = "  ".join(parts)
+        self.write("  ".join(parts))
+
+    def write(self, text: str) -> None:
+        """Print a line, above the one that is redrawn."""
         if self.table is None:
             print(text, flush=True)
         else:
