@@ -22,6 +22,10 @@ CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_l
 GRAPHS = ("cuda",)  # devices that can capture a whole step
 # Errors of a device or of torch itself, which are not caused by a batch.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
+# The dtype of autocast by precision, None for none.
+DTYPES = {
+    name: getattr(torch, dtype) if dtype else None for name, dtype in settings.PRECISIONS.items()
+}
 REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports: its kernels need CUDA
 
 
@@ -108,8 +112,7 @@ def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | Non
     settings.check("precision", name)
     if name == "auto":
         return auto_precision(device)
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    return dtype, "as asked"
+    return DTYPES[name], "as asked"
 
 
 def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:

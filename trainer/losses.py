@@ -1,4 +1,7 @@
-"""What torch's own losses divide by in their mean: the weight of a batch among batches."""
+"""What torch's own losses divide by in their mean: the weight of a batch among batches.
+
+The class weights of `loss.weight=balanced` are computed from the data, in `data/record.py`.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Format numbers for people: 0.9861, 1,234.5."""
+"""Format numbers for people: 0.9861, 1,234.5, 3e7."""
 
 import math
 
@@ -10,7 +10,7 @@ def number(value: float) -> str:
     if abs(value) < 100:
         return f"{value:.4f}"
     if not abs(value) < 1e15:  # also inf and nan
-        return f"{value:.5g}".replace("e+", "e")
+        return significant(value, 5)
     decimals = max(0, 4 - int(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
@@ -19,4 +19,9 @@ def brief(value: float) -> str:
     """Return "0.003", "5,450", "3.2e-05": three digits, or all digits of a large number."""
     if 999.5 <= abs(value) < 1e15:
         return f"{value:,.0f}"
-    return f"{value:.3g}".replace("e+", "e")
+    return significant(value, 3)
+
+
+def significant(value: float, digits: int) -> str:
+    """Format with at most this many significant digits: "0.1", "3e7"."""
+    return f"{value:.{digits}g}".replace("e+", "e")

@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
+# The dtype of autocast, by precision, as torch names it.
+PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Limit(Protocol):
@@ -135,7 +137,7 @@ LIMITS: Mapping[str, Limit] = {
     "monitor_mode": Choice(("auto", "min", "max")),
     "device": Checked(check_device),
     "strategy": Checked(check_strategy),
-    "precision": Choice(("auto", "fp32", "bf16", "fp16")),
+    "precision": Choice(("auto", *PRECISIONS)),
     "compile": Choice((False, True, "graph")),
     "channels_last": Choice(("auto", True, False)),
     "seed": Number(whole=True, least=0),

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 MIB = memory.MIB
-SHORT_NAMES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def plan(trainer: "Trainer") -> Iterator[str]:
@@ -59,7 +58,7 @@ def counted(number: float, unit: str) -> str:
 
 def precision(trainer: "Trainer") -> str:
     """Return 'fp32', 'bf16' or 'fp16'."""
-    return SHORT_NAMES[trainer.dtype]
+    return next(name for name, dtype in devices.DTYPES.items() if dtype is trainer.dtype)
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:

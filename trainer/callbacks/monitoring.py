@@ -1,4 +1,7 @@
-"""Callbacks that watch a logged number or the time, and can stop training."""
+"""Callbacks that watch a logged number or the time, and can stop training.
+
+`Monitor.improved` decides what counts as the best, for `Checkpoint` and `EarlyStopping`.
+"""
 
 import math
 from typing import TYPE_CHECKING, Any

@@ -11,6 +11,7 @@ from stoker.configs import FOLDER
 from stoker.runs import saved_config
 from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
+from stoker.trainer.readable import significant
 from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # settings shown
@@ -66,7 +67,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
         anew = [override for override in run.overrides if not override.startswith("run_dir=")]
-        tenth = f"{rate / 10:g}".replace("e+", "e")
+        tenth = significant(rate / 10, 6)
         slower = command(anew, f"optimizer.lr={tenth}")
         commands.append(("Train it with a tenth of the learning rate", slower))
     elif run.state == "failed" and run.result.code == exit_codes.FAILED:

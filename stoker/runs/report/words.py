@@ -4,6 +4,7 @@ import re
 
 from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
+from stoker.trainer.readable import significant
 
 MOST_TEXT = 200  # characters kept of a string from a file
 
@@ -38,7 +39,7 @@ def without_commands(error: str) -> tuple[str, list[tuple[str, str]]]:
 def setting(value: object) -> str:
     """Return a config value as a user would type it, shortened."""
     if isinstance(value, float) and value.is_integer():
-        value = f"{value:.15g}".replace("e+", "e")  # 10000, not 10000.0
+        value = significant(value, 15)  # 10000, not 10000.0
     return shortened(as_typed(value))
 
 
