@@ -19,7 +19,7 @@ from stoker.models.mlp import MLP
 from stoker.trainer import schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
-from stoker.trainer.steps import AdaptiveStep, GraphStep
+from stoker.trainer.steps import GraphStep, adaptive_step
 
 
 def examined(model, lr=1e-2, optimizer=torch.optim.AdamW, every=5, **settings):
@@ -182,7 +182,7 @@ def test_sizes_are_those_of_the_step():
     optimizer = functools.partial(torch.optim.SGD, lr=0.25)
     trainer = make_trainer(model, optimizer=optimizer, callbacks=[doctor, Stop(1)], **settings)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as fp16 has one
-    trainer.special_step = AdaptiveStep()
+    trainer.special_step = adaptive_step
     trainer.fit(DeviceLoader(make_data(), "train", 8))
     size = (gradient.norm() / before.norm()).item()
     [sample] = doctor.samples
@@ -198,7 +198,7 @@ def test_steps_that_the_scaler_skips_are_no_samples():
         loss=lambda *given: 100 * nn.functional.cross_entropy(*given), callbacks=[doctor, Stop(6)]
     )
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
-    trainer.special_step = AdaptiveStep()
+    trainer.special_step = adaptive_step
     trainer.fit(DeviceLoader(make_data(), "train", 8))
     assert doctor.count == 5 and doctor.said == {}
 

@@ -28,9 +28,7 @@ class Batching:
     weighs_samples: bool = False
     # Whether a whole batch may have weight 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
-    # With several processes: the largest and smallest number of samples that any of them gets from
-    # the batch, and the factor for the losses of your own train_step.
-    sample_bounds: tuple[int, int] | None = None
+    # The factor for the losses of your own train_step, because processes average their gradients.
     process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
@@ -83,20 +81,14 @@ class Batching:
         else:
             self.step_weight = self.loss_weight(batch)
         if parallel.joined > 1:
-            global_size = self.train_loader.global_size
-            self.sample_bounds = parallel.sample_bounds(global_size)
-            total = global_size if self.weighs_samples else None
+            samples = self.train_loader.global_size
+            parallel.check_size(samples)
+            self.micro_batch.global_samples = samples
+            total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
-    def cut(self, batch: Any) -> MicroBatches:
-        """Return the micro-batches of a step with their shares, which add up to 1."""
-        is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
-        if is_whole and not isinstance(batch, batches.Accumulated):
-            return self.shared([batch]) if self.may_weigh_nothing else [(batch, None)]
-        return self.shared(self.micro_batch.split(batch, self.sample_dims, self.sample_bounds))
-
-    def shared(self, parts: list[Any]) -> MicroBatches:
-        """Return micro-batches with their shares of the weight."""
+    def with_shares(self, parts: list[Any]) -> MicroBatches:
+        """Return the micro-batches of a step with their shares of its weight."""
         if len(parts) == 1 and not self.may_weigh_nothing:
             return [(parts[0], None)]
         weigh = self.samples if self.weighs_samples else self.loss_weight

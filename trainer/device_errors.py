@@ -1,5 +1,6 @@
-"""Explain errors in a forward pass: which tensor is on the wrong device, and what to change."""
+"""Explain errors in a step: which tensor is on the wrong device, and what to change."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
-# What to do about an error of torch, by a phrase in its message.
+# What to do about an error of torch, by a pattern in its message.
 ADVICE = {
     "device-side assert": (
         "An assertion inside a kernel failed (device-side assert): usually a class in the targets, "
@@ -23,14 +24,18 @@ ADVICE = {
         "The model calls .view() on an image, whose memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
+    "DTensor|FSDP|[Ss]harding (strategy|propagation)": (
+        "strategy=fsdp: torch cannot do this with sharded parameters.\n"
+        "Type strategy=ddp, or another optimizer if that is the cause. "
+        "A step must call self.model, not parts of it."
+    ),
+    "mark a variable ready only once|marked as ready twice": (
+        "strategy=ddp: a parameter got two gradients in one backward().\n"
+        "A step must call self.model as a whole, once per backward(), not self.module."
+    ),
 }
-# Phrases in torch's messages about tensors on two devices.
-TWO_DEVICES = (
-    "on the same device",
-    "at the same device",
-    "is not on the expected device",
-    "Expected object of device type",
-)
+# torch's messages about tensors on two devices.
+TWO_DEVICES = "(on|at) the same device|not on the expected device|Expected object of device type"
 
 
 def explain(
@@ -38,11 +43,11 @@ def explain(
 ) -> UserError | None:
     """Return a UserError that says what to change, or None if the cause is unknown."""
     text = str(error)
-    for words, advice in ADVICE.items():
-        if words in text:
+    for pattern, advice in ADVICE.items():
+        if re.search(pattern, text):
             return UserError(advice)
     wrong = misplaced(module, batch, device)
-    if wrong and any(phrase in text for phrase in TWO_DEVICES):
+    if wrong and re.search(TWO_DEVICES, text):
         return UserError(
             f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}."
         )

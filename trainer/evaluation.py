@@ -46,7 +46,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = copies.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
+                results = trainer.eval_micro_batch.work(compute, batch)
                 if not parallel.has_samples(loader):
                     continue
                 for part, loss, outputs in results:

@@ -14,6 +14,7 @@ from stoker.trainer import (
     overrides,
     schedules,
     seeding,
+    steps,
 )
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks.saving import Checkpoint
@@ -59,7 +60,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if resume is not None:
         trainer.go_on_from(checkpoint.loaded(resume), loader)
         trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
-    if trainer.special_step is not None:
+    if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
     misuse.warn_of_untrained(trainer)
     warn_of_stream(trainer, loader)

@@ -1,6 +1,7 @@
 """CUDA graphs: capture a step once per kind of batch, then replay it."""
 
 import contextlib
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import seeding
-from stoker.trainer.errors import UserError, log
+from stoker.trainer.errors import UserError, first_line, log
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
 MOST = 4  # graphs kept; each holds the memory of a step
@@ -130,19 +131,14 @@ def without_clock(trainer: Any) -> Iterator[None]:
 
 def explain(error: BaseException, trainer: Any) -> UserError | None:
     """Return a UserError for a step that cannot be captured, None for any other error."""
-    text = str(error)
-    if isinstance(error, AttributeError) and error.obj is trainer and error.name in CLOCKS:
-        problem = f"reads self.{error.name}, and a graph would keep the captured value"
-        advice = "Write it to a buffer of the model in a callback"
-    elif "called a synchronizing" in text:
-        problem = "waits for the device, as .item(), .cpu() and `if tensor:` do"
-        advice = "Keep it on the device (torch.where)"
-    elif "captur" in text:
-        problem = f"cannot be captured ({text.splitlines()[0]})"
-        advice = "Remove that call"
-    else:
+    reads_clock = isinstance(error, AttributeError) and error.obj is trainer
+    if not reads_clock and not re.search("called a synchronizing|captur", str(error)):
         return None
-    return UserError(f"compile=graph: the step {problem}.\n{advice}, or type compile=false.")
+    return UserError(
+        f"compile=graph: the step cannot be captured ({first_line(error)}).\n"
+        "It may not wait for the device, as .item(), .cpu() and `if tensor:` do, or read "
+        "self.step and self.lr. Use torch.where or a buffer of the model, or type compile=false."
+    )
 
 
 def check(

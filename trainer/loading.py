@@ -128,7 +128,8 @@ class Place:
         passes: How many times the iterable was read to its end, including epochs of earlier fits.
         number: The number of batches read in this pass.
         drop: How many of them to skip, to return to the position of a checkpoint.
-        step: The number of steps before this position, from the first epoch; None if unknown.
+        step: The number of steps before this position, from the first epoch; None for a loaded
+            place, where the next iteration continues in any case.
         seed: The seed of the random streams of this pass.
     """
 
@@ -170,7 +171,6 @@ class IterableLoader(Seekable):
     global_size: int | None = None  # samples in the last batch, over all processes
     steps: int | None = None  # steps per epoch; None reads one pass
     place: Place | None = None  # where the next iteration continues
-    loaded: Place | None = None  # from a checkpoint, used by the next `seek`
     is_warned: bool = False  # whether a warning about a wrong length was logged
 
     def __init__(
@@ -191,7 +191,6 @@ class IterableLoader(Seekable):
         self.steps_per_epoch = settings.check("steps_per_epoch", steps_per_epoch)
         self.accumulate = settings.check("grad_accum_steps", accumulate)
         self.targets_are_uniform = getattr(loader, "targets_are_uniform", False)
-        self.deals = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
         # For an IterableDataset, the length of a DataLoader is only an estimate.
@@ -207,16 +206,10 @@ class IterableLoader(Seekable):
         """Stop reading, and stop the workers of a DataLoader."""
         self.place = None
 
-    def seek(self, epoch: int, position: int = 0) -> None:
-        super().seek(epoch, position)
-        if self.loaded is not None:
-            self.place = self.loaded
-            self.place.step = epoch * (self.steps or 0) + position
-            self.loaded = None
-
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
+        step = epoch * (self.steps or 0) + position
         place = self.place
-        if place is None or self.steps is None or place.step != epoch * self.steps + position:
+        if place is None or self.steps is None or place.step not in (None, step):
             place = Place(passes=epoch, drop=position * self.accumulate)
         parts: list[Any] = []  # the micro-batches of a step
         samples = 0  # counted over all processes
@@ -227,12 +220,12 @@ class IterableLoader(Seekable):
                 place.number += 1
                 if place.number <= place.drop:
                     continue
-                if self.deals:
+                if parallel.ranks() > 1:
                     size, batch = batches.deal(
                         batch, launch.rank(), launch.world_size(), self.sample_dim
                     )
                     if self.accumulate > 1:
-                        parallel.sample_bounds(size)
+                        parallel.check_size(size)
                     samples += size
                 parts.append(batch)
                 if len(parts) < self.accumulate:
@@ -245,8 +238,8 @@ class IterableLoader(Seekable):
                     return
                 continue
             position += 1
-            if self.steps is not None:
-                place.step = epoch * self.steps + position
+            step += 1
+            place.step = step
             self.place = place
             self.global_size = samples
             yield parts[0] if self.accumulate == 1 else batches.Accumulated(parts)
@@ -306,7 +299,7 @@ class IterableLoader(Seekable):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the state of the iterable if it has one."""
         place = self.place
-        if place is None:
+        if place is None or place.iterator is None:  # nothing was read
             return {}
         # With a known length, a resumed run does not have to read a finished pass again.
         is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
@@ -326,9 +319,9 @@ class IterableLoader(Seekable):
         """
         if state == {}:
             return
-        self.loaded = Place(state["passes"], drop=state["number"])
+        self.place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
-            self.loaded = Place(state["passes"], state["number"], generator=state["generator"])
+            self.place = Place(state["passes"], state["number"], generator=state["generator"])
             try:
                 self.loader.load_state_dict(state["loader"])
             except Exception as error:

@@ -10,7 +10,6 @@ from stoker.trainer import batch as batches
 from stoker.trainer import memory, parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, log
 
-Bounds = tuple[int, int] | None  # the most and the fewest samples that a process gets from a batch
 Result = TypeVar("Result")
 
 
@@ -19,10 +18,14 @@ class MicroBatch:
 
     Args:
         device: The device, for messages and to free its memory.
+        sample_dim: As `Trainer.sample_dim`.
         size: The maximum number of samples at once. "auto" starts with whole batches and halves the
             size when memory runs out. None splits into `parts`.
         parts: The number of equal parts.
         key: The setting of the batch size, for messages.
+
+    Attributes:
+        global_samples: Samples in the current batch, over all processes, if there are several.
 
     Raises:
         UserError: Both `size` and `parts` are set, or one is out of range, or several processes
@@ -32,6 +35,7 @@ class MicroBatch:
     def __init__(
         self,
         device: torch.device,
+        sample_dim: batches.SampleDimOf,
         size: int | str | None = None,
         parts: int = 1,
         key: str = "batch_size",
@@ -46,8 +50,10 @@ class MicroBatch:
             )
         self.size: int | None = None if isinstance(size, str) else size
         self.device = device
+        self.sample_dim = sample_dim
         self.parts = parts
         self.key = key
+        self.global_samples: int | None = None
 
     def cut_by(self) -> str | None:
         """Return the setting that splits batches, or None if they stay whole."""
@@ -59,28 +65,27 @@ class MicroBatch:
 
     def for_evaluation(self) -> "MicroBatch":
         """Return the MicroBatch for evaluations: whole batches, unless the size adapts."""
-        return MicroBatch(self.device, "auto" if self.adapts else None, key="eval_batch_size")
+        size = "auto" if self.adapts else None
+        return MicroBatch(self.device, self.sample_dim, size, key="eval_batch_size")
 
-    def split(
-        self, batch: Any, sample_dim: batches.SampleDimOf, sample_bounds: Bounds = None
-    ) -> list[Any]:
+    def split(self, batch: Any) -> list[Any]:
         """Split a batch into micro-batches, the same number on each process."""
         if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
         if self.size is not None:
-            most = sample_bounds[0] if sample_bounds else batches.size(batch, sample_dim)
-            parts = math.ceil(most / self.size)
-        if sample_bounds:
-            parts = min(parts, sample_bounds[1])
-        return batches.split(batch, parts, sample_dim)
+            samples = self.global_samples or batches.size(batch, self.sample_dim)
+            parts = math.ceil(samples / (parallel.ranks() * self.size))
+        if parts == 1:
+            return [batch]
+        if self.global_samples is not None:  # the fewest that a process has
+            parts = min(parts, self.global_samples // parallel.ranks())
+        return batches.split(batch, parts, self.sample_dim)
 
     def work(
         self,
         function: Callable[[list[Any]], Result],
         batch: Any,
-        sample_dim: batches.SampleDimOf,
-        sample_bounds: Bounds = None,
         module: torch.nn.Module | None = None,
         undo: Callable[[], None] | None = None,
     ) -> Result:
@@ -90,14 +95,14 @@ class MicroBatch:
         `undo`, and start over with the whole batch.
         """
         if not self.adapts:
-            return function(self.split(batch, sample_dim, sample_bounds))
+            return function(self.split(batch))
         buffers = [] if module is None else list(module.buffers())
         before = [buffer.clone() for buffer in buffers]
         while True:
             try:
-                return function(self.split(batch, sample_dim, sample_bounds))
+                return function(self.split(batch))
             except (RuntimeError, MemoryError) as error:
-                self.halve(error, batches.size(batch, sample_dim))
+                self.halve(error, batches.size(batch, self.sample_dim))
             # Outside `except`, because the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):

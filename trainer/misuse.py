@@ -281,10 +281,8 @@ def raise_if_explained(
     explained = (
         unpaired(trainer, error, batch, methods)
         or device_errors.explain(error, trainer.module, batch, trainer.device)
-        or parallel.explain(error)
+        or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
-    if steps.captures(trainer):
-        explained = explained or graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
     if not methods or type(error) not in REFUSALS or devices.NOT_OF_A_BATCH.search(str(error)):

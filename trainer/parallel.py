@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.trainer import launch, losses
 from stoker.trainer.device import REPLICAS
-from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log
+from stoker.trainer.errors import TrainingError, UserError, first_few, log
 from stoker.trainer.settings import check_strategy
 
 if TYPE_CHECKING:
@@ -457,24 +457,6 @@ def check_same_weights(model: torch.nn.Module) -> None:
             )
 
 
-def explain(error: BaseException) -> UserError | None:
-    """Return a UserError for a step that ddp or fsdp cannot do; None for anything else."""
-    text = str(error)
-    if ranks() > 1 and re.search("DTensor|FSDP|[Ss]harding (strategy|propagation)", text):
-        return UserError(
-            "strategy=fsdp: torch cannot do this with sharded parameters "
-            f"({first_line(error)[:150]}).\n"
-            "Type strategy=ddp, or another optimizer if that is the cause. "
-            "A step must call self.model, not parts of it."
-        )
-    if re.search("mark a variable ready only once|marked as ready twice", text):
-        return UserError(
-            "strategy=ddp: a parameter got two gradients in one backward().\n"
-            "A step must call self.model as a whole, once per backward(), not self.module."
-        )
-    return None
-
-
 # Between steps
 
 
@@ -511,14 +493,13 @@ def check_sampler(loader: Any) -> None:
         )
 
 
-def sample_bounds(samples: int) -> tuple[int, int]:
-    """Return the largest and smallest number of samples that a process gets from a batch."""
+def check_size(samples: int) -> None:
+    """Raise UserError for a batch with fewer samples than processes."""
     if samples < ranks():
         raise UserError(
             f"A batch of {samples} is too small to split among {ranks()} processes.\n"
             "Type a larger batch_size."
         )
-    return math.ceil(samples / ranks()), samples // ranks()
 
 
 def weight(

@@ -13,8 +13,7 @@ from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt
 from stoker.trainer.spans import Spans
 
-# Maps a leaf's name and its values in all nestings to the combined leaf.
-Combine = Callable[[str, list[Any]], Any]
+Combine = Callable[[list[Any]], Any]  # maps a leaf's values in all nestings to the combined leaf
 
 
 class Predicting(Batching):
@@ -41,51 +40,50 @@ class Predicting(Batching):
     def predictions(self, loader: Any) -> Iterator[Any]:
         """Yield the outputs for each batch of the loader, for predictions larger than memory.
 
-        The model is in evaluation mode until the last batch, or the end of your loop.
+        The model is in evaluation mode until the last batch, or the end of your loop. With several
+        processes, each of them yields all outputs.
         """
-        return predictions(self, loader)
+        trainer: Any = self
+        misuse.check_loader(trainer, loader, "predict")
+        loader = dealt(loader, trainer.seed, trainer.sample_dims)
+        batch = None
+
+        # Not inference_mode, after which sharded parameters could not be trained. Not around
+        # `yield`, where it would apply to the caller's code.
+        @torch.no_grad()
+        def compute(parts: list[Any]) -> list[Any]:
+            results = []
+            with trainer.autocast:
+                for part in parts:
+                    samples = trainer.samples(part)
+                    results.append(on_cpu(trainer.predict_batch(part), samples))
+            return results
+
+        try:
+            with evaluation.evaluating(trainer):
+                for batch in loader:
+                    batch = copies.move(batch, trainer.device)
+                    parts = trainer.eval_micro_batch.work(compute, batch)
+                    outputs = combined(parts, joined)
+                    if parallel.ranks() > 1:
+                        # A rank without samples has computed a borrowed one.
+                        of_ranks = parallel.from_all(
+                            outputs if parallel.has_samples(loader) else None
+                        )
+                        of_ranks = [part for part in of_ranks if part is not None]
+                        outputs = combined(of_ranks, interleaved)
+                    yield outputs
+        except Exception as error:
+            misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
+            raise
 
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs for a batch: a tensor (N, ...), a list of N, or a nesting of them."""
         return self.model(misuse.inputs_of(batch, self.sample_dims))
 
 
-def predictions(trainer: Any, loader: Any) -> Iterator[Any]:
-    """Yield the outputs for each batch, on the CPU; with several processes, each yields all."""
-    misuse.check_loader(trainer, loader, "predict")
-    loader = dealt(loader, trainer.seed, trainer.sample_dims)
-    batch = None
-
-    # Not inference_mode, after which sharded parameters could not be trained. Not around `yield`,
-    # where it would apply to the caller's code.
-    @torch.no_grad()
-    def compute(parts: list[Any]) -> list[Any]:
-        results = []
-        with trainer.autocast:
-            for part in parts:
-                samples = trainer.samples(part)
-                results.append(on_cpu(trainer.predict_batch(part), samples))
-        return results
-
-    try:
-        with evaluation.evaluating(trainer):
-            for batch in loader:
-                batch = copies.move(batch, trainer.device)
-                parts = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
-                outputs = combined(parts, joined)
-                if parallel.ranks() > 1:
-                    # A rank without samples has computed a borrowed one.
-                    of_ranks = parallel.from_all(outputs if parallel.has_samples(loader) else None)
-                    of_ranks = [part for part in of_ranks if part is not None]
-                    outputs = combined(of_ranks, interleaved)
-                yield outputs
-    except Exception as error:
-        misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
-        raise
-
-
 def combined(nestings: list[Any], combine: Combine) -> Any:
-    """Combine nestings with the same structure into one, with `combine(name, leaves)` as each leaf.
+    """Combine nestings with the same structure into one, with `combine(leaves)` as each leaf.
 
     A leaf is a tensor or a list.
 
@@ -102,7 +100,7 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
             )
 
     def of_leaf(name: str, _: Any) -> Any:
-        return combine(name, [leaves[name] for leaves in flat])
+        return combine([leaves[name] for leaves in flat])
 
     return batches.walk(of_leaf, nestings[0], "outputs", is_leaf)
 
@@ -152,7 +150,7 @@ def are_uniform(leaves: list[Any]) -> bool:
     return len({leaf.shape[1:] for leaf in leaves}) == 1
 
 
-def joined(name: str, leaves: list[Any]) -> Any:
+def joined(leaves: list[Any]) -> Any:
     """Join the leaves of several batches into one tensor, or a list with an item per sample."""
     if len(leaves) == 1:
         return leaves[0]
@@ -161,7 +159,7 @@ def joined(name: str, leaves: list[Any]) -> Any:
     return list(itertools.chain.from_iterable(leaves))
 
 
-def interleaved(name: str, leaves: list[Any]) -> Any:
+def interleaved(leaves: list[Any]) -> Any:
     """Put the samples of all processes back into the order of the batch."""
     total = sum(map(len, leaves))
     whole: Any = [None] * total

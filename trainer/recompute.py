@@ -37,20 +37,14 @@ def twice(block: torch.nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
     """Keep the running statistics of BatchNorms, which already include this batch."""
-    norms: list[Any] = []
-    for module in block.modules():
-        if isinstance(module, NORMS) and module.track_running_stats:
-            norms.append(module)
-    momenta = [norm.momentum for norm in norms]
-    counts = [norm.num_batches_tracked.clone() for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
+    norms = [module for module in block.modules() if isinstance(module, NORMS)]
+    buffers = list(torch.nn.ModuleList(norms).buffers())
+    before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
-        for norm, momentum, count in zip(norms, momenta, counts, strict=True):
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(count)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # not in place for autograd, which keeps them for backward
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ The Trainer chooses one when it is built, and `train_step` calls it.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +22,8 @@ if TYPE_CHECKING:
 LOWEST_SCALE = 2.0**-14
 
 
-class Step:
-    """Replaces the body of `Trainer.train_step`."""
-
-    captures = False  # whether steps are replayed as graphs, without running the model's Python
-
-    def begin_fit(self, trainer: "Trainer") -> None:
-        """Prepare for the steps of a fit. The optimizer and the schedule are ready."""
-
-    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
-        """Take one step of the optimizer and the schedule; return the batch's mean loss."""
-        raise NotImplementedError
+# Replaces the body of `Trainer.train_step`.
+Step = Callable[["Trainer", Any], torch.Tensor]
 
 
 def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
@@ -47,7 +39,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
         graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
         step = GraphStep()
     elif trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
-        step = AdaptiveStep()
+        step = adaptive_step
     if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
         return step
     if step is not None or parallel.ranks() > 1:
@@ -55,62 +47,56 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
             f"optimizer: {type(trainer.optimizer).__name__} evaluates the loss several times per "
             "step: use one process, without compile=graph, precision=fp16 and micro_batch=auto."
         )
-    return ClosureStep()
+    return closure_step
 
 
 def captures(trainer: "Trainer") -> bool:
-    """Return whether the steps of this Trainer are replayed as graphs."""
-    return trainer.special_step is not None and trainer.special_step.captures
+    """Return whether steps are replayed as graphs, without running the model's Python code."""
+    return isinstance(trainer.special_step, GraphStep)
 
 
-class AdaptiveStep(Step):
-    """A step with the fp16 scaler, which may skip it, or with micro_batch=auto."""
-
-    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
-        scaler = trainer.scaler
-        loss = trainer.micro_batch.work(
-            functools.partial(accumulate, trainer),
-            batch,
-            trainer.sample_dims,
-            trainer.sample_bounds,
-            trainer.module,
-            undo=functools.partial(undo, trainer),
-        )
-        norm = None
-        with trainer.spans["optimizer"]:
-            if trainer.max_grad_norm is not None:
-                scaler.unscale_(trainer.optimizer)
-                if trainer.unoptimized and scaler.is_enabled():
-                    unscale_others(trainer)
-                norm = clip(trainer)
-            scaler.step(trainer.optimizer)  # skips it if a gradient is not finite
-            if scaler.is_enabled():
-                norm = update_scale(trainer, norm)
-            optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-        finish(trainer, norm)
-        return loss
-
-
-class ClosureStep(Step):
-    """A step of an optimizer that takes a closure, such as LBFGS."""
-
-    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
-        parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
-        norms = []
-        carried = trainer.carried
-
-        def evaluate() -> torch.Tensor:
-            undo(trainer)  # so that each evaluation uses the same dropout
-            trainer.carried = carried
-            loss = accumulate(trainer, parts)
-            if trainer.max_grad_norm is not None:
-                norms.append(clip(trainer))
-            return loss
-
-        loss: torch.Tensor = trainer.optimizer.step(evaluate)
+def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
+    """Take a step with the fp16 scaler, which may skip it, or with micro_batch=auto."""
+    scaler = trainer.scaler
+    loss = trainer.micro_batch.work(
+        functools.partial(accumulate, trainer),
+        batch,
+        trainer.module,
+        undo=functools.partial(undo, trainer),
+    )
+    norm = None
+    with trainer.spans["optimizer"]:
+        if trainer.max_grad_norm is not None:
+            scaler.unscale_(trainer.optimizer)
+            if trainer.unoptimized and scaler.is_enabled():
+                unscale_others(trainer)
+            norm = clip(trainer)
+        scaler.step(trainer.optimizer)  # skips it if a gradient is not finite
+        if scaler.is_enabled():
+            norm = update_scale(trainer, norm)
         optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-        finish(trainer, norms[0] if norms else None)
+    finish(trainer, norm)
+    return loss
+
+
+def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
+    """Take a step of an optimizer that takes a closure, such as LBFGS."""
+    parts = trainer.micro_batch.split(batch)
+    norms = []
+    carried = trainer.carried
+
+    def evaluate() -> torch.Tensor:
+        undo(trainer)  # so that each evaluation uses the same dropout
+        trainer.carried = carried
+        loss = accumulate(trainer, parts)
+        if trainer.max_grad_norm is not None:
+            norms.append(clip(trainer))
         return loss
+
+    loss: torch.Tensor = trainer.optimizer.step(evaluate)
+    optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
+    finish(trainer, norms[0] if norms else None)
+    return loss
 
 
 def scale_of(trainer: "Trainer") -> torch.Tensor:
@@ -154,12 +140,11 @@ def check_scale(trainer: "Trainer") -> None:
         )
 
 
-class GraphStep(Step):
+class GraphStep:
     """A step that is captured as a CUDA graph, once per kind of batch, and then replayed."""
 
-    captures = True
-
     def begin_fit(self, trainer: "Trainer") -> None:
+        """Prepare for the steps of a fit. The optimizer and the schedule are ready."""
         # A loaded checkpoint has plain numbers as learning rates, and new tensors.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
@@ -167,6 +152,7 @@ class GraphStep(Step):
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        """Take one step, as `Trainer.train_step` does."""
         if trainer.optimizer.state is not self.captured.state:  # a callback loaded another state
             self.begin_fit(trainer)
         loss: torch.Tensor
@@ -178,8 +164,7 @@ class GraphStep(Step):
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do the part of a step that a graph captures; return the mean loss and the gradient norm."""
     with graph.without_clock(trainer):
-        parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
-        loss = accumulate(trainer, parts)
+        loss = accumulate(trainer, trainer.micro_batch.split(batch))
         norm = None if trainer.max_grad_norm is None else clip(trainer)
         trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
@@ -189,7 +174,7 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
 def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
     """Accumulate gradients over micro-batches, as `train_step` does; return their mean loss."""
     terms = []
-    for i, (micro_batch, share) in enumerate(trainer.shared(parts), 1):
+    for i, (micro_batch, share) in enumerate(trainer.with_shares(parts), 1):
         with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
             with trainer.spans["forward"], trainer.autocast:
                 loss, outputs = trainer.compute_loss(micro_batch)

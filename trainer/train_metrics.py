@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import evaluation
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
-from stoker.trainer.steps import ClosureStep, GraphStep
+from stoker.trainer.steps import captures, closure_step
 from stoker.trainer.trainer import Trainer
 
 
@@ -32,8 +32,8 @@ class TrainMetrics(Trainer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        repeats = isinstance(self.special_step, (ClosureStep, GraphStep))
-        if repeats or self.micro_batch.adapts:
+        repeats = self.special_step is closure_step or self.micro_batch.adapts
+        if repeats or captures(self):
             raise UserError(
                 f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
                 "which compute a batch's loss several times or in a CUDA graph."

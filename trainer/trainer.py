@@ -103,7 +103,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
-        self.micro_batch = MicroBatch(self.device, micro_batch, grad_accum_steps)
+        self.micro_batch = MicroBatch(self.device, self.sample_dims, micro_batch, grad_accum_steps)
         # An evaluation needs less memory, so its size adapts on its own.
         self.eval_micro_batch = self.micro_batch.for_evaluation()
         self.agreement = parallel.Agreement()
@@ -196,7 +196,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
         terms = []  # `steps.accumulate` repeats this loop for special steps
-        micro_batches = self.cut(batch)
+        micro_batches = self.with_shares(self.micro_batch.split(batch))
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
