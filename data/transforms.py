@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.losses import IGNORED
-from stoker.trainer.seeding import CPU, mix_seed, random_states, seed_generators, set_random_states
+from stoker.trainer.seeding import CPU, mix_seed, random_states_kept, seed_generators
 
 MODULE = "torchvision.transforms.v2"
 
@@ -57,13 +57,10 @@ class PerSample:
             read = getattr(split, "originals", read)
         samples = zip(*read(indices), strict=True)
         transformed = []
-        states = random_states(CPU)
-        try:
+        with random_states_kept(CPU):
             for index, (inputs, targets) in zip(indices, samples, strict=True):
                 seed_generators(CPU, mix_seed("transform", self.seed, epoch, index))
                 transformed.append(self.apply(inputs, targets))
-        finally:
-            set_random_states(states)
         inputs, targets = zip(*transformed, strict=True)
         return torch.stack(inputs), torch.stack(targets)
 

@@ -18,6 +18,7 @@ HOW = (
 
 SampleDim = int | Literal["auto"] | None
 SampleDimOf = Callable[[str, Any], SampleDim]
+DimOf = Callable[[str, Any], int | None]  # with a meaning for "auto"
 
 
 @dataclasses.dataclass
@@ -27,46 +28,46 @@ class Accumulated:
     parts: list[Any]
 
 
-def never(name: str, value: Any) -> bool:
-    return False
+def look_inside(name: str, value: Any) -> None:
+    """Look inside every list."""
 
 
 def walk(
     function: Callable[[str, Any], Any],
     batch: Any,
     name: str = "batch",
-    is_leaf: Callable[[str, Any], bool] = never,
+    list_dim: DimOf = look_inside,
 ) -> Any:
     """Return the same structure with `function(name, leaf)` in place of each leaf.
 
     A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
     lists, tuples, named tuples and dataclasses are traversed, except for a list or tuple
-    inside the batch for which `is_leaf(name, value)` is true. Anything else is unchanged. Names
-    are the expressions that access the leaf: `batch[0]['mask']`.
+    inside the batch for which `list_dim(name, value)` is not None. Anything else is unchanged.
+    Names are the expressions that access the leaf: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)
     if isinstance(batch, Mapping):
         walked: Any = copy.copy(batch)  # keeps the type, such as OrderedDict
         for key, value in batch.items():
-            walked[key] = walk(function, value, f"{name}[{key!r}]", is_leaf)
+            walked[key] = walk(function, value, f"{name}[{key!r}]", list_dim)
         return walked
     if isinstance(batch, (list, tuple)):
         is_named = hasattr(batch, "_fields")
         if not is_named:
-            if name != "batch" and is_leaf(name, batch):
+            if name != "batch" and list_dim(name, batch) is not None:
                 return function(name, batch)
             if all(isinstance(value, PLAIN) for value in batch):
                 return batch
         items = []
         for i, value in enumerate(batch):
-            items.append(walk(function, value, f"{name}[{i}]", is_leaf))
+            items.append(walk(function, value, f"{name}[{i}]", list_dim))
         return type(batch)(*items) if is_named else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            value = walk(function, value, f"{name}.{field.name}", is_leaf)
+            value = walk(function, value, f"{name}.{field.name}", list_dim)
             # Unlike dataclasses.replace, this does not run __init__ again. It also works for frozen
             # dataclasses.
             object.__setattr__(walked, field.name, value)
@@ -100,48 +101,54 @@ def usual_dim(name: str, value: Any) -> SampleDim:
     return 0
 
 
-def lengths(batch: Any, sample_dim: SampleDimOf, auto: int | None) -> dict[str, int | None]:
+def resolved(sample_dim: SampleDimOf, auto: int | None) -> DimOf:
+    """Return `sample_dim` with a meaning for "auto": 0 for a sample per item, None to look inside.
+
+    It is 0 for every other list that has a dimension.
+    """
+
+    def dim_of(name: str, value: Any) -> int | None:
+        dim = sample_dim(name, value)
+        if dim == "auto":
+            return auto
+        return 0 if dim is not None and is_list(value) else dim
+
+    return dim_of
+
+
+def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
     """Return {name: number of samples} for everything in a batch that has samples.
 
-    The number is None for an object that is not a tensor, whose samples cannot be counted. `auto`
-    is the meaning of "auto": 0 counts the items of a list, None looks inside it.
+    The number is None for an object that is not a tensor, whose samples cannot be counted.
     """
     counted: dict[str, int | None] = {}
 
     def note(name: str, leaf: Any) -> None:
-        dim = 0 if is_list(leaf) else sample_dim(name, leaf)
+        dim = dim_of(name, leaf)
         if is_list(leaf):
             counted[name] = len(leaf)
-        elif isinstance(dim, int):
+        elif dim is not None:
             counted[name] = leaf.shape[dim] if isinstance(leaf, torch.Tensor) else None
 
-    walk(note, batch, is_leaf=by_item(sample_dim, auto))
+    walk(note, batch, list_dim=dim_of)
     return counted
 
 
-def by_item(sample_dim: SampleDimOf, auto: int | None) -> Callable[[str, Any], bool]:
-    """Return a function that says whether a list within a batch has a sample per item."""
-
-    def is_leaf(name: str, value: Any) -> bool:
-        dim = sample_dim(name, value)
-        return (auto if dim == "auto" else dim) is not None
-
-    return is_leaf
-
-
-def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], int | None, bool]:
-    """Return ({name: number of samples}, the meaning of "auto", whether it is unambiguous).
+def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], DimOf, bool]:
+    """Return ({name: number of samples}, the sample dimensions, whether they are unambiguous).
 
     If the tensors in a list have the same length as everything else in the batch, like stacked
     inputs, each is split by rows. Otherwise each item is a sample, like images of different sizes.
     """
-    stacked = lengths(batch, sample_dim, auto=None)
-    items = lengths(batch, sample_dim, auto=0)
+    by_row = resolved(sample_dim, None)
+    by_item = resolved(sample_dim, 0)
+    stacked = lengths(batch, by_row)
+    items = lengths(batch, by_item)
     are_stacked = len(set(stacked.values())) <= 1
     are_items = len(set(items.values())) <= 1
     if are_items and not are_stacked:
-        return items, 0, True
-    return stacked, None, are_stacked and (not are_items or stacked.keys() == items.keys())
+        return items, by_item, True
+    return stacked, by_row, are_stacked and (not are_items or stacked.keys() == items.keys())
 
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
@@ -161,8 +168,8 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
     return known[-1] if known else 1
 
 
-def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, int | None]:
-    """Return (the number of samples, the meaning of "auto") for a batch to be split.
+def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, DimOf]:
+    """Return (the number of samples, the sample dimensions) for a batch to be split.
 
     The number is None if nothing in the batch has samples.
 
@@ -170,12 +177,12 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, in
         UserError: The lengths in the batch differ or are unknown, or there are two ways to split
             it.
     """
-    counted, auto, is_clear = reading(batch, sample_dim)
+    counted, dim_of, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if not is_clear or None in numbers:
         shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
         raise UserError(f"{use}: it is unclear how to split a batch: {shown}.\n{HOW}")
-    return next(iter(numbers), None), auto
+    return next(iter(numbers), None), dim_of
 
 
 def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
@@ -186,12 +193,12 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
     """
     if parts == 1:
         return [batch]
-    samples, auto = check(batch, sample_dim, "micro-batches")
+    samples, dim_of = check(batch, sample_dim, "micro-batches")
     if not samples:
         return [batch]
     parts = min(parts, samples)
     bounds = [samples * i // parts for i in range(parts + 1)]
-    return [select(batch, slice(*ends), sample_dim, auto) for ends in pairwise(bounds)]
+    return [select(batch, slice(*ends), dim_of) for ends in pairwise(bounds)]
 
 
 def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
@@ -204,23 +211,23 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
         UserError: It is unclear how to split the batch, or nothing in it has samples.
     """
     use = f"{ranks} processes"
-    samples, auto = check(batch, sample_dim, use)
+    samples, dim_of = check(batch, sample_dim, use)
     if samples is None:
         raise UserError(f"{use}: a batch has no samples to split among them.\n{HOW}")
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
-    return samples, select(batch, rows, sample_dim, auto)
+    return samples, select(batch, rows, dim_of)
 
 
-def select(batch: Any, rows: slice, sample_dim: SampleDimOf, auto: int | None) -> Any:
+def select(batch: Any, rows: slice, dim_of: DimOf) -> Any:
     """Return the selected samples of a batch: rows of its tensors and items of its lists.
 
-    Values without samples (`sample_dim` is None) are kept whole.
+    Values without samples are kept whole.
     """
 
     def cut(name: str, leaf: Any) -> Any:
-        dim = 0 if is_list(leaf) else sample_dim(name, leaf)
-        if not isinstance(dim, int):
+        dim = dim_of(name, leaf)
+        if dim is None:
             return leaf
         return leaf[(slice(None),) * dim + (rows,)] if dim else leaf[rows]
 
-    return walk(cut, batch, is_leaf=by_item(sample_dim, auto))
+    return walk(cut, batch, list_dim=dim_of)

@@ -99,16 +99,17 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     """Put the model in evaluation mode and call the hooks; restore everything at the end."""
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
-    outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replica_indices)
+    random_states_kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not within_fit:  # a fit restores them itself
+        random_states_kept = seeding.random_states_kept(trainer.device, trainer.replica_indices)
     carried = trainer.carried
     trainer.carried = {}
     try:
-        with modes_restored(trainer.model), hooks(trainer):
+        with random_states_kept, modes_restored(trainer.model), hooks(trainer):
             yield
     finally:
         trainer.carried = carried
-        if not within_fit:  # a fit does both on its own
-            seeding.set_random_states(outside)
+        if not within_fit:
             memory.release(trainer.device)
 
 

@@ -58,7 +58,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
     if resume is not None:
-        trainer.go_on_from(checkpoint.loaded(resume), loader)
+        trainer.resume_from(checkpoint.loaded(resume), loader)
         trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
     if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
@@ -78,13 +78,12 @@ def isolated(trainer: "Trainer") -> Iterator[None]:
     trainer.unoptimized = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     devices.make_current(trainer.device)
-    outside = seeding.random_states(trainer.device, trainer.replica_indices)
+    random_states_kept = seeding.random_states_kept(trainer.device, trainer.replica_indices)
     try:
-        with losses.examined(trainer):
+        with random_states_kept, losses.examined(trainer):
             yield
         warn_of_weights(trainer)
     finally:
-        seeding.set_random_states(outside)
         if trainer.optimizer is not None:  # a callback may have closed the Trainer
             optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
         trainer.unoptimized = ()

@@ -59,7 +59,7 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
         UserError: There is no length, or it is 0.
     """
     steps = length_of(loader)
-    if steps is None and (isinstance(loader, IterableLoader) or not hasattr(loader, "seek")):
+    if steps is None:
         steps = max_steps
     if steps is None:
         raise UserError(

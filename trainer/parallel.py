@@ -464,8 +464,7 @@ def add_up(value: Summable) -> Summable:
     """Return the sum of a number or a tensor over all processes; None adds nothing."""
     if ranks() == 1:
         return value
-    here = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    values = [part for part in from_all(here) if part is not None]
+    values = [part for part in from_all(value) if part is not None]
     total: Any = sum(values[1:], values[0]) if values else None
     if isinstance(value, torch.Tensor):
         total = total.to(value.device)
@@ -478,7 +477,7 @@ def from_all(value: Any) -> list[Any]:
     if ranks() == 1:
         return [value]
     if isinstance(value, torch.Tensor):
-        value = value.cpu()
+        value = value.detach().cpu()
     values = [None] * ranks()
     dist.all_gather_object(values, value)
     return values

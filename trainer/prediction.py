@@ -102,17 +102,18 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
     def of_leaf(name: str, _: Any) -> Any:
         return combine([leaves[name] for leaves in flat])
 
-    return batches.walk(of_leaf, nestings[0], "outputs", is_leaf)
+    return batches.walk(of_leaf, nestings[0], "outputs", list_dim)
 
 
-def is_leaf(_: str, value: Any) -> bool:
-    return isinstance(value, list)
+def list_dim(_: str, value: Any) -> int | None:
+    """Take a list as a leaf with an item per sample, and look inside a tuple."""
+    return 0 if isinstance(value, list) else None
 
 
 def leaves_of(nesting: Any) -> dict[str, Any]:
     """Return the tensors and lists in a nesting of dicts and tuples as {name: leaf}."""
     leaves: dict[str, Any] = {}
-    batches.walk(leaves.__setitem__, nesting, "outputs", is_leaf)
+    batches.walk(leaves.__setitem__, nesting, "outputs", list_dim)
     return leaves
 
 
@@ -132,7 +133,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
     if not leaves_of(outputs):
         checked("outputs", outputs)
-    return batches.walk(checked, outputs, "outputs", is_leaf)
+    return batches.walk(checked, outputs, "outputs", list_dim)
 
 
 def to_cpu(value: Any) -> Any:
@@ -184,4 +185,4 @@ def samples_of(outputs: Any) -> Iterator[Any]:
         def of_sample(_: str, leaf: Any, i: int = i) -> Any:
             return leaf[i]
 
-        yield batches.walk(of_sample, outputs, "outputs", is_leaf)
+        yield batches.walk(of_sample, outputs, "outputs", list_dim)

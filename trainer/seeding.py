@@ -51,10 +51,9 @@ def host_random_states(device: torch.device) -> tuple[Any, ...]:
     return random.getstate(), of_numpy, of_torch
 
 
-def random_states(
-    device: torch.device, replicas: Sequence[int] = ()
-) -> list[tuple[Callable[[Any], None], Any]]:
-    """Return the states of the generators that `seed_generators` seeds."""
+@contextlib.contextmanager
+def random_states_kept(device: torch.device, replicas: Sequence[int] = ()) -> Iterator[None]:
+    """Restore the generators that `seed_generators` seeds at the end of this context."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (random.setstate, random.getstate()),
         (numpy.random.set_state, numpy.random.get_state()),
@@ -66,21 +65,16 @@ def random_states(
         for index in replicas:
             generator = backend.default_generators[index]
             states.append((generator.set_state, generator.get_state()))
-    return states
-
-
-def set_random_states(states: Sequence[tuple[Callable[[Any], None], Any]]) -> None:
-    """Restore the states that `random_states` returned."""
-    for set_state, state in states:
-        set_state(state)
+    try:
+        yield
+    finally:
+        for set_state, state in states:
+            set_state(state)
 
 
 @contextlib.contextmanager
 def random_stream(*parts: object) -> Iterator[None]:
     """Seed torch's CPU generator, random and numpy from these parts within a context."""
-    states = random_states(CPU)
-    seed_generators(CPU, mix_seed(*parts))
-    try:
+    with random_states_kept(CPU):
+        seed_generators(CPU, mix_seed(*parts))
         yield
-    finally:
-        set_random_states(states)

@@ -139,7 +139,7 @@ class Stateful:
         self.evaluation_due = state["evaluation_due"]
         self.carried = copies.move(state.get("carried", {}), self.device)
 
-    def go_on_from(self, state: Any, loader: Any = None) -> None:
+    def resume_from(self, state: Any, loader: Any = None) -> None:
         """Load a state and freeze the parameters that were frozen in it, to continue training."""
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])

@@ -38,15 +38,13 @@ class TrainMetrics(Trainer):
                 f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
                 "which compute a batch's loss several times or in a CUDA graph."
             )
-        kinds = type(self).__mro__
-        for kind in kinds[: kinds.index(TrainMetrics)]:
-            if "compute_loss" in vars(kind):
-                name = kind.__name__
-                raise UserError(
-                    f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
-                    f"metrics.\nDerive {name} from Trainer, and train with class "
-                    f"Both(TrainMetrics, {name})."
-                )
+        name = type(self).__name__
+        if type(self).compute_loss is not TrainMetrics.compute_loss:
+            raise UserError(
+                f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
+                f"metrics.\nDerive {name} from Trainer, and train with class "
+                f"Both(TrainMetrics, {name})."
+            )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train as `Trainer.fit` does."""

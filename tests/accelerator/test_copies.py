@@ -96,11 +96,10 @@ def test_a_trainer_is_not_disturbed_by_another_on_another_device(accelerator):
 def test_the_generators_of_replicas_are_left_as_they_were(accelerator):
     device = torch.device(accelerator.NAME, 0)
     before = [generator.get_state() for generator in accelerator.default_generators]
-    states = seeding.random_states(device, (0, 1))
-    seeding.seed_generators(device, 5, (0, 1))
-    seeded = [generator.get_state() for generator in accelerator.default_generators]
-    assert not torch.equal(seeded[0], before[0]) and not torch.equal(seeded[1], before[1])
-    seeding.set_random_states(states)
+    with seeding.random_states_kept(device, (0, 1)):
+        seeding.seed_generators(device, 5, (0, 1))
+        seeded = [generator.get_state() for generator in accelerator.default_generators]
+        assert not torch.equal(seeded[0], before[0]) and not torch.equal(seeded[1], before[1])
     assert_same([generator.get_state() for generator in accelerator.default_generators], before)
 
 

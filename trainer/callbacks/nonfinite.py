@@ -91,7 +91,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
         if first is None:
             return error
         text, batch, state = first
-        trainer.go_on_from(state)
+        trainer.resume_from(state)
         text = f"{error.symptom}: {text}"
         if guard.folder is None:
             return NotFinite(text)
@@ -119,7 +119,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
         return None
     for callback in active:
         callback.on_fit_end(trainer)
-    trainer.go_on_from(good)
+    trainer.resume_from(good)
     launch.warn(
         f"Replaying training from step {trainer.step + 1} to find the first number that is "
         "not finite."
