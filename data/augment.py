@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from stoker.data import settings
 from stoker.data.transforms import PerSample, is_transform
 from stoker.trainer.copies import to_device
-from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
 
 # Geometric augmentations in the order in which they are applied, whatever their order in the list.
 # `flip` takes no value; these are the defaults of the others.
-# `settings.AUGMENTATIONS` has the same names, for the command-line check, which must not import
-# torch.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
 SLIDING = ("crop", "shift")  # drawn in this order, first for rows, then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
@@ -81,7 +78,7 @@ class Augment:
         if callable(item):
             self.rest.append(item)
             return
-        settings.check_augmentation(item)
+        check_choice("dataset.augment", item, DEFAULTS)
         key = f"dataset.augment.{item}"
         value = DEFAULTS[item] if value is None else value
         if item in MIXING:
@@ -102,13 +99,13 @@ class Augment:
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
         """Check that these augmentations work on inputs and class targets of these shapes."""
-        moving = [*self.geometric, *(name for name in self.mixing if name != "mixup")]
-        fits = len(in_shape) == 3 or not moving
-        if target_shape and self.mixing:
-            fits = False
-        if len(target_shape) == 2 and (self.geometric or self.transforms):
-            fits = fits and tuple(target_shape) == tuple(in_shape[1:])
-        if not fits:
+        needs_images = bool(self.geometric) or "cutmix" in self.mixing
+        moves_masks = len(target_shape) == 2 and bool(self.geometric or self.transforms)
+        if (
+            (needs_images and len(in_shape) != 3)
+            or (self.mixing and target_shape)
+            or (moves_masks and tuple(target_shape) != tuple(in_shape[1:]))
+        ):
             names = ", ".join([*self.geometric, *self.mixing])
             raise UserError(
                 f"dataset.augment: {names} cannot be applied to inputs of shape {tuple(in_shape)} "
@@ -124,6 +121,7 @@ class Augment:
             )
 
     def __call__(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
+        self.check(inputs.shape[1:])
         inputs, targets = self.move(inputs, targets, self.draw(inputs.shape, generator))
         return self.mix(inputs, targets, generator)
 
@@ -138,9 +136,6 @@ class Augment:
         `flips` (N,) says which samples `{flip: alternate}` flips in this epoch; with None, they are
         drawn at random.
         """
-        self.check(shape[1:])
-        if not self.geometric:
-            return {}
         draws: Draws = {}
         column = (shape[0], 1)
         if self.geometric.get("flip") == "alternate" and flips is not None:
@@ -182,58 +177,46 @@ class Augment:
         """
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
-        rows, visible_rows = self._sources(n, height, 0, draws, inputs.device)
-        columns, visible_columns = self._sources(n, width, 1, draws, inputs.device)
+        sources = []
+        shown = []  # the rows, then the columns, that a shift fills from the image
+        cut_out = []
+        for axis, size in enumerate((height, width)):
+            place = torch.arange(size, device=inputs.device).expand(n, size)
+            # Undo the last operation first, to get from the output pixel to the source pixel.
+            if "cutout" in self.geometric:
+                start = draws[f"cutout {axis}"]
+                cut_out.append(_between(place, start, start + self.geometric["cutout"]))
+            if "crop" in self.geometric:
+                place = (place + draws[f"crop {axis}"]).abs()
+                place = size - 1 - (size - 1 - place).abs()
+            if "shift" in self.geometric:
+                place = place - draws[f"shift {axis}"]
+                shown.append(_between(place, 0, size))
+                place = place.clamp(0, size - 1)
+            sources.append(place)
+        rows, columns = sources
         if "flip" in self.geometric:
             columns = torch.where(draws["flip"], width - 1 - columns, columns)
-        index = rows.unsqueeze(2) * width + columns.unsqueeze(1)
-        index = index.view(n, 1, -1)
+        index = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(n, 1, -1)
         from_pixels = index.expand(n, channels, height * width)
         moved = inputs.flatten(2).gather(2, from_pixels).view(inputs.shape)
-        visible = []
-        if visible_rows is not None and visible_columns is not None:
-            visible.append(_outer(visible_rows, visible_columns))
-        if "cutout" in self.geometric:
-            side = self.geometric["cutout"]
-            inside = []
-            for axis, size in enumerate((height, width)):
-                start = draws[f"cutout {axis}"]
-                inside.append(_between(size, start, start + side, inputs.device))
-            visible.append(~_outer(*inside))
         has_masks = targets.ndim == 3 and not targets.is_floating_point()
         if has_masks:
             targets = targets.flatten(1).gather(1, index.squeeze(1)).view(targets.shape)
-        for part in visible:
-            moved *= part.unsqueeze(1)
+        visible = []
+        if shown:
+            visible.append(_outer(*shown))
+        if cut_out:
+            visible.append(~_outer(*cut_out))
+        for pixels in visible:
+            moved *= pixels.unsqueeze(1)
             if has_masks:
-                targets = targets.where(part, IGNORED)
+                targets = targets.where(pixels, IGNORED)
         return moved, targets
 
-    def _sources(
-        self,
-        n: int,
-        size: int,
-        axis: int,
-        draws: Draws,
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the source row (or column) of each output row, (N, size), and with a shift, which
-        of them are visible.
-        """
-        # Undo the last operation first, to get from the output pixel to the source pixel.
-        place = torch.arange(size, device=device).expand(n, size)
-        if "crop" in self.geometric:
-            place = (place + draws[f"crop {axis}"]).abs()
-            place = size - 1 - (size - 1 - place).abs()
-        if "shift" not in self.geometric:
-            return place, None
-        place = place - draws[f"shift {axis}"]
-        return place.clamp(0, size - 1), (place >= 0) & (place < size)
 
-
-def _between(size: int, start: Tensor, stop: Tensor, device: torch.device) -> Tensor:
-    """Return which of `size` positions lie in [start, stop)."""
-    place = torch.arange(size, device=device)
+def _between(place: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
+    """Return which positions lie in [start, stop)."""
     return (place >= start) & (place < stop)
 
 
@@ -308,7 +291,7 @@ def _cutmix(
     for size, middle in zip(inputs.shape[2:], middles, strict=True):
         start = ((middle - side / 2) * size).round()
         stop = ((middle + side / 2) * size).round()
-        inside.append(_between(size, start, stop, inputs.device))
+        inside.append(_between(torch.arange(size, device=inputs.device), start, stop))
     pasted = _outer(*inside)
     # The share of each image that is kept, after clipping the rectangle at the border.
     share = 1 - pasted.to(targets.dtype).mean()

@@ -1,13 +1,11 @@
-"""The valid values of loader arguments and the names of augmentations, without importing torch."""
+"""The valid values of loader arguments, without importing torch."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.trainer.errors import UserError, as_typed, did_you_mean
+from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import COUNT, Choice, Limit, Number
-
-AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +37,3 @@ LIMITS: Mapping[str, Limit] = {
 def check(key: str, value: Any) -> Any:
     """Return `value` if it is valid for `key`; UserError otherwise."""
     return LIMITS[key].check(key, value)
-
-
-def check_augmentation(name: Any) -> Any:
-    """Return `name` if it is a valid augmentation; UserError otherwise."""
-    if isinstance(name, str) and name in AUGMENTATIONS:
-        return name
-    raise UserError(
-        f"dataset.augment={as_typed(name)}: not a valid augmentation."
-        f"{did_you_mean(name, AUGMENTATIONS)}\n"
-        f"Type a list of {', '.join(AUGMENTATIONS)}."
-    )

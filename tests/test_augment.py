@@ -190,7 +190,7 @@ def test_beta_has_the_moments_of_beta(a):
         ([{"mixup": 0}], "augment.mixup"),
         ([{"flip": 3}], "flip: alternate"),
         ([{"flip": "sometimes"}], "flip: alternate"),
-        ([3], "not a valid augmentation"),
+        ([3], "not a valid choice"),
         (["mixup"], "num_classes"),
     ],
 )

@@ -348,7 +348,7 @@ LATE = [
     ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", ""),
     (
         "dataset.augment=[flop]",
-        "error: dataset.augment=flop: not a valid augmentation. Did you mean 'flip'?",
+        "error: dataset.augment=flop: not a valid choice. Did you mean 'flip'?",
         "Type a list of flip",
     ),
     ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),

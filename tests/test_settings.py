@@ -10,13 +10,7 @@ import pytest
 
 from stoker import configs
 from stoker.command import dotted, settings
-from stoker.data import augment
-from stoker.data.settings import AUGMENTATIONS
 from stoker.trainer.errors import UserError
-
-
-def test_the_augmentations_are_those_that_there_are():
-    assert sorted(AUGMENTATIONS) == sorted(augment.DEFAULTS)
 
 
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
