@@ -261,10 +261,10 @@ def synthetic(
     `num_classes` targets (standard normal) are the weights of a sum of all patterns. Shapes
     (C, H, W) become uint8 images; flat shapes become float32.
     """
-    classification = kind == "classification"
     check_choice("dataset.kind", kind, ("classification", "regression"))
+    has_classes = kind == "classification"
     check_number("dataset.n", n, whole=True, least=1)
-    check_number("dataset.num_classes", num_classes, whole=True, least=2 if classification else 1)
+    check_number("dataset.num_classes", num_classes, whole=True, least=2 if has_classes else 1)
     check_number("dataset.noise", noise, least=0)
     shape = (in_shape,) if isinstance(in_shape, int) else tuple(in_shape)
     for size in shape:
@@ -273,26 +273,24 @@ def synthetic(
         raise UserError(f"dataset.in_shape={in_shape}: give [features] or [channels,height,width].")
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     is_image = len(shape) == 3
-    dtype = torch.uint8 if is_image else torch.float32
     generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))
     patterns = torch.randn(num_classes, *shape, generator=generator)
     if is_image:  # coarse patterns, which survive convolutions and pooling
         coarse = torch.randn(num_classes, shape[0], 4, 4, generator=generator)
         patterns = torch.nn.functional.interpolate(coarse, shape[1:], mode="nearest")
     targets = torch.arange(n) % num_classes
-    if not classification:
+    if not has_classes:
         targets = torch.randn(n, num_classes, generator=generator)
     flat = patterns.flatten(1)
-    inputs = torch.empty(n, *shape, dtype=dtype)
-    for start in range(0, n, PIECE):
-        piece = targets[start : start + PIECE]
-        values = flat[piece] if classification else piece @ flat / math.sqrt(num_classes)
-        values = values.view(-1, *shape)
+    inputs = torch.empty(n, *shape, dtype=torch.uint8 if is_image else torch.float32)
+    for piece, wanted in zip(inputs.split(PIECE), targets.split(PIECE), strict=True):
+        values = flat[wanted] if has_classes else wanted @ flat / math.sqrt(num_classes)
+        values = values.view(piece.shape)
         values = values + noise * torch.randn(values.shape, generator=generator)
         if is_image:
             values = (values * 40 + 128).round().clamp(0, 255)
-        inputs[start : start + PIECE] = values
-    train, val, test = cut(inputs, targets, fractions, split_seed, stratified=classification)
+        piece.copy_(values)
+    train, val, test = cut(inputs, targets, fractions, split_seed)
     mean = None
     std = None
     if is_image:

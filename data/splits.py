@@ -122,21 +122,16 @@ def check_fractions(**fractions: float) -> list[float]:
     return list(fractions.values())
 
 
-def split_indices(
-    targets: Tensor | int,
-    fractions: Sequence[float],
-    seed: int,
-    stratified: bool = True,
-) -> list[Tensor]:
+def split_indices(targets: Tensor | int, fractions: Sequence[float], seed: int) -> list[Tensor]:
     """Divide samples into [rest, part, part, ...], as sorted indices, with one part per fraction.
 
-    `targets` is the samples' labels, or just the number of samples. With `stratified`, each part
-    has the same share of each class, and at least one sample of every class that has enough of
-    them; samples with several labels are not stratified. Raises UserError if a part would be empty.
+    `targets` is either the number of samples or their targets. If these are one class per sample,
+    each part has the same fraction of each class, and at least one sample of every class that has
+    enough of them. Raises UserError if a part would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]
-    if stratified and isinstance(targets, Tensor) and targets.ndim == 1 and n > 0:
+    if isinstance(targets, Tensor) and targets.ndim == 1 and n > 0:
         groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
     pieces: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
@@ -154,7 +149,6 @@ def divide(
     targets: Tensor | int,
     fractions: Sequence[float],
     seed: int,
-    stratified: bool = True,
     *,
     folds: int = 0,
     fold: int = 0,
@@ -164,7 +158,8 @@ def divide(
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
     `folds`: divide the samples outside the test part into this many folds of equal size, each with
-    the same share of each class if `stratified`; fold number `fold` is the validation part.
+    the same fraction of each class if `targets` are classes; fold number `fold` is the validation
+    part.
     `groups`: keep samples with the same group number in one part; fractions count groups.
     `times`: use the latest samples as the test part and those before as the validation part;
     samples with the same time stay together.
@@ -177,11 +172,11 @@ def divide(
         return _by_time(times, fractions)
     if groups is not None:
         names, numbers = groups.unique(return_inverse=True)
-        parts = divide(len(names), fractions, seed, False, folds=folds, fold=fold)
+        parts = divide(len(names), fractions, seed, folds=folds, fold=fold)
         return [torch.isin(numbers, part).nonzero().view(-1) for part in parts]
     if folds == 0:
-        return split_indices(targets, fractions, seed, stratified)
-    rest, test = split_indices(targets, fractions[1:], seed, stratified)
+        return split_indices(targets, fractions, seed)
+    rest, test = split_indices(targets, fractions[1:], seed)
     if len(rest) < folds or folds == 1:
         raise UserError(
             f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose "
@@ -189,7 +184,7 @@ def divide(
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
-    if stratified and isinstance(targets, Tensor):
+    if isinstance(targets, Tensor):
         order = order[targets[rest[order]].argsort(stable=True)]
     is_val = torch.zeros(len(rest), dtype=torch.bool)
     is_val[order[fold::folds]] = True
@@ -200,8 +195,8 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Return the sample indices of each part in order of time: the earliest first."""
     starts = torch.tensor(_sizes(len(times), fractions)[:-1]).cumsum(0)
     ordered = torch.cat([times.sort().values, torch.tensor([math.inf])])
-    part = torch.bucketize(times, ordered[starts], right=True)
-    parts = [(part == number).nonzero().view(-1) for number in range(len(fractions) + 1)]
+    number = torch.bucketize(times, ordered[starts], right=True)
+    parts = [(number == part).nonzero().view(-1) for part in range(len(fractions) + 1)]
     _check_sizes(parts, fractions)
     return parts
 
@@ -230,16 +225,7 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
     return [count - sum(sizes), *sizes]
 
 
-def cut(
-    inputs: Tensor,
-    targets: Tensor,
-    fractions: Sequence[float],
-    seed: int,
-    stratified: bool = True,
-) -> list[Any]:
+def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
     """Return the TensorSplit of the rest and of each part, None for a fraction of 0."""
-    splits: list[TensorSplit | None] = []
-    for part in split_indices(targets, fractions, seed, stratified):
-        split = TensorSplit(inputs[part], targets[part])
-        splits.append(split if len(part) else None)
-    return splits
+    parts = split_indices(targets, fractions, seed)
+    return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]

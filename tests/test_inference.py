@@ -179,7 +179,6 @@ def raw_test_inputs(runs, name):
         else 300,
         [0.1, 0.2],
         0,
-        stratified=name == "grades",
     )
     rows = list(houses(300))
     return torch.tensor(
@@ -467,7 +466,7 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     assert [row["value"] for row in second[::-1]] == pytest.approx(
         [row["value"] for row in first], rel=1e-7
     )
-    parts = split_indices(300, [0.1, 0.2], 0, stratified=False)
+    parts = split_indices(300, [0.1, 0.2], 0)
     with Trainer(model.module, device="cpu", channels_last=False) as trainer:
         expected = (
             trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale

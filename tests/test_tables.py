@@ -479,7 +479,7 @@ def test_csv_learns_from_the_training_part_alone(table):
     """
     text = rows()
     plain = table(HEADER + "\n".join(text), target="price", split_seed=5)
-    _, val, test = split_indices(100, [0.1, 0.2], 5, stratified=False)
+    _, val, test = split_indices(100, [0.1, 0.2], 5)
     for i in [*val.tolist(), *test.tolist()]:
         text[i] = "9999,elsewhere,yes,0"
     changed = table(HEADER + "\n".join(text), target="price", split_seed=5)
@@ -807,7 +807,8 @@ def test_folds_are_those_of_scikit_learn_but_for_the_shuffle(stratified):
     targets = torch.randint(0, 3, (101,), generator=generator) ** 2
     kind = model_selection.StratifiedKFold if stratified else model_selection.KFold
     expected = [targets[val] for _, val in kind(4).split(targets, targets)]
-    parts = [divide(targets, [0.1, 0], 7, stratified, folds=4, fold=i) for i in range(4)]
+    given = targets if stratified else len(targets)
+    parts = [divide(given, [0.1, 0], 7, folds=4, fold=i) for i in range(4)]
     assert torch.equal(torch.cat([val for _, val, _ in parts]).sort().values, torch.arange(101))
     sizes = [len(val) for _, val, _ in parts]
     assert sorted(sizes) == sorted(map(len, expected)) and max(sizes) - min(sizes) <= 1
@@ -818,8 +819,8 @@ def test_folds_are_those_of_scikit_learn_but_for_the_shuffle(stratified):
     for train, val, test in parts:
         assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(101))
         assert len(test) == 0
-    with_test = [divide(targets, [0.1, 0.2], 7, stratified, folds=4, fold=i) for i in range(4)]
-    *_, tested = split_indices(targets, [0.1, 0.2], 7, stratified)
+    with_test = [divide(given, [0.1, 0.2], 7, folds=4, fold=i) for i in range(4)]
+    *_, tested = split_indices(given, [0.1, 0.2], 7)
     assert all(len(test) == len(tested) for _, _, test in with_test)
     assert torch.equal(with_test[0][2], with_test[3][2])
     assert len(torch.cat([*with_test[1][:2], with_test[2][2]]).unique()) == 101
