@@ -50,27 +50,22 @@ def open_cache(
         try:
             cache = PixelCache(path, images, shape)
         except (FileNotFoundError, WrongSize):
-            create(path, size_of(images, shape))
+            create(path, images * (4 + prod(shape)))
             cache = PixelCache(path, images, shape)
     except (OSError, ValueError) as error:
-        if place != "auto":
-            raise UserError(
-                f"dataset.cache={place}: decoded images cannot be cached there ({error}).\n"
-                "Type dataset.cache=DIR for another folder, or dataset.cache=false."
-            ) from None
-        return None, f"not cached ({error})"
-    return cache, f"decoded pixels in {path} ({size_of(images, shape) / MIB:,.0f} MiB)"
+        if place == "auto":
+            return None, f"not cached ({error})"
+        raise UserError(
+            f"dataset.cache={place}: decoded images cannot be cached there ({error}).\n"
+            "Type dataset.cache=DIR for another folder, or dataset.cache=false."
+        ) from None
+    return cache, f"decoded pixels in {path} ({len(cache.map) / MIB:,.0f} MiB)"
 
 
 def default_place() -> Path:
     """Return $XDG_CACHE_HOME/stoker/images; $XDG_CACHE_HOME defaults to ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "stoker", "images")
-
-
-def size_of(images: int, shape: Sequence[int]) -> int:
-    """Return the size of a cache in bytes."""
-    return images * (4 + prod(shape))
 
 
 class WrongSize(OSError):
@@ -90,7 +85,7 @@ class PixelCache:
         self.path = path
         self.shape = tuple(shape)
         self.size = prod(shape)
-        expected = size_of(images, shape)
+        expected = images * (4 + self.size)
         with open_plain(path, os.O_RDWR) as file:
             if os.fstat(file.fileno()).st_size != expected:
                 raise WrongSize(f"{path} does not have the expected {expected:,} bytes")

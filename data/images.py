@@ -103,15 +103,12 @@ def image_folder(
                 f"dataset.resize={resize}: type dataset.size as well, the size of the center crop."
             )
         check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
-    if check_number("dataset.channels", channels, whole=True) not in (1, 3):
-        raise UserError(f"dataset.channels={channels}: give 3 (color) or 1 (gray).")
-    named = isinstance(cache, str) and cache != ""
-    if not named and cache is not False:
+    check_choice("dataset.channels", channels, (1, 3))
+    if cache is not False and (not isinstance(cache, str) or cache == ""):
         raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
     skip = on_bad_sample == "skip"
     root = os.path.expanduser(root)
-    state = hashlib.blake2b(digest_size=8)
-    classes, listed = _list_parts(root, state, fewest=2 if trained is None else 1)
+    classes, listed = _list_parts(root, fewest=2 if trained is None else 1)
     fractions = check_fractions(
         val_fraction=0 if "val" in listed else val_fraction,
         test_fraction=0 if "test" in listed else test_fraction,
@@ -123,27 +120,29 @@ def image_folder(
         if len(wanted) == 2 and tuple(wanted) != shape:
             shape = (wanted[0], wanted[1])
             form = True  # resized as in task=predict
-    images = sum(len(files) for files, _ in listed.values())
     source = hashlib.blake2b(digest_size=8)
     source.update(os.fsencode(f"{os.path.realpath(root)}\0{[channels, *shape]} {form}"))
-    state.update(f"{images} {VERSION} {PIL.__version__}".encode())
+    state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
+    images = 0
+    for files, _ in listed.values():
+        images += len(files)
+        files.feed(state)
+        state.update(files.times.tobytes())
     pixels, place = open_cache(
         cache, source.hexdigest(), state.hexdigest(), images, (channels, *shape)
     )
     splits = {}
-    used = 0
-    for name, (files, targets) in listed.items():
-        slots = torch.arange(used, used + len(files))
-        splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, slots, place)
-        used += len(files)
+    slots = torch.arange(images).split([len(files) for files, _ in listed.values()])
+    for (name, (files, targets)), own in zip(listed.items(), slots, strict=True):
+        splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, own, place)
     if skip:
         splits = _without_broken(splits, classes)
-    parts = split_indices(splits["train"].targets, fractions, split_seed)
     whole = splits["train"]
-    train = whole.take(parts[0])
-    for name, indices in (("val", parts[1]), ("test", parts[2])):
+    parts = split_indices(whole.targets, fractions, split_seed)
+    for name, indices in zip(("train", "val", "test"), parts, strict=True):
         if len(indices) > 0:
             splits[name] = whole.take(indices)
+    train = splits["train"]
     if mean is None or std is None:
         measured_mean, measured_std = _mean_and_std(train, split_seed)
         mean = measured_mean if mean is None else mean
@@ -161,14 +160,12 @@ def image_folder(
     )
 
 
-def _list_parts(
-    root: str, state: "hashlib.blake2b", fewest: int
-) -> "tuple[list[str], dict[str, Files]]":
+def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
     """List the classes, and the images of each part that has a folder; without part folders, all of
     `root` is the training part.
 
     Raises:
-        UserError: There are fewer classes than `fewest`, or a class or part has no images.
+        UserError: There are fewer classes than `fewest`, or a class has no images.
     """
     if not os.path.isdir(root):
         raise UserError(
@@ -177,7 +174,6 @@ def _list_parts(
             "Type dataset.root=DIR for a folder that contains one folder per class."
         )
     left_out: Counter[str] = Counter()
-    listed = {}
     try:
         tops = _find_parts(root, left_out)
         classes = _folders(tops["train"])
@@ -187,20 +183,16 @@ def _list_parts(
                 f"there are {len(classes)}.\n"
                 "Type dataset.root=DIR for a folder that contains one folder per class."
             )
-        for part, folder in tops.items():
-            listed[part] = _list_images(folder, classes, state, left_out)
+        listed = {part: _list_images(top, classes, left_out) for part, top in tops.items()}
     except OSError as error:
         raise UserError(
             f"{printable(error.filename or root)}: cannot be read ({error.strerror})."
         ) from None
-    empty = [tops[part] for part, (files, _) in listed.items() if len(files) == 0]
     counts = torch.bincount(listed["train"][1], minlength=len(classes)).tolist()
-    for name, count in zip(classes, counts, strict=True):
-        if count == 0:
-            empty.append(os.path.join(tops["train"], name))
-    if empty:
+    if 0 in counts:
+        empty = os.path.join(tops["train"], classes[counts.index(0)])
         raise UserError(
-            f"{printable(empty[0])}: this folder has no images ({', '.join(IMAGE_ENDINGS)}).\nAdd "
+            f"{printable(empty)}: this folder has no images ({', '.join(IMAGE_ENDINGS)}).\nAdd "
             "some, or remove the folder."
         )
     if left_out:
@@ -242,36 +234,32 @@ def _folders(top: str) -> list[str]:
         )
 
 
-def _list_images(
-    top: str, classes: list[str], state: "hashlib.blake2b", left_out: "Counter[str]"
-) -> "Files":
+def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Files":
     """List the images below top/CLASS/ in the order of torchvision's ImageFolder, and their labels.
 
-    Feeds all names, sizes and modification times to the hash `state`. Raises UserError for a class
-    that is not in `classes`.
+    Raises UserError for a class that is not in `classes`.
     """
-    files: list[bytes] = []
-    sizes: list[int] = []
+    images: list[tuple[str, int, int]] = []
     labels: list[int] = []
-    state.update(os.path.basename(top).encode(errors="surrogateescape"))
     loose = [name for name in os.listdir(top) if name.lower().endswith(IMAGE_ENDINGS)]
     if loose:
         left_out["outside the class folders"] += len(loose)
     for name in _folders(top):
+        folder = os.path.join(top, name)
         if name not in classes:
             raise UserError(
-                f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
+                f"{printable(folder)}: the training images have no class {name!r}."
                 f"{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder. The classes are {first_few(classes, 10)}."
             )
-        images = list(_images_below(os.path.join(top, name), left_out))
-        images.sort(key=lambda image: os.path.split(image[0]))
-        for path, size, time in images:
-            files.append(os.fsencode(path[len(os.path.join(top, "")) :]))
-            sizes.append(size)
-            labels.append(classes.index(name))
-            state.update(files[-1] + f"\0{size} {time}".encode())
-    return Paths(top, files, sizes), torch.tensor(labels, dtype=torch.int64)
+        below = _images_below(folder, left_out)
+        images += sorted(below, key=lambda image: os.path.split(image[0]))
+        labels += [classes.index(name)] * (len(images) - len(labels))
+    start = len(os.path.join(top, ""))
+    names = [os.fsencode(path[start:]) for path, _, _ in images]
+    sizes = [size for _, size, _ in images]
+    times = [time for _, _, time in images]
+    return Paths(top, names, sizes, times), torch.tensor(labels, dtype=torch.int64)
 
 
 def _images_below(
@@ -319,25 +307,26 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
 
     Whether an image is left out depends only on its file, so the splits are reproducible.
     """
-    broken = []
-    whole = {}
+    broken: list[str] = []
+    readable = {}
     for name, split in splits.items():
+        unreadable = split.broken()
+        broken += [split.files[i] for i in unreadable]
         keep = torch.ones(len(split), dtype=torch.bool)
-        keep[split.broken()] = False
-        broken += [split.files[i] for i in (~keep).nonzero().view(-1).tolist()]
-        whole[name] = split.take(keep.nonzero().view(-1))
+        keep[unreadable] = False
+        readable[name] = split.take(keep.nonzero().view(-1))
     if not broken:
         return splits
     shown = first_few(broken, 3)
-    is_empty = any(len(split) == 0 for split in whole.values())
-    if is_empty or len(whole["train"].targets.unique()) < len(classes):
+    is_empty = any(len(split) == 0 for split in readable.values())
+    if is_empty or len(readable["train"].targets.unique()) < len(classes):
         raise UserError(
             f"dataset.on_bad_sample=skip: a part or a class has no readable images ({shown}).\n"
             "Replace or remove these files."
         )
     total = sum(map(len, splits.values()))
     log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)
-    return whole
+    return readable
 
 
 def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[float]]:
@@ -363,7 +352,7 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 
 @dataclasses.dataclass(eq=False)
 class Paths:
-    """File paths below a root, and the sizes of the files.
+    """File paths below a root, and the sizes and modification times of the files.
 
     The names are one array of bytes, which worker processes share. With a list of strings, each
     access would copy the memory page that holds the string's reference count.
@@ -372,10 +361,12 @@ class Paths:
     root: str
     names: Any
     sizes: Any
+    times: Any
 
     def __post_init__(self) -> None:
         self.names = numpy.asarray(self.names, dtype=numpy.bytes_)
         self.sizes = numpy.asarray(self.sizes, dtype=numpy.int64)
+        self.times = numpy.asarray(self.times, dtype=numpy.int64)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -386,10 +377,10 @@ class Paths:
     def take(self, indices: Tensor) -> "Paths":
         """Return the Paths at these indices."""
         chosen = indices.numpy()
-        return Paths(self.root, self.names[chosen], self.sizes[chosen])
+        return Paths(self.root, self.names[chosen], self.sizes[chosen], self.times[chosen])
 
     def feed(self, state: "hashlib.blake2b") -> None:
-        """Feed all names and sizes, but not the root, to a hash."""
+        """Feed all names and sizes, but neither the root nor the times, to a hash."""
         state.update(b"".join(self.names.tolist()))
         state.update(numpy.strings.str_len(self.names).cumsum().tobytes())
         state.update(self.sizes.tobytes())
@@ -425,6 +416,7 @@ class ImageSplit:
         self.shape = (self.channels, *self.size)
         self.nbytes = len(self) * math.prod(self.shape)
         self.threads = decoding_threads(None if self.resize else self.size)
+        self.at_once = max(self.threads, CHUNK // math.prod(self.shape))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -471,19 +463,17 @@ class ImageSplit:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return all inputs and targets."""
         inputs = torch.empty(len(self), *self.shape, dtype=torch.uint8)
-        done = 0
-        for pixels in self.chunks(torch.arange(len(self))):
-            inputs[done : done + len(pixels)] = pixels
-            done += len(pixels)
+        pieces = self.chunks(torch.arange(len(self)))
+        for place, pixels in zip(inputs.split(self.at_once), pieces, strict=True):
+            place.copy_(pixels)
         return inputs, self.targets
 
     def chunks(self, indices: Tensor) -> Iterator[Tensor]:
         """Yield the pixels of these samples a few MiB at a time, decoded by several threads if that
         is faster.
         """
-        at_once = max(self.threads, CHUNK * len(self) // self.nbytes)
         with ThreadPoolExecutor(self.threads) as pool:
-            for part in indices.split(at_once):
+            for part in indices.split(self.at_once):
                 yield self.read(part.tolist(), pool.map)
 
     def missing(self) -> Tensor:

@@ -382,9 +382,6 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
             f"{where}: labels must be int64 of shape (N,), (N, T) or (N, H, W), "
             f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
         )
-    low, high = labels.aminmax()
-    if low >= 0 and high < classes:
-        return
     is_wrong = (labels < 0) | (labels >= classes)
     if shape:
         is_wrong &= labels != IGNORED
