@@ -17,7 +17,7 @@ from stoker.data.samples import make_loader
 from stoker.data.splits import Split
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers
 from stoker.trainer import launch
-from stoker.trainer.copies import UNIFIED, move, to_device
+from stoker.trainer.copies import move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
@@ -52,7 +52,7 @@ def make_loaders(
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
     """Make ((train, val, test), why): a loader or None per split, and a phrase that says where the
-    data is. With several validation parts, val is {name: loader}.
+    data is. With several validation splits, val is {name: loader}.
 
     `resident`: True, False, or "auto", which keeps the data on the device if all splits have
     `tensors` and fit in half of its free memory. If more than 64 MiB of images are not cached yet,
@@ -61,8 +61,8 @@ def make_loaders(
     up to 8, and 0 for tensors.
     `timeout`: seconds to wait for a batch from a worker.
     `only`: the only split to load, for an evaluation.
-    `limit_train`, `limit_val`: the share or number of samples to use per epoch or evaluation.
-    With torchvision transforms in `augment`, the training part is streamed.
+    `limit_train`, `limit_val`: the fraction or number of samples to use per epoch or evaluation.
+    With torchvision transforms in `augment`, the training split is streamed.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -70,32 +70,35 @@ def make_loaders(
     settings.check("dataset.timeout", timeout)
     settings.check("limit_train", limit_train)
     settings.check("limit_val", limit_val)
-    splits = data.parts() if only is None else {only: data.parts()[only]}
+    splits = data.parts()
     if only is None:
         data.check_classes()
+    else:
+        splits = {only: splits[only]}
     options: dict[str, dict[str, Any]] = {}
     for name, split in splits.items():
-        size = eval_batch_size or batch_size
-        options[name] = {"batch_size": size, "device": device, "seed": seed}
         has_to_end = data.kind == "other" and length_of(split) is None
+        options[name] = {"device": device, "seed": seed}
         if only is None and name == "train":
-            usual = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
-            options[name] |= {**usual, "batch_size": batch_size}
-        elif name not in ("train", "test") and (only is None or has_to_end):
+            options[name] |= {"batch_size": batch_size, "shuffle": True, "drop_last": drop_last}
+            options[name]["limit"] = limit_train
+            continue
+        options[name]["batch_size"] = eval_batch_size or batch_size
+        if name not in ("train", "test") and (only is None or has_to_end):
             options[name]["limit"] = limit_val
+    reading: dict[str, Any] = {"workers": workers, "timeout": timeout}
     loaders: dict[str, Any] = {}
     if data.kind == "other":
-        _check_other(augment, resident)
-        for name, part in splits.items():
+        needs_shape = "this needs inputs of a known shape, but this data set can return anything"
+        typed = {"augment": bool(augment), "resident": resident not in ("auto", False)}
+        _refuse(typed, f"{needs_shape}.\nRemove this key.")
+        for name, split in splits.items():
             where = f"the {name} part of {data.name}"
-            loaders[name] = make_loader(
-                part, where, workers=workers, timeout=timeout, **options[name]
-            )
+            loaders[name] = make_loader(split, where, **reading, **options[name])
         return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
-    first = next(iter(splits.values()))
-    held = dict(splits)  # parts that can be resident
+    held = dict(splits)  # the splits that can be resident
     transforms = None
     if only is None:
         options["train"]["augment"] = augment
@@ -107,40 +110,41 @@ def make_loaders(
                 "read. Type dataset.resident=auto."
             )
         del held["train"]
-    # A run does not have to read its test part, so it does not count here; it is decoded only if it
-    # becomes resident.
-    needed = [part for name, part in held.items() if name != "test" or only]
+    # A run does not have to read its test split, so it does not count here; it is decoded only if
+    # it becomes resident.
+    needed = [split for name, split in held.items() if name != "test" or only]
     fits, why = _choose_place(held, needed, device, resident)
     if fits:
         why = f"resident on {device}, {why}"
-    if len(held) < len(splits) or not fits:
-        count = choose_workers(first, transforms) if workers == "auto" else workers
+    else:
+        held.clear()
+    first = next(iter(splits.values()))
+    if len(held) < len(splits):
+        if workers == "auto":
+            reading["workers"] = choose_workers(first, transforms)
+        count = reading["workers"]
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
         why = f"{why}; the training part {streamed}" if fits else f"{streamed}, {why}"
-        for name in splits.keys() - (held if fits else ()):
-            options[name] |= {"workers": count, "timeout": timeout}
     elif resident is True or not hasattr(first, "missing"):
         # With resident=auto, images are streamed until they are decoded, so workers have an effect.
-        for key, value, unused in (
-            ("workers", workers, (0, "auto")),
-            ("timeout", timeout, (TIMEOUT,)),
-        ):
-            if value not in unused:
-                raise UserError(
-                    f"dataset.{key}={value}: a resident data set does not use workers.\n"
-                    f"Type dataset.resident=false, or dataset.{key}={unused[-1]}."
-                )
+        _refuse(
+            {"workers": workers not in (0, "auto"), "timeout": timeout != TIMEOUT},
+            "a resident data set does not use workers.\n"
+            "Type dataset.resident=false, or remove this key.",
+        )
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
     for name in splits:
-        kind = DeviceLoader if fits and name in held else HostLoader
-        loaders[name] = kind(data, name, **options[name])
+        if name in held:
+            loaders[name] = DeviceLoader(data, name, **options[name])
+        else:
+            loaders[name] = HostLoader(data, name, **reading, **options[name])
     return _by_use(loaders), why
 
 
 def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the loaders as (train, val, test); with several validation parts, val is
+    """Return the loaders as (train, val, test); with several validation splits, val is
     {name: loader}.
     """
     val = {name: loader for name, loader in loaders.items() if name not in ("train", "test")}
@@ -148,30 +152,29 @@ def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
     return loaders.get("train"), usual, loaders.get("test")
 
 
-def _check_other(augment: Spec, resident: str | bool) -> None:
-    """Raise UserError for a setting that needs to know the structure of a batch."""
-    for key, is_typed in (("augment", augment), ("resident", resident not in ("auto", False))):
+def _refuse(typed: dict[str, bool], why: str) -> None:
+    """Raise UserError for the first setting of the loaders that was typed."""
+    for key, is_typed in typed.items():
         if is_typed:
-            raise UserError(
-                f"dataset.{key}: this needs inputs of a known shape, but this data set can return "
-                "anything.\nRemove this key."
-            )
+            raise UserError(f"dataset.{key}: {why}")
 
 
 def _choose_place(
     splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
     """Return whether the splits are resident, and why; `needed` are the splits that a run reads."""
-    for part in splits.values():
-        if resident is not False and not hasattr(part, "tensors"):
-            reason = f"{type(part).__name__} has no tensors(), which would return the whole part"
+    if resident is False:
+        return False, "as asked"
+    for split in splits.values():
+        if not hasattr(split, "tensors"):
+            reason = f"{type(split).__name__} has no tensors(), which would return the whole part"
             if resident is True:
                 raise UserError(
                     f"dataset.resident=true: {reason}.\nAdd it, or type dataset.resident=false."
                 )
             return False, reason
-    if resident != "auto":
-        return bool(resident), "as asked"
+    if resident is True:
+        return True, "as asked"
     if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
         return False, "which decodes the images; in the next run they are resident"
     size = sum(split.nbytes for split in splits.values())
@@ -195,24 +198,17 @@ def check_first(data: Data, name: str, split: Split) -> None:
     """
     if hasattr(split, "inputs") or hasattr(split, "missing"):
         return
-    part = f"the {name} part of {data.name}"
-    batch = Reader(split, part, 0)[0, [0]]
-    raise_if_error(batch)
-    shape = (1, *data.in_shape)
-    lengths = []
-    if isinstance(batch, (tuple, list)) and all(map(torch.is_tensor, batch)):
-        lengths = [tensor.shape[:1] for tensor in batch]
-    if lengths != [(1,), (1,)] or batch[0].shape != shape:
+    where = f"the {name} part of {data.name}"
+    match Reader(split, where).first():
+        case Tensor() as inputs, Tensor() as targets:
+            fits = inputs.shape == (1, *data.in_shape) and targets.shape[:1] == (1,)
+        case _:
+            fits = False
+    if not fits:
         raise UserError(
-            f"{part}: split[[0]] must return a pair of tensors: inputs of shape {shape} and one "
-            "target."
+            f"{where}: split[[0]] must return a pair of tensors: inputs of shape "
+            f"{(1, *data.in_shape)} and one target."
         )
-
-
-def raise_if_error(batch: Any) -> None:
-    """Raise the error that a Reader returns in place of a batch."""
-    if isinstance(batch, (UserError, TrainingError)):
-        raise batch
 
 
 def normalizer(
@@ -272,7 +268,9 @@ class Loader(Ordered):
         self.in_shape = data.in_shape
         # Mixing needs the whole batch, so samples are divided among the processes afterwards.
         self.dealt_late = bool(self.augment.rest)
-        self.share = self.batch_size if self.dealt_late else len(range(self.batch_size)[self.mine])
+        self.share = self.batch_size
+        if not self.dealt_late:
+            self.share = len(self.mine(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
         # Whether `flip: alternate` flips a sample in even or odd epochs.
         self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
@@ -281,11 +279,15 @@ class Loader(Ordered):
         """Return the loader's generator, seeded for the stream that `parts` names."""
         return self.generator.manual_seed(mix_seed(self.seed, *parts))
 
+    def _dealt(self, batch: Tensor) -> Tensor:
+        """Return the samples of a whole batch that this process reads."""
+        return batch if self.dealt_late else self.mine(batch)
+
     def batches(self, epoch: int, position: int) -> Iterator[Batch]:
         """Yield the batches of this epoch, starting at index `position`."""
         whole = self.whole_batches(epoch, position)
         done = 0
-        for inputs, targets in self.read(self._dealt(whole), epoch):
+        for inputs, targets in self.read(list(map(self._dealt, whole)), epoch):
             count = -(-len(inputs) // self.share)  # `read` may return several batches at once
             drawn_for = whole[done : done + count]
             draws = self._draws(epoch, position + done, drawn_for, inputs.shape[1:])
@@ -294,22 +296,10 @@ class Loader(Ordered):
                 if self.dealt_late:
                     generator = self._seeded("mix", epoch, position + done)
                     inputs, targets = self.augment.mix(*batch, generator)
-                    batch = (inputs[self.mine], targets[self.mine])
+                    batch = (self.mine(inputs), self.mine(targets))
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
-        # If the last batch has no sample for this process, other processes may still wait for it to
-        # take part. It gets a borrowed sample, which parallel.has_samples excludes from all sums.
-        for samples in whole[done:]:
-            inputs, targets = next(iter(self.read([samples[:1]], epoch)))
-            self.global_size = len(samples)
-            yield self.augment.move(inputs, targets, {})
-
-    def _dealt(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return this process's share of each batch, without batches in which it has none."""
-        if self.dealt_late or launch.world_size() == 1:
-            return list(whole)
-        return [batch[self.mine] for batch in whole if len(batch) > launch.rank()]
 
     def _draws(
         self,
@@ -323,13 +313,12 @@ class Loader(Ordered):
         """
         if not self.augment.geometric:
             return {}
-        mine = slice(None) if self.dealt_late else self.mine
         draws = []
         for number, batch in enumerate(whole, position):
             flips = self.flip_parity[batch] ^ bool(epoch % 2)
             generator = self._seeded("augment", epoch, number)
             draws.append(self.augment.draw((len(batch), *shape), generator, flips))
-        return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
+        return {name: torch.cat([self._dealt(draw[name]) for draw in draws]) for name in draws[0]}
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
         """Yield (inputs, targets) on the device for these batches of indices, one or more batches
@@ -362,9 +351,8 @@ class DeviceLoader(Loader):
             raise TrainingError(f"The {split} part of {data.name} {reason}") from error
         self.resident_bytes = self.nbytes
         self.split = None  # from now on, data is read only from the device
-        numbers = max(1, self.share) * inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
-        self.batches_at_once = max(1, min(16, most // numbers))
+        self.batches_at_once = max(1, min(16, most // (self.share * inputs[0].numel())))
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
         if not batches or self.inputs is None or self.targets is None:
@@ -407,25 +395,17 @@ class HostLoader(Loader):
     ) -> None:
         super().__init__(data, split, batch_size, **options)
         part = f"the {split} part of {data.name}"
-        batch_bytes = self.nbytes * self.batch_size // self.samples
         transforms = self.augment.per_sample(data.in_shape, self.seed)
         reader = Reader(self.split, part, workers, (self.seed, split), transforms)
         if transforms is not None:
-            raise_if_error(reader[0, [0]])
-        self.workers = Workers(
-            reader,
-            workers,
-            timeout=settings.check("dataset.timeout", timeout),
-            ahead=AHEAD // max(1, batch_bytes * max(workers, 1)),
-            # On mps, host and device share their memory.
-            pin_memory=self.device.type not in UNIFIED,
-        )
+            reader.first()
+        batch_bytes = self.nbytes * self.batch_size // self.samples
+        ahead = AHEAD // max(1, batch_bytes * max(workers, 1))
+        self.workers = Workers(reader, workers, timeout, self.device, ahead)
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
         # Every evaluation sees the same samples.
-        drawn = epoch if self.shuffle else 0
-        # Lists, because indices are sent to the workers, and a tensor would need shared memory.
-        for batch in self.workers.read([(drawn, samples.tolist()) for samples in batches]):
+        for batch in self.workers.read(epoch if self.shuffle else 0, batches):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)
             yield batch

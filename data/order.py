@@ -75,13 +75,12 @@ class Ordered(Seekable):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.mine = slice(launch.rank(), None, launch.world_size())
         last = 0 if drop_last else self.samples % batch_size
-        ranks = launch.world_size()
-        if shuffle and min(batch_size, last or batch_size) < ranks:
+        smallest = last or batch_size
+        if shuffle and smallest < launch.world_size():
             raise UserError(
-                f"batch_size={batch_size}: each of the {ranks} processes needs a sample of every "
-                f"batch, but the smallest has only {min(batch_size, last or batch_size)}.\n"
+                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs a "
+                f"sample of every batch, but the smallest has only {smallest}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
 
@@ -92,17 +91,26 @@ class Ordered(Seekable):
 
     def order(self, epoch: int) -> Tensor:
         """Return the sample indices in the order of this epoch, int64 on the CPU."""
-        if not self.shuffle:
-            if self.samples == self.whole:
-                return torch.arange(self.whole)
-            chosen = permutation(self.whole, self.seed, 0)[: self.samples]
-            return chosen.sort().values
-        return permutation(self.whole, self.seed, epoch)[: self.samples]
+        if self.shuffle:
+            return permutation(self.whole, self.seed, epoch)[: self.samples]
+        if self.samples < self.whole:
+            return permutation(self.whole, self.seed, 0)[: self.samples].sort().values
+        return torch.arange(self.whole)
 
     def whole_batches(self, epoch: int, position: int) -> Sequence[Tensor]:
         """Return the sample indices of this epoch's batches, starting at batch `position`."""
         order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
         return order.split(self.batch_size) if len(order) else ()
+
+    def mine(self, batch: Tensor) -> Tensor:
+        """Return this process's share of a whole batch.
+
+        If there are fewer samples than processes, it borrows the first one, because the other
+        processes wait for it to take part: see parallel.has_samples.
+        """
+        return (
+            batch[launch.rank() :: launch.world_size()] if len(batch) > launch.rank() else batch[:1]
+        )
 
     def close(self) -> None:
         """Release the data and stop the workers; the loader cannot be used afterwards."""

@@ -14,14 +14,12 @@ from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
-from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
 MOST = 10**6  # most samples to read from a stream without a length in an evaluation
-AHEAD = 2  # batches that each worker prefetches
 
 Collate = Callable[[list[Any]], Any]
 
@@ -120,47 +118,35 @@ def make_loader(
     *,
     workers: str | int = "auto",
     timeout: float = TIMEOUT,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-    drop_last: bool = False,
-    limit: Limit = None,
-    shuffle: bool = False,
+    **options: Any,
 ) -> Any:
     """Return a loader for a part of arbitrary samples: a SampleLoader for a map-style data set.
 
     An IterableDataset becomes a DataLoader, by default without workers, because each worker would
     read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
-    its first batches, and an epoch continues where the last one stopped.
+    its first batches, and an epoch continues where the last one stopped. `options` are those of
+    Ordered.
     """
     if has_samples(part):
         count = choose_workers(part) if workers == "auto" else int(workers)
-        return SampleLoader(
-            part,
-            name,
-            batch_size,
-            workers=count,
-            timeout=timeout,
-            device=device,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            limit=limit,
-        )
+        return SampleLoader(part, name, batch_size, workers=count, timeout=timeout, **options)
     if is_stream(part):
         count = 0 if workers == "auto" else int(workers)
         part = DataLoader(
             part,
             batch_size,
             collate_fn=getattr(part, "collate_fn", None),
-            drop_last=drop_last,
+            drop_last=options.get("drop_last", False),
             num_workers=count,
             timeout=timeout if count else 0,
-            pin_memory=torch.device(device).type not in UNIFIED,
+            pin_memory=torch.device(options["device"]).type not in UNIFIED,
         )
-    if limit is None:
-        return part if shuffle or length_of(part) is not None else EndingBatches(part, name)
-    use = "train" if shuffle else "val"
-    return IterableLoader(part, steps_per_epoch=batches_in(part, limit, use))
+    limit = options.get("limit")
+    is_training = options.get("shuffle", False)
+    if limit is not None:
+        steps = batches_in(part, limit, "train" if is_training else "val")
+        return IterableLoader(part, steps_per_epoch=steps)
+    return part if is_training or length_of(part) is not None else EndingBatches(part, name)
 
 
 def batches_in(loader: Any, limit: Limit, part: str) -> int:
@@ -229,23 +215,15 @@ class SampleLoader(Ordered):
         if len(dataset) == 0:
             raise UserError(f"{name} is empty.")
         super().__init__(dataset, name, batch_size, **options)
-        self.workers = Workers(
-            SampleReader(dataset, name, workers, self.seed),
-            workers,
-            timeout=timeout,
-            ahead=AHEAD,
-            pin_memory=self.device.type not in UNIFIED,
-        )
+        reader = SampleReader(dataset, name, workers, (self.seed,))
+        self.workers = Workers(reader, workers, timeout, self.device)
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
         """Yield the batches of this epoch, starting at index `position`."""
         whole = self.whole_batches(epoch, position)
-        plan = []
-        for samples in whole:
-            # A process without samples in the batch borrows one: see parallel.has_samples.
-            mine = samples[self.mine] if len(samples) > launch.rank() else samples[:1]
-            plan.append((epoch if self.shuffle else 0, mine.tolist()))
-        for samples, batch in zip(whole, self.workers.read(plan), strict=True):
+        mine = list(map(self.mine, whole))
+        batches = self.workers.read(epoch if self.shuffle else 0, mine)
+        for samples, batch in zip(whole, batches, strict=True):
             self.global_size = len(samples)
             yield batch
 
@@ -257,24 +235,18 @@ class SampleLoader(Ordered):
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and collates them."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        part: str,
-        workers: int,
-        seed: int,
-    ) -> None:
-        super().__init__(dataset, part, workers)
-        self.seed = seed
-        self.collate: Collate = getattr(dataset, "collate_fn", None) or default_collate
+    @property
+    def collate(self) -> Collate:
+        """The function that turns a list of samples into a batch."""
+        return getattr(self.split, "collate_fn", None) or default_collate
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
         with random_stream():
             samples = []
             for index in indices:
-                seed_generators(CPU, mix_seed("sample", self.seed, epoch, index))
+                seed_generators(CPU, mix_seed("sample", *self.stream, epoch, index))
                 samples.append(self.split[index])
-            seed_generators(CPU, mix_seed("collate", self.seed, epoch, indices[0]))
+            seed_generators(CPU, mix_seed("collate", *self.stream, epoch, indices[0]))
             try:
                 return self.collate(samples)
             except Exception as error:

@@ -99,7 +99,8 @@ def csv(
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
         ignore = table.check("dataset.ignore=", ignore)
-        names = [name for name in table.names if name not in (target, *ignore, *divided_by)]
+        left_out = {target, *ignore, *divided_by}
+        names = [name for name in table.names if name not in left_out]
     else:
         columns = check_table(trained)["columns"]
         kind = trained["kind"]
@@ -124,18 +125,21 @@ def csv(
     targets = targets[rows]
     if classes is not None:
         targets = targets.long()
+    groups = None
+    times = None
+    if split_group is not None:
+        groups = numbered(values[str(split_group)])[rows]
+    if split_time is not None:
+        times = table.times(str(split_time), values[str(split_time)])[rows]
     # Sorted indices of the remaining rows.
     parts = divide(
         len(rows) if classes is None else targets,
         fractions,
         split_seed,
-        classes is not None,
         folds=folds,
         fold=fold,
-        groups=None if split_group is None else numbered(values[str(split_group)])[rows],
-        times=None
-        if split_time is None
-        else table.times(split_time, values[str(split_time)])[rows],
+        groups=groups,
+        times=times,
     )
     center = 0.0
     scale = 1.0
@@ -152,9 +156,10 @@ def csv(
         table.warned.update(names)  # only an evaluation warns about unknown categories
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
-    pieces = (inputs, targets[order], rows[order] + FIRST)
-    split_pieces = zip(*(piece.split(list(map(len, parts))) for piece in pieces), strict=True)
-    splits = [TensorSplit(*part) if len(part[0]) else None for part in split_pieces]
+    pieces = []
+    for whole in (inputs, targets[order], rows[order] + FIRST):
+        pieces.append(whole.split([len(part) for part in parts]))
+    splits = [TensorSplit(*part) if len(part[0]) else None for part in zip(*pieces, strict=True)]
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
         cut += f" into {folds} folds (fold {fold} validates)"
@@ -354,13 +359,7 @@ class Table:
             "without missing values."
         )
 
-    def describe(
-        self,
-        name: str,
-        values: Any,
-        train: Tensor,
-        categorical: bool,
-    ) -> Column:
+    def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
         """Return {"name", "mean", "std", "date"} of a numeric column, or {"name", "categories"} of
         any other, using only the rows `train`.
         """
@@ -370,8 +369,9 @@ class Table:
                 f"Column {name!r} has no values in the training part. Type dataset.ignore=[{name}]."
             )
         for is_date in () if categorical else (False, True):
-            if self.amounts(values, is_date).isnan().sum() == values.null_count:
-                mean, std = mean_and_std(self.amounts(learned.drop_null(), is_date))
+            amounts = self.amounts(values, is_date)
+            if amounts.isnan().sum() == values.null_count:
+                mean, std = mean_and_std(amounts[train])
                 return {"name": name, "mean": mean, "std": std, "date": is_date}
         categories = sorted(learned.unique().drop_null().to_pylist())
         if not categorical:
@@ -406,32 +406,28 @@ class Table:
         """Return a column as float64: numbers (N, 1), with NaN for missing values, or one-hot (N,
         categories), all zeros for missing or unknown values.
         """
+        name = column["name"]
         categories = column.get("categories")
         if categories is None:
             numbers = self.amounts(values, column.get("date", False))
         else:
             numbers = labels_of(values, categories)
-        name = column["name"]
         is_odd = numbers.isnan() & tensor_of(values.is_valid())
         if is_odd.any() and name not in self.warned:
             place = int(is_odd.int().argmax())
-            value = f"{self.shown}, line {line + place}: {str(values[place])[:50]!r}"
+            where = (
+                f"{self.shown}, line {line + place}: {str(values[place])[:50]!r} in the column "
+                f"{name!r}"
+            )
             if categories is None:
                 raise UserError(
-                    f"{value} in the column {name!r} is not a number or date, but it must be for "
-                    "this model.\n"
-                    f"{CORRECT}."
+                    f"{where} is not a number or date, but it must be for this model.\n{CORRECT}."
                 )
-            log.warning(
-                "%s in the column %r was not in the training data; such values count as unknown.",
-                value,
-                name,
-            )
+            log.warning("%s was not in the training data; such values count as unknown.", where)
             self.warned.add(name)
-        numbers = numbers.unsqueeze(1)
         if categories is None:
-            return numbers
-        return (numbers == torch.arange(len(categories))).double()
+            return numbers.unsqueeze(1)
+        return (numbers.unsqueeze(1) == torch.arange(len(categories))).double()
 
 
 def tensor_of(array: Any) -> Tensor:
@@ -451,9 +447,11 @@ def numbered(values: Any) -> Tensor:
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation, or 1 if all numbers are equal. (Rounding makes
-    that of 900 times 0.1 1e-17, not 0.)
+    """Return the mean and the standard deviation of the numbers, without NaN.
+
+    If all are equal, the deviation is 1. (Rounding makes that of 900 times 0.1 1e-17, not 0.)
     """
+    numbers = numbers[~numbers.isnan()]
     std = 1.0
     if numbers.min() < numbers.max():
         std = numbers.std(correction=0).item()

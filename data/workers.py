@@ -13,17 +13,21 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
+from stoker.data import settings
 from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
 from stoker.data.transforms import PerSample
 from stoker.trainer import launch
+from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
 from stoker.trainer.seeding import random_stream
@@ -68,17 +72,17 @@ class Workers:
     """
 
     def __init__(
-        self, reader: "Reader", count: int, *, timeout: float, ahead: int, pin_memory: bool
+        self, reader: "Reader", count: int, timeout: float, device: torch.device, ahead: int = 2
     ) -> None:
         self.reader = reader
-        self.timeout = timeout
+        self.timeout = settings.check("dataset.timeout", timeout)
         self.plan: list[Place] = []  # the sampler: the batches to read
         self.loader: Any = torch.utils.data.DataLoader(
             reader,
             batch_size=None,  # each index is already a whole batch, so nothing is collated
             sampler=self.plan,
             num_workers=count,
-            pin_memory=pin_memory,
+            pin_memory=device.type not in UNIFIED,  # on mps, host and device share their memory
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
             # Without its own generator, each epoch would draw from the global one.
@@ -88,10 +92,11 @@ class Workers:
         self.batches: Any = None  # the loader's iterator
         self.processes: list[BaseProcess] = []  # set at the first batch
 
-    def read(self, plan: list[Place]) -> Iterator[Any]:
-        """Yield the batches of the plan; the workers keep running for the next plan."""
-        self._start(plan)
-        for _ in plan:
+    def read(self, epoch: int, batches: Sequence[Tensor]) -> Iterator[Any]:
+        """Yield the batches of these indices; the workers keep running for the next call."""
+        # Lists, because a tensor that is sent to a worker would need shared memory.
+        self._start([(epoch, indices.tolist()) for indices in batches])
+        for _ in batches:
             batch = self._take()
             if isinstance(batch, (UserError, TrainingError)):
                 try:
@@ -197,20 +202,25 @@ class Reader(torch.utils.data.Dataset[Any]):
         self,
         split: Any,
         part: str,
-        workers: int,
+        workers: int = 0,
         stream: tuple[Any, ...] = (),
         transforms: PerSample | None = None,
     ) -> None:
         self.split = split
         self.transforms = transforms
         self.part = part
-        self.stream: tuple[Any, ...] | None = stream
-        if type(split) in (TensorSplit, ImageSplit):
-            self.stream = None  # reading these draws no random numbers
+        self.stream = stream
         # For each worker, the first sample of the batch it is reading, or -1.
         self.reading = torch.full((workers,), -1)
         if workers > 0:
             self.reading.share_memory_()
+
+    def first(self) -> Any:
+        """Read the first sample as a batch; raise its error."""
+        batch = self[0, [0]]
+        if isinstance(batch, (UserError, TrainingError)):
+            raise batch
+        return batch
 
     def __getitem__(self, place: Place) -> Any:
         epoch, indices = place
@@ -228,15 +238,14 @@ class Reader(torch.utils.data.Dataset[Any]):
         return batch
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
-        if self.stream is None:
-            return self._transformed(epoch, indices)
-        with random_stream("read", *self.stream, epoch, indices[0]):
-            return self._transformed(epoch, indices)
-
-    def _transformed(self, epoch: int, indices: list[int]) -> Any:
-        if self.transforms is None:
-            return self.split[indices]
-        return self.transforms.read(self.split, epoch, indices)
+        context: AbstractContextManager[None] = contextlib.nullcontext()
+        # Reading the built-in splits draws no random numbers.
+        if type(self.split) not in (TensorSplit, ImageSplit):
+            context = random_stream("read", *self.stream, epoch, indices[0])
+        with context:
+            if self.transforms is None:
+                return self.split[indices]
+            return self.transforms.read(self.split, epoch, indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
         """Return the error for these samples; it names the first one that also fails alone."""
