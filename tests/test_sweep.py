@@ -387,7 +387,7 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
         seen.items() <= identities(tmp_path / "all").items()
         and len(identities(tmp_path / "all")) == jobs
     )
-    assert line_of(done.out, "sweep").startswith("all: 24 done;") and "go on" not in done.out
+    assert line_of(done.out, "sweep").startswith("all: 24 done;") and "resume" not in done.out
     if seen:
         assert f"24 jobs, {len(seen)} of them done earlier;" in done.out
     for job in range(jobs):
@@ -419,7 +419,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code
         "mit ä = b: 1 done, 1 unfinished, 1 not started;"
     )
     before = identities(tmp_path / "mit ä = b")
-    on = arguments_of(line_of(stopped.out, "go on"))
+    on = arguments_of(line_of(stopped.out, "resume"))
     assert sorted(on) == sorted(job)
     done = forks.run(tmp_path, *on)
     assert done.code == 0 and line_of(done.out, "sweep").startswith("mit ä = b: 3 done;"), done.err
@@ -481,7 +481,7 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
         not (tmp_path / "all" / "2").exists()
         and "  seed=-1: give a whole number at least 0.\n" in done.out
     )
-    go_on = arguments_of(line_of(done.out, "go on"))
+    go_on = arguments_of(line_of(done.out, "resume"))
     assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
     typo = forks.run(
         tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
@@ -538,10 +538,10 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
 @pytest.mark.slow
 def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
-    assert failed.code == 2 and "go on" in failed.out
+    assert failed.code == 2 and "resume" in failed.out
     done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
     assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;"), done.err
-    assert "go on" not in done.out and "not started" not in done.out
+    assert "resume" not in done.out and "not started" not in done.out
 
 
 def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
@@ -577,7 +577,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert rows[1].endswith("seed=1: at step 20") and "seed=2: no row yet" in rows[3]
     assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
-    go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
+    go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
 
 

@@ -29,13 +29,13 @@ from stoker.trainer.errors import (
 )
 
 # docs/exit-codes.md explains each code. For a signal, such as Ctrl-C, see `signals.exit_code`.
-DONE = 0
-BUG = 1
-MISTAKE = 2
-FAILED = 3
+OK = 0
+INTERNAL_ERROR = 1
+USER_ERROR = 2
+TRAINING_ERROR = 3
 DIFFERENT = 4
 IN_USE = 75  # "try again later" in sysexits.h
-NOBODY_READS = 128 + 13  # what a shell returns for SIGPIPE
+BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
 # Packages that start a sweep's jobs and raise their own error when a job dies.
 LAUNCHERS = ("joblib", "submitit")
 codes: list[int] = []  # exit codes of the errors reported so far
@@ -81,7 +81,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         sys.stdout.flush()
         if stopping.received is not None:  # a library swallowed its exception
             raise KeyboardInterrupt
-        return max(codes, default=DONE)  # includes the failed jobs of a sweep
+        return max(codes, default=OK)  # includes the failed jobs of a sweep
     except BrokenPipeError:
         return nobody_reads()
     except Exception as error:
@@ -109,7 +109,7 @@ def with_message(error: Exception) -> Exception:
         for path in configs.folders()[-1].rglob("*.yaml"):
             if error.object in path.read_bytes():
                 return UserError(f"{path}: this is not UTF-8 text. Save it as UTF-8.")
-    if exit_code(error) == BUG:
+    if exit_code(error) == INTERNAL_ERROR:
         return UserError(
             f"{' '.join(sys.argv[1:])}: these settings cannot be read ({first_line(error)})."
         )
@@ -134,7 +134,7 @@ def say_interrupted() -> int:
         text, code = ranks.settle_end("signal", text, code)
     if text:
         signals.print_advice(text)
-    return code or DONE
+    return code or OK
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -153,7 +153,7 @@ def open_closed() -> None:
 def nobody_reads() -> int:
     """Drop further output after `| head`, including at interpreter exit; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return NOBODY_READS
+    return BROKEN_PIPE
 
 
 def report(error: BaseException, note: Callable[[int], Any] | None = None) -> int:
@@ -165,17 +165,17 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         return nobody_reads()
     code = exit_code(error)
     text: str | None = message(error)
-    if code == BUG or "debug=true" in sys.argv:
+    if code == INTERNAL_ERROR or "debug=true" in sys.argv:
         whole = "".join(traceback.format_exception(error)).rstrip()
-        text = whole if code == BUG else f"{whole}\n{text}"
+        text = whole if code == INTERNAL_ERROR else f"{whole}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
         lost = ranks.is_lost(error)
-        if lost and code == BUG:
+        if lost and code == INTERNAL_ERROR:
             text = f"error: lost contact with another process.\n{cause(error)}"
-            code = FAILED
+            code = TRAINING_ERROR
         text, ended = ranks.settle_end("lost" if lost else "error", text, code)
-        code = BUG if ended is None else ended
+        code = INTERNAL_ERROR if ended is None else ended
     codes.append(code)
     # the job's processes already printed it
     if text and not isinstance(error, processes.JobFailed):
@@ -192,21 +192,21 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, processes.JobFailed):
         return error.code
     if isinstance(error, TrainingError):
-        return FAILED
+        return TRAINING_ERROR
     if isinstance(error, OSError) and error.errno in FAILING:
-        return FAILED
+        return TRAINING_ERROR
     # Hydra's errors and ours may lack an errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
-        return MISTAKE
+        return USER_ERROR
     if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
-        return MISTAKE
+        return USER_ERROR
     if explanation_of(error) is not None and not ranks.is_lost(error):
-        return MISTAKE
-    return BUG
+        return USER_ERROR
+    return INTERNAL_ERROR
 
 
 def failure_text(error: BaseException) -> str:
     """Return why a run failed, for its result.json."""
-    if exit_code(error) == BUG and not isinstance(error, processes.JobFailed):
+    if exit_code(error) == INTERNAL_ERROR and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

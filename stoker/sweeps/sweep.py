@@ -83,7 +83,7 @@ class SweepCallback(Callback):
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)
             return
-        is_refused = all(job.code == exit_codes.MISTAKE for job in sweep.jobs)
+        is_refused = all(job.code == exit_codes.USER_ERROR for job in sweep.jobs)
         if is_refused and not any(folder.glob(f"*/{CONFIG}")):
             remove_untrained(folder)
             return
@@ -150,7 +150,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     place = printable(sweep.folder)
     terminal.show(f"sweep    {place}: {summary}; also in sweep.csv and sweep.html")
     if again:
-        print(printable(f"go on    {again}"), flush=True)
+        print(printable(f"resume   {again}"), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
     if draws:
         draw_reports(sweep)

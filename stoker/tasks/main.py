@@ -18,10 +18,10 @@ from stoker.command.dotted import plain
 from stoker.command.retarget import retarget
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
-from stoker.runs.result import write_failure
+from stoker.runs.directory import CONFIG
 from stoker.sweeps import jobs, launchers
 from stoker.tasks import job, running
-from stoker.tasks.report import draw_report, draws_report
+from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
 
@@ -179,11 +179,9 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
         if code == exit_codes.IN_USE:
             return
-    elif folder is None or code != exit_codes.FAILED or not (folder / "config.yaml").is_file():
+    elif not folder or code != exit_codes.TRAINING_ERROR or not (folder / CONFIG).is_file():
         return  # nothing was started, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed like a killed one
-    written = write_failure(folder, error, code, running.doctor_warnings)
-    if written and code == exit_codes.FAILED and draws_report(cfg):
-        draw_report(folder)
+    running.leave_reason(folder, error, code, draws=draws_report(cfg))
     index.update(folder)

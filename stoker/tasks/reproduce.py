@@ -28,11 +28,8 @@ def again(cfg: DictConfig) -> DictConfig:
         raise UserError("task=reproduce needs a run directory. Type run=DIR.")
     saved_config.check_folder(cfg.run)
     result = finished(cfg.run)
-    if result is None:
+    if result is None or result.stopped_by("time_limit") or result.stopped_by("pruned"):
         raise UserError(f"run={cfg.run}: this run has not finished, so it cannot be compared.")
-    if result.stopped_by("time_limit") or result.stopped_by("pruned"):
-        assert result.stopped is not None
-        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which cannot be reproduced.")
     if cfg.run_dir is not None and Path(cfg.run_dir).resolve() == Path(cfg.run).resolve():
         raise UserError(
             f"run_dir={cfg.run_dir}: this is the run itself. Choose a different run_dir."
@@ -78,13 +75,20 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def facts(folder: Path) -> dict[str, Any]:
     """Return {name: value} of everything recorded that the result of a run depends on."""
-    about = state_of(folder)
+    from stoker.trainer import checkpoint
+
+    newest = checkpoint.newest(folder / "checkpoints")
+    about = {} if newest is None else resume.about(newest[1])
     result = result_of(folder)
     lines = text_of(folder / directory.PACKAGES).splitlines()
     packages = dict(line.split("==", 1) for line in lines if "==" in line)
     diff = text_of(folder / directory.CHANGES)
+    values = saved_config.for_reading(about.get("config", {}))
+    for key in list(values):
+        if settings.may_differ(key) or is_interpolation(values[key]):
+            del values[key]
     return {
-        **settings_in(about),
+        **values,
         "fingerprint of the data": about.get("data"),
         "processes": about.get("world_size"),
         "device": result.device,
@@ -108,27 +112,9 @@ def result_of(folder: Path) -> RunResult:
     return RunResult.read(folder) or RunResult()
 
 
-def settings_in(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint's run that may change its result."""
-    values = saved_config.for_reading(about.get("config", {}))
-    return {
-        key: value
-        for key, value in values.items()
-        if not settings.may_differ(key) and not is_interpolation(value)
-    }
-
-
 def text_of(path: Path) -> str:
     """Return the text of a small file; "" if there is none."""
     try:
         return files.read(path, MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return ""
-
-
-def state_of(folder: Path) -> dict[str, Any]:
-    """Return what the newest checkpoint says about its run; {} without one."""
-    from stoker.trainer import checkpoint
-
-    newest = checkpoint.newest(folder / "checkpoints")
-    return {} if newest is None else resume.about(newest[1])

@@ -3,17 +3,17 @@
 import contextlib
 import dataclasses
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.command import arguments, signals
+from stoker.command import arguments, exit_codes, signals
 from stoker.command.trust import own_packages
 from stoker.runs import directory, status
-from stoker.runs.provenance import Code
-from stoker.runs.result import RunResult, closing_lines
+from stoker.runs.provenance import Code, versions
+from stoker.runs.result import RunResult, closing_lines, of_fit, write_failure
 from stoker.tasks import job
-from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts
 from stoker.tasks.report import draw_report
 from stoker.trainer import launch, stopping, terminal
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from stoker.trainer.callbacks import Checkpoint
 
 begun: Path | None = None  # this process's run directory, once its training has begun
-doctor_warnings: list[str] | None = None  # once training has failed
 
 
 @dataclasses.dataclass
@@ -35,7 +34,9 @@ class Run:
         state: The contents of the checkpoint that it resumes from; None at step 0.
         started: The `time.perf_counter()` from which its time is measured.
         draws: Whether it draws its report.
+        loggers: The loggers that get its result.
         script: The command of the script that trains it; None for the command's own training.
+        result: Its result once it has ended, on rank 0.
     """
 
     folder: Path
@@ -45,40 +46,25 @@ class Run:
     started: float
     code: Code
     draws: bool
+    loggers: Sequence["Logger"] = ()
     script: str | None = None
+    result: RunResult | None = None
 
-    def train(
-        self,
-        loggers: Sequence["Logger"] = (),
-        within: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> RunResult | None:
-        """Train, test the best weights, and write the files; return the result on rank 0.
-
-        Args:
-            loggers: The loggers to notify when it ends.
-            within: A context for the fit.
+    def train(self, threads: contextlib.AbstractContextManager[Any] | None = None) -> None:
+        """Train within the context `threads`, test the best weights, and write the files.
 
         Raises:
             SystemExit: A signal stopped the run; the command to resume it was printed.
         """
-        global begun, doctor_warnings
+        global begun
         begun = self.folder
-        doctor_warnings = None
         try:
-            with noting_the_end(self.folder, self.parts, loggers):
-                with within or contextlib.nullcontext():
+            with self.noting_the_end():
+                with threads or contextlib.nullcontext():
                     self.fit()
-                result = finish(
-                    self.folder,
-                    self.code,
-                    self.saver,
-                    self.parts,
-                    self.started,
-                    self.draws,
-                    self.script,
-                )
-            if result is not None:
-                self.print_result(result)
+                self.result = self.finish()
+            if self.result is not None:
+                self.print_result(self.result)
         except KeyboardInterrupt:
             self.say_interrupted()
             raise SystemExit(signals.exit_code()) from None
@@ -87,7 +73,23 @@ class Run:
             if self.parts.trainer.step == begin and not isinstance(error, TrainingError):
                 directory.remove_untrained(self.folder)
             raise
-        return result
+
+    @contextlib.contextmanager
+    def noting_the_end(self) -> Iterator[None]:
+        """Record when training ends, and the doctor's warnings; tell the loggers if it failed."""
+        from stoker.diagnostics import doctor
+
+        try:
+            yield
+        except BaseException as error:
+            is_stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+            for logger in self.loggers:
+                logger.end_as("stopped" if is_stopped else "failed")
+            raise
+        finally:
+            if launch.is_first():
+                with contextlib.suppress(OSError):  # the disk may be full
+                    status.end(self.folder, doctor.result_of(self.parts.trainer).get("doctor"))
 
     def fit(self) -> None:
         """Fit the model; stopping.Interrupted if any process of the run got a signal."""
@@ -102,14 +104,82 @@ class Run:
                 stopping.received = signal.SIGTERM
             raise stopping.Interrupted
 
+    def finish(self) -> RunResult | None:
+        """Test the best weights and write the files; return the result, or None on ranks above 0.
+
+        Without a test split, a report shows the validation split.
+        """
+        from stoker.data.description import samples_in
+        from stoker.diagnostics import doctor, timing
+        from stoker.runs import card, examine
+        from stoker.trainer.loading import resident_bytes
+        from stoker.trainer.metrics import default_metrics
+
+        trainer = self.parts.trainer
+        data = self.parts.data
+        loaders = self.parts.by_split()
+        trainer.data_bytes = resident_bytes(*loaders.values())  # including the test split
+        result = of_fit(trainer, self.saver)
+        measured = {**timing.result_of(trainer), **doctor.result_of(trainer)}
+        result = dataclasses.replace(result, **measured)
+        result.git = self.code.revision()
+        result.versions = versions()
+        result.script = self.script
+        counts = {name: samples_in(loader) for name, loader in loaders.items()}
+        result.samples = {name: count for name, count in counts.items() if count is not None}
+        if not self.load_best():
+            result.best = None
+        is_known = data.kind != "other"
+        usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
+        tested: dict[str, Any] = {}
+        evaluation = None
+        if "test" in loaders:
+            tested, evaluation = examine.evaluate(trainer, loaders["test"], "test", data)
+            usual = usual and evaluation is not None
+        elif "val" in loaders and self.draws and is_known:
+            _, evaluation = examine.evaluate(trainer, loaders["val"], "val", data)
+            usual = usual and evaluation is not None
+        weights = card.weights(trainer)
+        if not launch.is_first():
+            return None
+        result.add_rows(self.folder / directory.METRICS)
+        result.numbers.update(tested)
+        result.seconds = round(time.perf_counter() - self.started, 3)
+        result = result.evaluated_again(RunResult.read(self.folder))
+        card.write(self.folder, weights, trainer.module, data, result, usual, evaluation)
+        if evaluation is not None:
+            examine.write(self.folder / directory.EVALUATION, evaluation, data)
+        result.write(self.folder)
+        return result
+
+    def load_best(self) -> bool:
+        """Load the best weights, or the newest if that file is damaged; return whether it is
+        intact.
+        """
+        from stoker.trainer import checkpoint
+
+        trainer = self.parts.trainer
+        if not self.saver.best or self.saver.best["step"] == trainer.step:
+            return True
+        best = checkpoint.together("best", lambda: checkpoint.best(self.saver.folder))
+        assert best is not None
+        trainer.load_state_dict(best[1])
+        return bool(trainer.step == self.saver.best["step"])
+
     def print_result(self, result: RunResult) -> None:
-        """Print the result, and add what takes longer to measure."""
+        """Print the result, and add the FLOPs to it, which take 0.2 s; not in a sweep."""
         packages = own_packages(arguments.typed())
         for line in closing_lines(self.folder, result, packages):
             terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
-        more = efficiency(self.parts, result)
-        if more:
-            dataclasses.replace(result, **more).write(self.folder)
+        data = self.parts.data
+        if job.sweep_name() or result.peak_flops is not None or data.kind == "other":
+            return
+        from stoker.diagnostics import flops
+
+        more: dict[str, Any] = flops.efficiency(
+            self.parts.trainer, data.in_shape, result.samples_per_second, data.tokens is not None
+        )
+        dataclasses.replace(result, **more).write(self.folder)
 
     def say_interrupted(self) -> None:
         """Print at which step the run stopped, and how to resume it."""
@@ -122,28 +192,22 @@ class Run:
         if self.draws and (self.folder / directory.CONFIG).is_file():
             draw_report(self.folder, "stopped")
 
-    def draw_report(self) -> None:
-        """Draw the report, on rank 0."""
-        if self.draws and launch.is_first():
+    def close(self) -> None:
+        """Draw the report, and send the result to the loggers, which takes longest."""
+        if self.result is None:
+            return
+        if self.draws:
             draw_report(self.folder)
+        outcome = "stopped" if self.result.stopped_by("time_limit") else "done"
+        for logger in self.loggers:
+            logger.finish(self.result.steps or 0, self.result.final_numbers(), outcome)
 
 
-@contextlib.contextmanager
-def noting_the_end(folder: Path, parts: Parts, loggers: Sequence["Logger"]) -> Iterator[None]:
-    """Record when training ends, and the doctor's warnings; tell the loggers if it failed."""
-    from stoker.diagnostics import doctor
-
-    global doctor_warnings
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        if not stopped:
-            doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
-        for logger in loggers:
-            logger.end_as("stopped" if stopped else "failed")
-        raise
-    finally:
-        if launch.is_first():
-            with contextlib.suppress(OSError):  # the disk may be full
-                status.end(folder, doctor.result_of(parts.trainer).get("doctor"))
+def leave_reason(
+    folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
+) -> None:
+    """Write why a run failed into its directory, and draw its report if it failed in training."""
+    warnings = status.Status.read(folder).doctor
+    written = write_failure(folder, error, code, warnings, script)
+    if written and draws and code == exit_codes.TRAINING_ERROR:
+        draw_report(folder)

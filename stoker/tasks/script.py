@@ -21,11 +21,10 @@ from stoker.diagnostics.timing import Timing
 from stoker.runs import directory, index, provenance, resume, rows
 from stoker.runs.live import LiveReport
 from stoker.runs.loggers import JSONL, ConfigFile
-from stoker.runs.result import finished, write_failure
+from stoker.runs.result import finished
 from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
 from stoker.tasks.parts import Parts
-from stoker.tasks.report import draw_report
 from stoker.trainer import checkpoint, launch, misuse, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
@@ -72,8 +71,10 @@ def fit(
         try:
             train(trainer, (train_loader, val_loader, test_loader), folder, started)
         except TrainingError as error:
-            if launch.is_first():
-                leave_reason(folder, error)
+            is_begun = running.begun == folder and (folder / directory.CONFIG).is_file()
+            if launch.is_first() and is_begun:
+                code = exit_codes.exit_code(error)
+                running.leave_reason(folder, error, code, draws=True, script=command())
             raise
         finally:
             trainer.callbacks = outer
@@ -83,14 +84,6 @@ def fit(
     for row in rows.read_rows(folder / directory.METRICS):
         history.add(numbers(row))
     return history
-
-
-def leave_reason(folder: Path, error: TrainingError) -> None:
-    """Write why training failed into its directory, and draw its report, if it had begun."""
-    if running.begun == folder and (folder / directory.CONFIG).is_file():
-        code = exit_codes.exit_code(error)
-        if write_failure(folder, error, code, running.doctor_warnings, command()):
-            draw_report(folder)
 
 
 def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started: float) -> None:
@@ -118,7 +111,7 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
     parts = Parts(trainer, data, loaders)
     run = running.Run(folder, parts, saver, state, started, code, draws=True, script=command())
     run.train()
-    run.draw_report()
+    run.close()
 
 
 def command() -> str:

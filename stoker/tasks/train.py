@@ -13,7 +13,6 @@ from stoker.command import arguments, dotted, invocation, processes, ranks, sett
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, index, provenance, resume, saved_config
-from stoker.runs.result import RunResult
 from stoker.tasks import job
 from stoker.tasks.effects import check_effects
 from stoker.tasks.parts import Parts, building
@@ -23,7 +22,6 @@ from stoker.trainer import launch
 from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
-    from stoker.runs.loggers import Logger
     from stoker.trainer.callbacks import Callback, Checkpoint
 
 
@@ -67,6 +65,7 @@ def shared_settings(cfg: DictConfig) -> dict[str, Any]:
 def train_in(folder: Path, cfg: DictConfig) -> None:
     """Train in a run directory that this process has locked."""
     started = job.started_at()
+    from stoker.runs.loggers import Logger
     from stoker.trainer import checkpoint, parallel
 
     code = provenance.of_project()
@@ -88,7 +87,9 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
             from stoker.diagnostics.profiling import Profile
 
             parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
-        loggers = describe_to_loggers(cfg, parts, folder)
+        loggers = [one for one in parts.trainer.callbacks if isinstance(one, Logger)]
+        for logger in loggers:
+            logger.describe(saved_config.for_reading(dotted.plain(cfg)), job.sweep_name())
         ranks.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
@@ -97,12 +98,10 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         )
         if state is not None:
             resume.check_data(state, saver.about["data"])
-        run = Run(folder, parts, saver, state, started, code, draws_report(cfg))
+        run = Run(folder, parts, saver, state, started, code, draws_report(cfg), loggers)
         with offering_replay():
-            result = run.train(loggers, parts.threads(cfg))
-    run.draw_report()
-    if result is not None:
-        finish_loggers(loggers, result)
+            run.train(parts.threads(cfg))
+    run.close()
     parallel.leave()
 
 
@@ -132,20 +131,15 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
     return ConfigFile(folder / "config.yaml", text, code.files)
 
 
-def saved_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config to save; unresolved interpolations keep the environment out of it."""
-    values = dotted.plain(cfg)
-    del values["run_dir"]
-    return values
-
-
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
     """Return what a checkpoint stores about its run; `origin` is the hash of `resume=FILE`."""
     from stoker.data.record import fingerprint
 
     data = parts.data
+    config = dotted.plain(cfg)  # unresolved interpolations keep the environment out of it
+    del config["run_dir"]
     return {
-        "config": saved_values(cfg),
+        "config": config,
         "versions": provenance.versions(),
         "world_size": launch.world_size(),
         "origin": origin,
@@ -153,17 +147,6 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
         "classes": data.classes and list(data.classes),
         "inputs": data.description(),
     }
-
-
-def describe_to_loggers(cfg: DictConfig, parts: Parts, folder: Path) -> list["Logger"]:
-    """Describe the run to the loggers, and return them."""
-    from stoker.runs.loggers import Logger
-
-    loggers = [callback for callback in parts.trainer.callbacks if isinstance(callback, Logger)]
-    for logger in loggers:
-        values = saved_config.for_reading({**saved_values(cfg), "run_dir": str(folder)})
-        logger.describe(values, job.sweep_name())
-    return loggers
 
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
@@ -191,10 +174,3 @@ def offering_replay() -> Iterator[None]:
         command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
         text, _, _ = str(error).rpartition("\n")
         raise NotFinite(f"{text}\nTo replay that step: {command}") from error
-
-
-def finish_loggers(loggers: list["Logger"], result: RunResult) -> None:
-    """Send the result to the loggers, last because it takes longest."""
-    outcome = "stopped" if result.stopped_by("time_limit") else "done"
-    for logger in loggers:
-        logger.finish(result.steps or 0, result.final_numbers(), outcome)

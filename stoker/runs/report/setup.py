@@ -70,7 +70,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         tenth = significant(rate / 10, 6)
         slower = command(anew, f"optimizer.lr={tenth}")
         commands.append(("Train it with a tenth of the learning rate", slower))
-    elif run.state == "failed" and run.result.code == exit_codes.FAILED:
+    elif run.state == "failed" and run.result.code == exit_codes.TRAINING_ERROR:
         commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":
         commands.append(("Resume it", again))
