@@ -124,9 +124,9 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (b"width: [16\n", "broken.yaml, line 2: this is not valid YAML"),
+        (b"width: [16\n", "model=broken: these settings cannot be read (while parsing"),
         (b"- a\n", "model: its file must be a mapping with the key _target_."),
-        ("width: 16\n".encode("utf-16"), "broken.yaml: this is not UTF-8 text."),
+        ("width: 16\n".encode("utf-16"), "model=broken: these settings cannot be read ("),
     ],
 )
 def test_a_broken_file_of_your_own_configs_is_named(tmp_path, text, answer):

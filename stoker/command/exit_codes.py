@@ -7,14 +7,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker import __version__, configs, project
+from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
-from stoker.command.check import check_experiment
 from stoker.command.help import help_text
 from stoker.command.messages import FAILING, explanation, message
 from stoker.trainer import launch, stopping, terminal
@@ -24,7 +22,6 @@ from stoker.trainer.errors import (
     UserError,
     cause,
     explanation_of,
-    first_line,
     printable,
 )
 
@@ -71,7 +68,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         signals.can_raise = True
         project.enter()
         arguments.check(sys.argv[1:])
-        if arguments.asks_for_help(sys.argv[1:]):
+        if "-h" in sys.argv or "--help" in sys.argv:
             print(help_text(sys.argv[1:]))
         elif "--version" in sys.argv[1:]:
             print(f"stoker {__version__}")
@@ -97,27 +94,10 @@ def with_message(error: Exception) -> Exception:
             f"a job's process died: it was killed or ran out of memory ({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
-    if HydraConfig.initialized():
-        return error
     # Hydra leaves a few mistakes to the libraries below it, such as a file that is not YAML.
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return UserError(
-            f"{mark.name}, line {mark.line + 1}: this is not valid YAML ({error.problem})."
-        )
-    if isinstance(error, UnicodeDecodeError):  # raised without the name of the file
-        for path in configs.folders()[-1].rglob("*.yaml"):
-            if error.object in path.read_bytes():
-                return UserError(f"{path}: this is not UTF-8 text. Save it as UTF-8.")
-    if exit_code(error) == INTERNAL_ERROR:
-        return UserError(
-            f"{' '.join(sys.argv[1:])}: these settings cannot be read ({first_line(error)})."
-        )
-    if isinstance(error, (HydraException, OmegaConfBaseException, OSError)):
-        try:
-            check_experiment()
-        except UserError as mistake:
-            return mistake
+    if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
+        reason = " ".join(str(error).split())
+        return UserError(f"{' '.join(sys.argv[1:])}: these settings cannot be read ({reason}).")
     return error
 
 
