@@ -110,8 +110,8 @@ def type_of(row: Row) -> str:
         return joined([as_typed(value) for value in values])
     if isinstance(limit, ShareOrCount):
         return "share ≤ 1.0 or integer"
-    if isinstance(limit, settings.ListOf):
-        return "list of " + joined(list(limit.values))
+    if row.key == "tune":
+        return "list of " + joined(list(settings.TUNINGS))
     if isinstance(limit, Number):
         bounds = {"≥": limit.least, ">": limit.above, "≤": limit.most}
         shown = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]

@@ -280,7 +280,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "",
     ),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
-    ("tune=[foo]", "tune=foo", "allocator, threads"),
+    ("tune=[foo]", "error: tune=[foo]: give a list", "allocator, threads"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
     (
         "eval_batch_size=0 max_steps=2",
@@ -937,7 +937,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
         ["2", "failed"],
         ["5", "failed"],
     ] and "seed=-1" in table[2][2]
-    assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "go"]
+    assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "resume"]
     assert lines[start + 5] == f"best     {PROGRAM} model=mlp epochs=2"
     for job in map(str, range(6)):
         left = {

@@ -101,8 +101,6 @@ def test_every_key_of_the_config_has_one_record():
 def test_a_record_is_that_of_the_nearest_group():
     assert settings.record("sweep/pruner").once and settings.record("sweep.space.x").once
     assert settings.record("mine.own") == settings.Setting()
-    assert settings.keys_of("export") == ["output", "format", "dataset.root", "dataset.path"]
-    assert settings.keys_of("evaluate") == ["split", "eval_batch_size", "dataset"]
 
 
 def test_a_resumed_run_may_differ_in_what_changes_no_result():

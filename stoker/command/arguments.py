@@ -59,8 +59,8 @@ def typed() -> list[str]:
         return in_python
     overrides = plain(HydraConfig.get().overrides)["task"]
     # In a sweep, Hydra adds =null to it.
-    is_deleted = re.compile(f"{DELETE_EXPERIMENT}(=null)?").fullmatch
-    return [*(NO_EXPERIMENT if is_deleted(one) else one for one in overrides), *in_python]
+    deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
+    return [*(NO_EXPERIMENT if one in deleted else one for one in overrides), *in_python]
 
 
 def typed_keys() -> set[str]:
@@ -79,11 +79,6 @@ def typed_keys() -> set[str]:
 def is_sweep(arguments: Sequence[str]) -> bool:
     """Return whether these arguments start a sweep."""
     return "-m" in arguments or "--multirun" in arguments
-
-
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Return whether these arguments ask for the help text."""
-    return "-h" in arguments or "--help" in arguments
 
 
 def choices(arguments: Sequence[str]) -> list[str]:

@@ -78,13 +78,11 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             f"{key}._target_=..."
         )
     target = node["_target_"]
-    part = part_of(key)
+    part = key if key in FACTORIES else key.partition(".")[0]
     check_node(key, node, offered)
     located = locate(key, target)
-    # The bases of your own class show what it builds; your own function must be called first.
-    is_called = not isinstance(located, type) or part in (*FACTORIES, *WITHOUT_BASE_CLASS)
-    is_trial = is_called and is_trusted_by_user(target)
-    if part in PART_CLASSES and not is_trial and not returns_part(part, located):
+    is_trusted = is_trusted_by_user(target)
+    if part in PART_CLASSES and not is_trusted and not returns_part(part, located):
         raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(
@@ -94,9 +92,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # Built as a partial and called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        reason = "this target is never allowed."
-        if error.__cause__ is not None:
-            reason = first_line(error.__cause__)
+        reason = first_line(error.__cause__ or error)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_augmentation = key == "dataset.augment" and isinstance(located, type)
     if (key in FACTORIES and not is_augmentation) or (key == "loss" and is_loss_function(node)):
@@ -109,7 +105,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        raise refusal(key, node, error) from error
+        is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
+        if is_trusted and is_bug:
+            raise  # your own code needs its traceback
+        raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
@@ -139,11 +138,6 @@ def is_loss_function(node: Mapping[str, Any]) -> bool:
     return not isinstance(locate("loss", target), type) and len(open_ones) == 2
 
 
-def part_of(key: str) -> str:
-    """Return the part of a run that a key belongs to: "metrics" for metrics.top3."""
-    return key if key in FACTORIES else key.partition(".")[0]
-
-
 def arguments_to_pass(
     key: str, node: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -169,21 +163,6 @@ def arguments_to_pass(
                 "beside the _target_."
             )
     return passed
-
-
-def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
-    """Return the UserError for a value that a constructor rejected.
-
-    A bug in user code is returned unchanged.
-    """
-    target = node["_target_"]
-    if (
-        is_trusted_by_user(target)
-        and not isinstance(error, ValueError)
-        and "argument" not in str(error)
-    ):
-        return error  # a bug needs its traceback
-    return UserError(f"{key} ({target}): {first_line(error)}")
 
 
 def returns_part(part: str, located: Any) -> bool:

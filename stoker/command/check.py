@@ -1,7 +1,6 @@
 """Check a composed config before anything is built: keys, types, limits, and combinations."""
 
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from stoker.trainer.errors import UserError, as_typed, first_line
 from stoker.trainer.settings import Checked, Choice
 
 PARTS = ("dataset", "model", "loss", "optimizer", "scheduler", "trainer")
-EXPERIMENT = "experiment="
 KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -47,7 +45,7 @@ def check_config(cfg: DictConfig) -> None:
     """
     given = plain(cfg)
     typed = arguments.typed_keys()
-    usual = of_choices([choice for choice in chosen() if not choice.startswith(EXPERIMENT)])
+    usual = of_choices([choice for choice in chosen() if not choice.startswith("experiment=")])
     known = usual
     if len(configs.folders()) > 1:  # your own key may be misspelled
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
@@ -77,21 +75,6 @@ def check_config(cfg: DictConfig) -> None:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
 
 
-def check_experiment() -> None:
-    """Raise UserError for what keeps Hydra from merging the chosen experiment into the defaults."""
-    for choice in arguments.choices(sys.argv[1:]):
-        file = configs.file_of(choice.replace("=", "/"))
-        if file is None or not choice.startswith(EXPERIMENT):
-            continue
-        try:
-            config = OmegaConf.load(file)
-        except OSError:  # it contains a single value
-            config = None
-        if not isinstance(config, DictConfig):
-            raise UserError(f"{choice}: its file must contain key: value lines.")
-        check_types("", plain(config), of_choices(()))
-
-
 def check_choices(given: Mapping[str, Any]) -> None:
     """Raise UserError for a typed option whose class is replaced by one of the user's files."""
     typed = arguments.typed_keys()
@@ -118,10 +101,13 @@ def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> No
     for name, node in resolved["callbacks"].items():
         if node is None or is_on(node):
             continue
-        full = {f"callbacks.{name}.{key}": value for key, value in node.items()}
-        empty = [key for key, value in full.items() if value is None]
-        switches = [followed_key(settings.value_of(given, key)) or key for key in empty]
-        unused = typed & full.keys() - {f"callbacks.{name}._target_"}
+        prefix = f"callbacks.{name}."
+        switches = []
+        for key, value in node.items():
+            if value is None:
+                follows = followed_key(settings.value_of(given, f"{prefix}{key}"))
+                switches.append(follows or f"{prefix}{key}")
+        unused = [key for key in typed if key.startswith(prefix) and key != f"{prefix}_target_"]
         if unused and typed.isdisjoint(switches):
             raise UserError(
                 f"{min(unused)}: this callback is off. Type {switches[0]}=... as well, or remove "

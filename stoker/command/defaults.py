@@ -44,14 +44,9 @@ def composed(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", list(overrides)))
 
 
-def layers() -> tuple[dict[str, Any], ...]:
-    """Return the contents of this job's files in the order in which Hydra merges them."""
-    return files_of(*chosen(), *arguments.search_path())
-
-
 @functools.cache
 def files_of(*overrides: str) -> tuple[dict[str, Any], ...]:
-    """Read the files that Hydra merges for these overrides."""
+    """Return the contents of these options' files in the order in which Hydra merges them."""
     with hydra_is_ready():
         loader = GlobalHydra.instance().config_loader()
         listed = loader.compute_defaults_list("train", list(overrides), RunMode.RUN).defaults

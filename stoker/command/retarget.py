@@ -1,6 +1,5 @@
 """Leave each node of a config only the arguments that are meant for its target."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -8,8 +7,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.build import arguments_of
-from stoker.command.defaults import layers
-from stoker.command.dotted import is_interpolation, plain
+from stoker.command.defaults import chosen, files_of
+from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.trainer.errors import UserError
 
 
@@ -22,14 +21,20 @@ def retarget(cfg: DictConfig) -> None:
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
         return  # our files set each target only once
-    files = layers()
+    files = files_of(*chosen(), *arguments.search_path())
     typed = arguments.typed_keys()
-    for name, target in targets(plain(cfg)):
+    for path, target in flat(cfg).items():
+        name, _, last = path.rpartition(".")
+        if last != "_target_":
+            continue
         if not isinstance(target, str):
-            raise UserError(f"{name}._target_: give the dotted name of a class or function.")
+            raise UserError(f"{path}: give the dotted name of a class or function.")
+        kept = ["_target_", "_partial_"]
+        if name == "dataset":
+            kept += settings.LOADER_KEYS  # for the loader of any data set
         node = OmegaConf.select(cfg, name)
         for key, value in leftovers(files, name, target).items():
-            if f"{name}.{key}" in typed or is_for_any_target(name, key):
+            if key in kept or f"{name}.{key}" in typed:
                 continue
             if is_interpolation(value) and takes(name, target, key):
                 continue
@@ -49,16 +54,6 @@ def follow_settings(trainer: DictConfig) -> None:
                 trainer[key] = value
 
 
-def targets(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, `_target_`) of each node that has one."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            name = f"{prefix}{key}"
-            if "_target_" in value:
-                yield name, value["_target_"]
-            yield from targets(value, f"{name}.")
-
-
 def leftovers(files: tuple[dict[str, Any], ...], name: str, target: str) -> dict[str, Any]:
     """Return the arguments of a node that only files with a different target set."""
     left: dict[str, Any] = {}
@@ -72,12 +67,6 @@ def leftovers(files: tuple[dict[str, Any], ...], name: str, target: str) -> dict
         else:
             left.update(node)
     return {key: value for key, value in left.items() if key not in given}
-
-
-def is_for_any_target(name: str, key: str) -> bool:
-    """Return whether a key is one of Hydra's, or configures the loader of any data set."""
-    is_loaders = name == "dataset" and key in settings.LOADER_KEYS
-    return is_loaders or key in ("_target_", "_partial_")
 
 
 def takes(name: str, target: str, key: str) -> bool:

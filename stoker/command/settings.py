@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stoker.data.settings import LIMITS as DATA_LIMITS
 from stoker.trainer import checkpoint_names, launch
-from stoker.trainer.errors import UserError, as_typed, check_choice
+from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import (
     LIMITS,
     Checked,
@@ -29,23 +29,10 @@ WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
 MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
+READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")  # of a data set
+OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # they change no result
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
-
-
-@dataclasses.dataclass(frozen=True)
-class ListOf:
-    """A list of some of these values, possibly empty."""
-
-    values: tuple[str, ...]
-
-    def check(self, key: str, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            names = ", ".join(self.values)
-            raise UserError(
-                f"{key}={as_typed(value)}: give a list with any of {names}, or [] for none."
-            )
-        return [check_choice(key, part, self.values) for part in value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +73,16 @@ class Setting:
     every: Literal["step", "evaluation"] | None = None
     once: bool = False
     aliases: tuple[str, ...] = ()
+
+
+def check_tune(parts: Any) -> Any:
+    """Return `parts` if it is a list of TUNINGS, possibly empty; UserError otherwise."""
+    is_list = isinstance(parts, (list, tuple))
+    if not is_list or not all(part in TUNINGS for part in parts):
+        raise UserError(
+            f"tune={as_typed(parts)}: give a list with any of {', '.join(TUNINGS)}, or [] for none."
+        )
+    return parts
 
 
 def check_resume(resume: Any) -> Any:
@@ -147,7 +144,7 @@ SETTINGS: Mapping[str, Setting] = {
     "precision": Setting(),
     "compile": Setting(debug=False),
     "channels_last": Setting(),
-    "tune": Setting(ListOf(TUNINGS)),
+    "tune": Setting(Checked(check_tune)),
     "deterministic": Setting(),
     # logging, evaluation and checkpoints
     "log_every": Setting(resume="any"),
@@ -174,11 +171,7 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.path": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
     "dataset.cache": Setting(tasks=TESTING, resume="any", local=True),
     "dataset.download": Setting(tasks=TESTING, resume="any"),
-    "dataset.missing": Setting(tasks=READERS),
-    "dataset.delimiter": Setting(tasks=READERS),
-    "dataset.decimal": Setting(tasks=READERS),
-    "dataset.marks": Setting(tasks=READERS),
-    "dataset.on_bad_sample": Setting(tasks=READERS),
+    **{f"dataset.{key}": Setting(tasks=READERS) for key in READING_KEYS},
     "dataset.augment": Setting(loader=True),
     "dataset.resident": Setting(tasks=TESTING, resume="any", loader=True),
     "dataset.workers": Setting(
@@ -199,11 +192,7 @@ SETTINGS: Mapping[str, Setting] = {
     "callbacks": Setting(),
     "callbacks.freeze.thaw_at": Setting(),
     "callbacks.lookahead.every": Setting(every="step"),
-    "callbacks.tensorboard": Setting(resume="any"),
-    "callbacks.wandb": Setting(resume="any"),
-    "callbacks.mlflow": Setting(resume="any"),
-    "callbacks.doctor": Setting(resume="any"),
-    "callbacks.timing": Setting(resume="any"),
+    **{f"callbacks.{name}": Setting(resume="any") for name in OBSERVERS},
 }
 GROUP_OF_MANY = "callbacks"  # the group that takes several options, as a list
 LOADER_KEYS = tuple(
@@ -230,16 +219,6 @@ def may_differ(key: str, *, longer: bool = False) -> bool:
     """Return whether a resumed run may change `key`; `longer`: a run started by `resume=FILE`."""
     resume = record(key).resume
     return resume == "any" or (longer and resume == "longer")
-
-
-def keys_of(task: str) -> list[str]:
-    """Return the keys of a task that takes a run, without those of every task."""
-    keys = []
-    for key, setting in SETTINGS.items():
-        group = key.partition(".")[0]
-        if task in setting.tasks and setting.tasks != TASKS and group not in keys and key != "run":
-            keys.append(key)
-    return keys
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:

@@ -18,7 +18,7 @@ from hydra.errors import InstantiationException
 
 from stoker import project
 from stoker.command import arguments
-from stoker.trainer.errors import UserError, did_you_mean
+from stoker.trainer.errors import UserError, did_you_mean, first_line
 
 # A target typed on the command line is always trusted. One in your config file needs
 # trusted=[mypackage] on the command line or in the project file.
@@ -109,11 +109,6 @@ def own_packages(typed: Sequence[str]) -> list[str]:
     return sorted(packages - {package.partition(".")[0] for package in known})
 
 
-def is_listed(target: str) -> bool:
-    """Return whether a target is in a trusted package."""
-    return target.startswith(tuple(f"{package}." for package in TRUSTED))
-
-
 def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
@@ -124,7 +119,9 @@ def locate(key: str, target: str) -> Any:
     top = target.partition(".")[0]
     trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
     both = ",".join([*own_packages(trusted), top])
-    if not is_trusted_by_user(target) and not is_listed(target):
+    is_listed = target.startswith(tuple(f"{package}." for package in TRUSTED))
+    is_trusted = is_trusted_by_user(target)
+    if not is_trusted and not is_listed:
         raise UserError(
             f"{place}: this target is not allowed.\nType trusted=[{both}] if it is your own."
         )
@@ -134,9 +131,7 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{place}: this target is never allowed.") from None
     except UNKNOWN_NAME as error:
         failure = error.__cause__ or error
-        reason = (
-            str(getattr(failure, "msg", failure)).partition("\n")[0].partition(";")[0].rstrip(".")
-        )
+        reason = first_line(failure).partition(";")[0].rstrip(".")
         line = failing_line(failure)
         if line is not None:
             kind = type(failure).__name__
@@ -145,7 +140,7 @@ def locate(key: str, target: str) -> Any:
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
-    if not is_trusted_by_user(target) and not is_of_kind(located):
+    if not is_trusted and not is_of_kind(located):
         raise UserError(
             f"{place}: this target is not allowed.\nType trusted=[{both}] if you know what it does."
         )

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
-from stoker.tasks.parts import Parts, building
+from stoker.tasks.parts import Parts, building, by_split
 from stoker.trainer.errors import UserError, log
 
 
@@ -38,7 +38,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     about = inference.description(cfg.run, state)
     with building(config, state=state, about=about, split=cfg.split) as parts:
         parts.trainer.load_state_dict(state)
-        part, loader = next(iter(parts.by_split().items()))
+        part, loader = next(iter(by_split(parts.loaders).items()))
         if cfg.split is None:
             warn_of_other_data(parts.data, state, part)
         yield path, parts, part, loader

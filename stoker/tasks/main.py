@@ -21,6 +21,7 @@ from stoker.runs import index, resume, saved_config
 from stoker.runs.directory import CONFIG
 from stoker.sweeps import jobs, launchers
 from stoker.tasks import job, running
+from stoker.tasks.new import new
 from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
@@ -29,14 +30,7 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     job.process_start = start
-    exit_codes.run(start_project if sys.argv[1:2] == ["new"] else compose)
-
-
-def start_project() -> None:
-    """Write a new project: `stoker new NAME`."""
-    from stoker.tasks.new import new
-
-    new(sys.argv[2:])
+    exit_codes.run(new if sys.argv[1:2] == ["new"] else compose)
 
 
 def compose() -> None:

@@ -42,10 +42,6 @@ class Parts:
             return contextlib.nullcontext()
         return tuning.few_threads(self.trainer.module, cfg.batch_size)
 
-    def by_split(self) -> dict[str, Any]:
-        """Return {split: loader} for the splits that exist."""
-        return by_split(self.loaders)
-
 
 def by_split(loaders: tuple[Any, Any, Any]) -> dict[str, Any]:
     """Return {split: loader} of the loaders for train, val and test that exist."""

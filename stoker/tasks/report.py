@@ -14,16 +14,12 @@ def draws_report(cfg: DictConfig) -> bool:
     return sweep_name() is None if cfg.report == "auto" else bool(cfg.report)
 
 
-def report_command(folder: Path) -> str:
-    """Return the command that draws a run's report."""
-    return shell.command([], start=[invocation.python(), "-m", "stoker.runs.report", str(folder)])
-
-
 def draw_report(folder: Path, state: str | None = None) -> None:
     """Draw the report. The run is complete without it, so an error is a warning."""
     from stoker.runs import report
 
-    again = report_command(folder)
+    start = [invocation.python(), "-m", "stoker.runs.report", str(folder)]
+    again = shell.command([], start=start)
     try:
         print(f"report   {report.write(folder, state)}")
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from stoker.runs import directory, status
 from stoker.runs.provenance import Code, versions
 from stoker.runs.result import RunResult, closing_lines, of_fit, write_failure
 from stoker.tasks import job
-from stoker.tasks.parts import Parts
+from stoker.tasks.parts import Parts, by_split
 from stoker.tasks.report import draw_report
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import TrainingError
@@ -117,7 +117,7 @@ class Run:
 
         trainer = self.parts.trainer
         data = self.parts.data
-        loaders = self.parts.by_split()
+        loaders = by_split(self.parts.loaders)
         trainer.data_bytes = resident_bytes(*loaders.values())  # including the test split
         result = of_fit(trainer, self.saver)
         measured = {**timing.result_of(trainer), **doctor.result_of(trainer)}

@@ -97,7 +97,8 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
         is_complete = before is not None and before.steps == before.total_steps
         rest = ", its end: there is nothing left to train" if is_complete else ""
         print(f"resumed  {folder} at step {state['step']:,}{rest}")
-    data = Data(name_of_script(), *loaders, kind="other")
+    name = Path(getattr(__main__, "__file__", "python")).stem
+    data = Data(name, *loaders, kind="other")
     saver.about = {
         "config": config,
         "versions": provenance.versions(),
@@ -122,11 +123,6 @@ def command() -> str:
     if __main__.__spec__ is not None:
         words = ["-m", __main__.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]
     return shlex.join(invocation.command([invocation.python(), *words]))
-
-
-def name_of_script() -> str:
-    """Return the name of the script without its ending."""
-    return Path(getattr(__main__, "__file__", "python")).stem
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:

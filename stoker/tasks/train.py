@@ -38,13 +38,14 @@ def train(cfg: DictConfig) -> None:
             gc.enable()
     versions = provenance.versions()
     del versions["platform"]  # the machines of a run may differ in it
+    config = dotted.flat(dotted.plain(cfg, resolve=True))
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
         ranks.check_alike(
             {
                 "code": processes.source_files(),
                 "versions": versions,
-                "config": shared_settings(cfg),
+                "config": {key: config[key] for key in config if not settings.record(key).local},
             }
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
@@ -56,16 +57,11 @@ def train(cfg: DictConfig) -> None:
         train_in(folder, cfg)
 
 
-def shared_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return {key: value} for the settings that all processes of a run must share."""
-    values = dotted.flat(dotted.plain(cfg, resolve=True))
-    return {key: value for key, value in values.items() if not settings.record(key).local}
-
-
 def train_in(folder: Path, cfg: DictConfig) -> None:
     """Train in a run directory that this process has locked."""
     started = job.started_at()
-    from stoker.runs.loggers import Logger
+    from stoker.runs.live import LiveReport
+    from stoker.runs.loggers import ConfigFile, Logger
     from stoker.trainer import checkpoint, parallel
 
     code = provenance.of_project()
@@ -74,11 +70,12 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     )
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
-    callbacks = [*pruning(cfg), saver, config_file(cfg, folder, code)]
+    typed = json.dumps(arguments.typed())
+    text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
+    callbacks = [*pruning(cfg)]
     if draws_report(cfg):
-        from stoker.runs.live import LiveReport
-
-        callbacks.insert(-2, LiveReport(folder))
+        callbacks.append(LiveReport(folder))
+    callbacks += [saver, ConfigFile(folder / directory.CONFIG, text, code.files)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
         code.revision()  # git finished long ago; leave none of its processes during training
@@ -117,18 +114,6 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
     }
     saver: Checkpoint = build("checkpoint", node)
     return saver
-
-
-def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callback":
-    """Return the callback that writes config.yaml and the files about the code.
-
-    The first line of config.yaml has the typed settings.
-    """
-    from stoker.runs.loggers import ConfigFile
-
-    typed = json.dumps(arguments.typed())
-    text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
-    return ConfigFile(folder / "config.yaml", text, code.files)
 
 
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
