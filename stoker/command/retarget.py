@@ -1,5 +1,6 @@
 """Leave each node of a config only the arguments that are meant for its target."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -22,25 +23,35 @@ def retarget(cfg: DictConfig) -> None:
     if not is_typed and len(configs.folders()) == 1:
         return  # our files set each target only once
     files = files_of(*chosen(), *arguments.search_path())
-    typed = arguments.typed_keys()
     for path, target in flat(cfg).items():
         name, _, last = path.rpartition(".")
         if last != "_target_":
             continue
         if not isinstance(target, str):
             raise UserError(f"{path}: give the dotted name of a class or function.")
-        kept = ["_target_", "_partial_"]
-        if name == "dataset":
-            kept += settings.LOADER_KEYS  # for the loader of any data set
+        given = arguments_given(files, name, target)
         node = OmegaConf.select(cfg, name)
-        for key, value in leftovers(files, name, target).items():
-            if key in kept or f"{name}.{key}" in typed:
-                continue
-            if is_interpolation(value) and takes(name, target, key):
+        for key, value in plain(node).items():
+            if key in given or (is_interpolation(value) and takes(name, target, key)):
                 continue
             with open_dict(cfg):
-                node.pop(key, None)
+                node.pop(key)
     follow_settings(cfg.trainer)
+
+
+def arguments_given(files: Sequence[Mapping[str, Any]], name: str, target: str) -> set[str]:
+    """Return the keys of a node that are typed, or that a file sets for this target."""
+    given = {"_target_", "_partial_"}
+    if name == "dataset":
+        given.update(settings.LOADER_KEYS)  # for the loader of any data set
+    for typed in arguments.typed_keys():
+        if typed.startswith(f"{name}."):
+            given.add(typed.removeprefix(f"{name}.").partition(".")[0])
+    for file in files:
+        node = settings.value_of(file, name)
+        if isinstance(node, dict) and node.get("_target_", target) == target:
+            given.update(node)
+    return given
 
 
 def follow_settings(trainer: DictConfig) -> None:
@@ -52,21 +63,6 @@ def follow_settings(trainer: DictConfig) -> None:
         if key not in trainer and not is_removed and takes("trainer", trainer._target_, key):
             with open_dict(trainer):
                 trainer[key] = value
-
-
-def leftovers(files: tuple[dict[str, Any], ...], name: str, target: str) -> dict[str, Any]:
-    """Return the arguments of a node that only files with a different target set."""
-    left: dict[str, Any] = {}
-    given: set[str] = set()
-    for file in files:
-        node = settings.value_of(file, name)
-        if not isinstance(node, dict):
-            continue
-        if node.get("_target_", target) == target:
-            given.update(node)
-        else:
-            left.update(node)
-    return {key: value for key, value in left.items() if key not in given}
 
 
 def takes(name: str, target: str, key: str) -> bool:

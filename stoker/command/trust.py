@@ -160,9 +160,7 @@ def failing_line(error: BaseException) -> str | None:
 
 
 def is_of_kind(located: Any) -> bool:
-    """Return whether KINDS lists the object for its module, or a module on the way to one."""
-    if inspect.ismodule(located):
-        return located.__name__.startswith(tuple(KINDS))
+    """Return whether KINDS lists the object for its module."""
     module = getattr(located, "__module__", None) or ""
     if module.startswith("torchvision.models.") and is_builder(located):
         return True

@@ -42,7 +42,7 @@ def task_typed(cfg: DictConfig) -> str:
 
 def is_finished(cfg: DictConfig) -> bool:
     """Return whether this job was finished when the same sweep ran before."""
-    if not in_sweep() or task_typed(cfg) or cfg.resume == "never":
+    if task_typed(cfg) or cfg.resume == "never":
         return False
     return finished(HydraConfig.get().runtime.output_dir) is not None
 

@@ -49,22 +49,31 @@ def main(cfg: DictConfig) -> float | None:
     A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. One that
     fails returns nan, which marks a failed trial, and ends the sweep only with sweep.on_error=stop.
     """
-    folder = HydraConfig.get().runtime.output_dir  # returned for a job of a sweep
-    number = HydraConfig.get().job.num if job.in_sweep() else 0
     try:
-        if job.in_sweep() and not job.is_finished(cfg):
-            print(f"\njob {number}    {' '.join(arguments.typed())}", flush=True)
+        if job.in_sweep():
+            return do_job(cfg)
         prepare(cfg)
-        if job.in_sweep() and not job.task_typed(cfg):
-            if job.is_finished(cfg):
-                saved = saved_config.load_config("run_dir", folder)
-                resume.check_same(f"run_dir={folder}", saved, cfg)
-                return jobs.value_of(folder)
-            jobs.begin(folder, number)
         do(cfg)
-        return jobs.value_of(folder) if job.in_sweep() else None
+        return None
     except Exception as error:
         return failed(cfg, error)
+
+
+def do_job(cfg: DictConfig) -> float | None:
+    """Do a job of a sweep, unless it has finished before; return its value for the sweeper."""
+    config = HydraConfig.get()
+    folder = config.runtime.output_dir
+    is_finished = job.is_finished(cfg)
+    if not is_finished:
+        print(f"\njob {config.job.num}    {' '.join(arguments.typed())}", flush=True)
+    prepare(cfg)
+    if is_finished:
+        resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
+        return jobs.value_of(folder)
+    if not job.task_typed(cfg):
+        jobs.begin(folder, config.job.num)
+    do(cfg)
+    return jobs.value_of(folder)
 
 
 def prepare(cfg: DictConfig) -> None:
