@@ -19,6 +19,8 @@ class UserError(ValueError):
     The message is one to three lines that name the key, file or class, and what to type.
     """
 
+    exit_code = 2
+
 
 class RunInUse(UserError):
     """Another process is using this run directory.
@@ -26,9 +28,13 @@ class RunInUse(UserError):
     Exit code 75, which sysexits.h defines as "try again later".
     """
 
+    exit_code = 75
+
 
 class TrainingError(RuntimeError):
     """Training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
+
+    exit_code = 3
 
 
 class NotFinite(TrainingError):

@@ -134,14 +134,14 @@ def is_loss_function(node: Mapping[str, Any]) -> bool:
     """Return whether a loss's target is itself the function of (outputs, targets)."""
     target = node["_target_"]
     names, _ = arguments_of("loss", target)
-    open_ones = [name for name, needed in names.items() if needed and name not in node]
+    open_ones = [name for name in names if names[name] is REQUIRED and name not in node]
     return not isinstance(locate("loss", target), type) and len(open_ones) == 2
 
 
 def arguments_to_pass(
     key: str, node: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the offered arguments that the target takes; UserError if it needs more."""
+    """Return the offered arguments that the target takes."""
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
@@ -154,14 +154,6 @@ def arguments_to_pass(
     for name, value in offered.items():
         if name in accepted and (name not in node or key == "trainer"):
             passed[name] = value
-    positional = list(names)[: len(node.get("_args_") or ())]
-    given = {*passed, *node, *positional}
-    for name, default in names.items():
-        if default is REQUIRED and name not in given:
-            raise UserError(
-                f"{key}.{name}: {target} needs this argument. Type +{key}.{name}=..., or write it "
-                "beside the _target_."
-            )
     return passed
 
 

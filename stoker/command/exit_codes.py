@@ -17,7 +17,6 @@ from stoker.command.help import help_text
 from stoker.command.messages import FAILING, explanation, message
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import (
-    RunInUse,
     TrainingError,
     UserError,
     cause,
@@ -167,18 +166,14 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error."""
-    if isinstance(error, RunInUse):
-        return IN_USE
-    if isinstance(error, processes.JobFailed):
-        return error.code
-    if isinstance(error, TrainingError):
-        return TRAINING_ERROR
+    if isinstance(error, (UserError, TrainingError)):
+        return error.exit_code
     if isinstance(error, OSError) and error.errno in FAILING:
         return TRAINING_ERROR
     # Hydra's errors and ours may lack an errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return USER_ERROR
-    if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
         return USER_ERROR
     if explanation_of(error) is not None and not ranks.is_lost(error):
         return USER_ERROR

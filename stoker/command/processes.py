@@ -22,11 +22,11 @@ PACKAGES = ("stoker", "stoker.trainer", "stoker.models", "stoker.data")
 
 
 class JobFailed(TrainingError):
-    """The processes of a sweep's job failed with this `code`. They have printed why."""
+    """The processes of a sweep's job failed with this exit code. They have printed why."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.code = code
+        self.exit_code = exit_code
 
 
 def count(strategy: str, devices: int | str, device: str) -> int:

@@ -144,8 +144,6 @@ def locate(key: str, target: str) -> Any:
         raise UserError(
             f"{place}: this target is not allowed.\nType trusted=[{both}] if you know what it does."
         )
-    if not callable(located):
-        raise UserError(f"{place}: this is not a class or function. Type {place}.NAME.")
     return located
 
 

@@ -10,7 +10,7 @@ from stoker.trainer.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 PLACEHOLDER = "my_project"  # replaced in the template's files and file names
-FOLDERS = ("configs", "tests", "runs")  # folders beside the package
+TAKEN = ("configs", "tests", "runs", "__main__")  # the project has folders with these names
 
 
 def new() -> None:
@@ -44,6 +44,6 @@ def check_name(name: str) -> None:
         raise UserError(
             f"new {name}: name a package with letters, digits and _. Type new {PLACEHOLDER}."
         )
-    is_taken = name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None
+    is_taken = name in TAKEN or importlib.util.find_spec(name) is not None
     if is_taken or Path(name).exists():
         raise UserError(f"new {name}: this name is taken. Choose a different name.")

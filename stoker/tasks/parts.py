@@ -97,7 +97,7 @@ def building(
     if data.table is not None:
         terminal.show(f"columns  {columns_line(data.description())}")
 
-    seeding.seed_generators(device, seeding.mix_seed(settings.check("seed", cfg.seed), "model"))
+    seeding.seed_generators(device, seeding.mix_seed(cfg.seed, "model"))
     model, loss = build_model(cfg, data, state)
     if cfg.init_from is not None and not resumes and state is None:
         from stoker.runs.weights import init_from

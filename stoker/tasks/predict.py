@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import saved_config
 from stoker.tasks.evaluate import tested
-from stoker.trainer.errors import UserError, check_choice
+from stoker.trainer.errors import UserError
 
 
 def predict(cfg: DictConfig) -> None:
@@ -39,13 +39,11 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
     from stoker.runs import inference
 
     model = inference.load(cfg.run, device=cfg.device)
-    on_bad_sample = config.dataset.get("on_bad_sample", "error")
-    check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     return inference.predict(
         model,
         cfg.input,
         batch_size=config.eval_batch_size,
-        skip=on_bad_sample == "skip",
+        skip=config.dataset.get("on_bad_sample") == "skip",
         **table_options(config, model),
     )
 

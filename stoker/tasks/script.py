@@ -21,7 +21,6 @@ from stoker.diagnostics.timing import Timing
 from stoker.runs import directory, index, provenance, resume, rows
 from stoker.runs.live import LiveReport
 from stoker.runs.loggers import JSONL, ConfigFile
-from stoker.runs.result import finished
 from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
 from stoker.tasks.parts import Parts
@@ -93,10 +92,7 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
     begins = checkpoint.together("resume", lambda: resume.to_resume(folder, "auto", False, config))
     state = begins[1] if begins else None
     if state is not None and launch.is_first():
-        before = finished(folder)
-        is_complete = before is not None and before.steps == before.total_steps
-        rest = ", its end: there is nothing left to train" if is_complete else ""
-        print(f"resumed  {folder} at step {state['step']:,}{rest}")
+        print(f"resumed  {folder} at step {state['step']:,}")
     name = Path(getattr(__main__, "__file__", "python")).stem
     data = Data(name, *loaders, kind="other")
     saver.about = {
