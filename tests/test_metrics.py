@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from stoker.command import build, compatible, trust
+from stoker.command import build, sample_check, trust
 from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import (
@@ -525,4 +525,4 @@ def test_logits_are_not_measured_as_numbers(loss, usual):
     labels = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     part = TensorSplit(torch.randn(3, 5), labels)
     data = Data("labels", part, None, None, (5,), 2, kind="regression")
-    assert compatible.has_usual_outputs(torch.nn.Linear(5, 2), loss, data) == usual
+    assert sample_check.has_usual_outputs(torch.nn.Linear(5, 2), loss, data) == usual

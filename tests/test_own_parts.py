@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import errors as hydra_errors
 
-from stoker.command import build, compatible, messages, trust
+from stoker.command import build, messages, sample_check, trust
 from stoker.data.datasets import digits
 from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
@@ -114,7 +114,7 @@ def test_a_loss_may_be_the_function_itself_or_make_one(project):
     assert isinstance(made, torch.nn.CrossEntropyLoss)
     of_one_number = functools.partial(torch.nn.functional.binary_cross_entropy)
     with pytest.raises(UserError, match=r"^loss=binary_cross_entropy: "):
-        compatible.check_fit(
+        sample_check.check_fit(
             build.build("model", {"_target_": "own_mine.Net"}), of_one_number, digits()
         )
 
@@ -139,7 +139,7 @@ def test_what_is_another_part_is_told_by_what_is_needed(project, key, answer):
 def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
     model = build.build("model", {"_target_": "own_mine.Scores"})
     with pytest.raises(UserError, match="^model=Scores returns a dict, .*\nOverride "):
-        compatible.check_fit(model, torch.nn.CrossEntropyLoss(), digits())
+        sample_check.check_fit(model, torch.nn.CrossEntropyLoss(), digits())
 
 
 def test_a_model_without_parameters_is_not_blamed_on_the_optimizer():

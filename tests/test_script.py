@@ -116,7 +116,6 @@ def test_a_script_that_was_killed_goes_on_to_the_same_bits_and_then_is_complete(
 
     again = begun(Checkpoint(tmp_path / "cut" / "checkpoints", every=2))
     complete = stoker.fit(again, *loaders(), run_dir=tmp_path / "cut")
-    assert "nothing left to train" in capsys.readouterr().out
     for row in complete:
         del row["train/seconds"]
     assert complete == history and again.step == whole.step

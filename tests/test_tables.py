@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import parquet
 from sklearn import model_selection
 
-from stoker.command import compatible
+from stoker.command import sample_check
 from stoker.data import tables
 from stoker.data.description import columns_line
 from stoker.data.notation import Notation, dates
@@ -781,7 +781,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
         ),
     ):
         with pytest.raises(UserError, match=words):
-            compatible.check_fit(None, loss, table(text, target="y", kind=kind))
+            sample_check.check_fit(None, loss, table(text, target="y", kind=kind))
 
 
 def test_what_is_constant_is_divided_by_one(table):

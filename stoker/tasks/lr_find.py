@@ -5,7 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from stoker.command import shell
-from stoker.tasks.job import run_directory, typed_for_run
+from stoker.tasks.current_job import run_directory, typed_for_run
 from stoker.tasks.parts import building
 
 

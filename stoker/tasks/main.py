@@ -15,12 +15,12 @@ from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
 from stoker.command.check import check_config, keep_texts
 from stoker.command.dotted import plain
-from stoker.command.retarget import retarget
+from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
 from stoker.runs.directory import CONFIG
 from stoker.sweeps import jobs, launchers
-from stoker.tasks import job, running
+from stoker.tasks import current_job, running
 from stoker.tasks.new import new
 from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
@@ -29,7 +29,7 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
-    job.process_start = start
+    current_job.process_start = start
     exit_codes.run(new if sys.argv[1:2] == ["new"] else compose)
 
 
@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> float | None:
     fails returns nan, which marks a failed trial, and ends the sweep only with sweep.on_error=stop.
     """
     try:
-        if job.in_sweep():
+        if current_job.in_sweep():
             return do_job(cfg)
         prepare(cfg)
         do(cfg)
@@ -63,14 +63,14 @@ def do_job(cfg: DictConfig) -> float | None:
     """Do a job of a sweep, unless it has finished before; return its value for the sweeper."""
     config = HydraConfig.get()
     folder = config.runtime.output_dir
-    is_finished = job.is_finished(cfg)
+    is_finished = current_job.is_finished(cfg)
     if not is_finished:
         print(f"\njob {config.job.num}    {' '.join(arguments.typed())}", flush=True)
     prepare(cfg)
     if is_finished:
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
         return jobs.value_of(folder)
-    if not job.task_typed(cfg):
+    if not current_job.task_typed(cfg):
         jobs.begin(folder, config.job.num)
     do(cfg)
     return jobs.value_of(folder)
@@ -84,8 +84,8 @@ def prepare(cfg: DictConfig) -> None:
         values = settings.debug_values(plain(cfg), arguments.typed_keys())
         for key, value in values.items():
             OmegaConf.update(cfg, key, value, force_add=True)
-    retarget(cfg)
-    task = job.task_typed(cfg) or ("debug=true" if cfg.debug else "")
+    drop_leftovers(cfg)
+    task = current_job.task_typed(cfg) or ("debug=true" if cfg.debug else "")
     reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
     if task and launch.world_size() > 1 and not reproduces:
         program = " ".join(invocation.program())
@@ -95,7 +95,7 @@ def prepare(cfg: DictConfig) -> None:
 def do(cfg: DictConfig) -> None:
     """Do the task, in several processes if the config asks for them."""
     if cfg.task == "reproduce":
-        if job.in_sweep():
+        if current_job.in_sweep():
             raise UserError("task=reproduce takes a single run. Leave out -m.")
         from stoker.tasks.reproduce import again, compare
 
@@ -122,7 +122,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
     stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
-    if not job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
+    if not current_job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
         # Not the error itself: Hydra would print another line above it.
         raise SystemExit(code) from error
     return float("nan")
@@ -153,17 +153,17 @@ def debugging() -> Iterator[None]:
 
 def start_processes(several: int, cfg: DictConfig) -> None:
     """Run this program again in several processes, each with a rank."""
-    task = job.task_typed(cfg)
+    task = current_job.task_typed(cfg)
     if task:
         raise UserError(f"{task} runs in one process. Leave out strategy and devices.")
-    if not job.in_sweep():
+    if not current_job.in_sweep():
         code = processes.start(several, sys.argv[1:])
         if code:
             raise SystemExit(code)
         return
-    folder = job.run_directory(cfg)
+    folder = current_job.run_directory(cfg)
     typed = [*arguments.typed(), shell.setting("run_dir", folder), *arguments.search_path()]
-    code = processes.start(several, typed, {"folder": folder, "trial": job.trial_of(cfg)})
+    code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
@@ -178,7 +178,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     """
     folder = running.begun
     sweep_job = processes.job()
-    if sweep_job or job.in_sweep():
+    if sweep_job or current_job.in_sweep():
         folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
         if code == exit_codes.IN_USE:
             return

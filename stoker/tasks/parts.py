@@ -236,7 +236,7 @@ def build_metrics(
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the usual metrics, if they make sense, and those of the config."""
-    from stoker.command.compatible import check_fit, has_usual_outputs
+    from stoker.command.sample_check import check_fit, has_usual_outputs
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 

@@ -7,9 +7,9 @@ from omegaconf import DictConfig
 
 from stoker import project
 from stoker.command import shell
-from stoker.tasks.effects import check_effects
-from stoker.tasks.job import names_of, started_at, typed_for_run
+from stoker.tasks.current_job import names_of, started_at, typed_for_run
 from stoker.tasks.parts import building
+from stoker.tasks.unused_settings import check_unused
 from stoker.trainer import terminal
 
 
@@ -20,7 +20,7 @@ def plan(cfg: DictConfig) -> None:
     from stoker.trainer.loading import epoch_length
 
     with building(cfg) as parts:
-        check_effects(cfg, parts)
+        check_unused(cfg, parts)
         startup = time.perf_counter() - began
         per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
         evaluates = parts.loaders[1] is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from stoker.command import invocation, shell, signals
-from stoker.tasks.job import sweep_name
+from stoker.tasks.current_job import sweep_name
 from stoker.trainer.errors import cause, log
 
 

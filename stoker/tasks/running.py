@@ -13,7 +13,7 @@ from stoker.command.trust import own_packages
 from stoker.runs import directory, status
 from stoker.runs.provenance import Code, versions
 from stoker.runs.result import RunResult, closing_lines, of_fit, write_failure
-from stoker.tasks import job
+from stoker.tasks import current_job
 from stoker.tasks.parts import Parts, by_split
 from stoker.tasks.report import draw_report
 from stoker.trainer import launch, stopping, terminal
@@ -172,7 +172,7 @@ class Run:
         for line in closing_lines(self.folder, result, packages):
             terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
         data = self.parts.data
-        if job.sweep_name() or result.peak_flops is not None or data.kind == "other":
+        if current_job.sweep_name() or result.peak_flops is not None or data.kind == "other":
             return
         from stoker.diagnostics import flops
 
@@ -186,7 +186,7 @@ class Run:
         if not launch.is_first():
             return
         text = f"\ninterrupted at step {self.saver.saved:,}."
-        if not job.in_sweep():
+        if not current_job.in_sweep():
             text += f" To resume:\n{signals.resume_command}"
         signals.print_advice(text)
         if self.draws and (self.folder / directory.CONFIG).is_file():

@@ -13,11 +13,11 @@ from stoker.command import arguments, dotted, invocation, processes, ranks, sett
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, index, provenance, resume, saved_config
-from stoker.tasks import job
-from stoker.tasks.effects import check_effects
+from stoker.tasks import current_job
 from stoker.tasks.parts import Parts, building
 from stoker.tasks.report import draws_report
 from stoker.tasks.running import Run
+from stoker.tasks.unused_settings import check_unused
 from stoker.trainer import launch
 from stoker.trainer.errors import NotFinite
 
@@ -48,7 +48,7 @@ def train(cfg: DictConfig) -> None:
                 "config": {key: config[key] for key in config if not settings.record(key).local},
             }
         )
-        cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
+        cfg.run_dir = launch.agreed("run_dir", lambda: current_job.run_directory(cfg), lasting=True)
         signals.resume_command = shell.command(
             arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=invocation.command()
         )
@@ -59,7 +59,7 @@ def train(cfg: DictConfig) -> None:
 
 def train_in(folder: Path, cfg: DictConfig) -> None:
     """Train in a run directory that this process has locked."""
-    started = job.started_at()
+    started = current_job.started_at()
     from stoker.runs.live import LiveReport
     from stoker.runs.loggers import ConfigFile, Logger
     from stoker.trainer import checkpoint, parallel
@@ -77,7 +77,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         callbacks.append(LiveReport(folder))
     callbacks += [saver, ConfigFile(folder / directory.CONFIG, text, code.files)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
-        check_effects(cfg, parts)
+        check_unused(cfg, parts)
         code.revision()  # git finished long ago; leave none of its processes during training
         saver.about = describe(cfg, parts, origin)
         if cfg.profile and launch.is_first():
@@ -86,7 +86,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
             parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [one for one in parts.trainer.callbacks if isinstance(one, Logger)]
         for logger in loggers:
-            logger.describe(saved_config.for_reading(dotted.plain(cfg)), job.sweep_name())
+            logger.describe(saved_config.for_reading(dotted.plain(cfg)), current_job.sweep_name())
         ranks.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
@@ -136,7 +136,7 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
     """Return the callback that may end a trial early; none in any other run."""
-    trial = job.trial_of(cfg)
+    trial = current_job.trial_of(cfg)
     if trial is None:
         return []
     from stoker.sweeps.optuna_search import Pruning

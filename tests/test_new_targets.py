@@ -76,10 +76,10 @@ def test_it_holds_for_every_group(processed):
         "loss._target_=torch.nn.MultiMarginLoss",
         "model._target_=stoker.models.cnn.CNN",
         "dataset._target_=stoker.data.datasets.synthetic",
-        "callbacks.early_stopping._target_=test_retarget.Patient",
+        "callbacks.early_stopping._target_=test_new_targets.Patient",
         "sweep=optuna",
         "sweep.pruner._target_=optuna.pruners.MedianPruner",
-        "trainer._target_=test_retarget.stoker_trainer",
+        "trainer._target_=test_new_targets.stoker_trainer",
     )
     assert set(cfg.scheduler) == {"_target_", "_partial_"}  # warmup is of cosine.yaml
     assert set(cfg.loss) == {"_target_"}
@@ -101,10 +101,10 @@ def stoker_trainer(epochs, max_steps):
 
 
 def test_a_node_typed_whole_is_typed(processed):
-    node = "{_target_:test_retarget.Patient,patience:4}"
-    cfg = processed(f"callbacks.early_stopping={node}", "trusted=[test_retarget]")
+    node = "{_target_:test_new_targets.Patient,patience:4}"
+    cfg = processed(f"callbacks.early_stopping={node}", "trusted=[test_new_targets]")
     assert dict(cfg.callbacks.early_stopping) == {
-        "_target_": "test_retarget.Patient",
+        "_target_": "test_new_targets.Patient",
         "patience": 4,
     }
 
@@ -130,8 +130,8 @@ def test_a_trainer_of_a_file_follows_the_settings(processed, project):
     cfg = processed("trainer=mine", "epochs=12", "trusted=[stoker]")
     expected = {**processed("epochs=12").trainer, "log_every": 7}
     assert dict(cfg.trainer) == {**expected, "_target_": cfg.trainer._target_}
-    project("trainer/short", "_target_: test_retarget.stoker_trainer\n")
-    cfg = processed("trainer=short", "epochs=12", "trusted=[test_retarget]")
+    project("trainer/short", "_target_: test_new_targets.stoker_trainer\n")
+    cfg = processed("trainer=short", "epochs=12", "trusted=[test_new_targets]")
     assert set(cfg.trainer) == {"_target_", "epochs", "max_steps"}
 
 

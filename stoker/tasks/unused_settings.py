@@ -20,7 +20,7 @@ DECIDED_BY = {
 }
 
 
-def check_effects(cfg: DictConfig, parts: "Parts") -> None:
+def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)

@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 
 from stoker.command import build, trust
 from stoker.tasks import parts
-from stoker.tasks.effects import check_decided, check_effects
 from stoker.tasks.overfit import overfit
+from stoker.tasks.unused_settings import check_decided, check_unused
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
 
@@ -17,7 +17,7 @@ SMALL = ("dataset=synthetic", "dataset.n=100", "device=cpu", "batch_size=20", "e
 
 def check(cfg):
     with parts.building(cfg) as built:
-        check_effects(cfg, built)
+        check_unused(cfg, built)
 
 
 def rates(total_steps, **settings):

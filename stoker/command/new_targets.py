@@ -13,7 +13,7 @@ from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.trainer.errors import UserError
 
 
-def retarget(cfg: DictConfig) -> None:
+def drop_leftovers(cfg: DictConfig) -> None:
     """Drop from each node the arguments that a file sets for a different target.
 
     Typed arguments stay, and so does an argument that refers to another setting (`${...}`) if the
