@@ -96,7 +96,8 @@ def with_message(error: Exception) -> Exception:
     # Hydra leaves a few mistakes to the libraries below it, such as a file that is not YAML.
     if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())
-        return UserError(f"{' '.join(sys.argv[1:])}: these settings cannot be read ({reason}).")
+        typed = [one for one in sys.argv[1:] if not one.startswith("hydra.searchpath=")]
+        return UserError(f"{' '.join(typed)}: these settings cannot be read ({reason}).")
     return error
 
 

@@ -63,7 +63,7 @@ def explanation(error: BaseException) -> str:
         text = explain(error)
         if text is not None:
             return text
-    return re.sub(r"\n +(full_key|object_type).*", "", str(error))
+    return re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
 
 
 def no_such_option(error: BaseException) -> str | None:

@@ -30,7 +30,8 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     current_job.process_start = start
-    exit_codes.run(new if sys.argv[1:2] == ["new"] else compose)
+    is_new = sys.argv[1:2] == ["new"]
+    exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
 
 
 def compose() -> None:

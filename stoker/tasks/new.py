@@ -2,7 +2,7 @@
 
 import importlib.util
 import keyword
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from stoker.command import invocation
@@ -13,17 +13,14 @@ PLACEHOLDER = "my_project"  # replaced in the template's files and file names
 TAKEN = ("configs", "tests", "runs", "__main__")  # the project has folders with these names
 
 
-def new() -> None:
-    """Write the project NAME, typed as `stoker new NAME`, into a folder of this name, and print
-    what to type next.
-    """
-    _, _, *names = sys.argv
-    if len(names) != 1:
+def new(arguments: Sequence[str]) -> None:
+    """Write the project NAME into a folder of this name, and print what to type next."""
+    if len(arguments) != 1:
         program = " ".join(invocation.program())
         raise UserError(
             f"new: give one name, for the project and its package. Type {program} new NAME."
         )
-    [name] = names
+    [name] = arguments
     check_name(name)
     for source in sorted(TEMPLATE.rglob("*")):
         if source.is_dir() or "__pycache__" in source.parts:
