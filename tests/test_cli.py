@@ -201,7 +201,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("--bogus", "error: --bogus: there is no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: there is no such option.", "as in device=cpu."),
-    ("-c", "-c", "--cfg"),
+    ("-c", "-c", "Type -c VALUE"),
     ("-patience=1", "error: -patience=1: there is no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",

@@ -109,22 +109,13 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("my-net", "name a package with letters, digits and _. Type new my_project."),
-        ("3d", "name a package with letters, digits and _. Type new my_project."),
-        ("class", "name a package with letters, digits and _. Type new my_project."),
-        ("../net", "name a package with letters, digits and _. Type new my_project."),
-        ("torch", "this name is taken. Choose a different name."),
-        ("__main__", "this name is taken. Choose a different name."),
-        ("configs", "this name is taken. Choose a different name."),
-        ("here", "this name is taken. Choose a different name."),
-    ],
+    "name", ["my-net", "3d", "class", "../net", "torch", "__main__", "configs", "here"]
 )
-def test_a_name_that_no_new_package_can_have_is_refused(folder, name, answer):
+def test_a_name_that_no_new_package_can_have_is_refused(folder, name):
     write(folder / "here")
     with pytest.raises(UserError) as caught:
         new([name])
+    answer = "choose a new name for the package, with letters, digits and _. Type new my_project."
     assert str(caught.value) == f"new {name}: {answer}"
     assert [path.name for path in folder.iterdir()] == ["here"]
 

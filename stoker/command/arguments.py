@@ -15,35 +15,11 @@ from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 
-# Hydra's options, and whether each takes a value.
-OPTIONS = {
-    "--help": False,
-    "--multirun": False,
-    "--cfg": True,
-    "--resolve": False,
-    "--package": True,
-    "--config-dir": True,
-    "--config-path": True,
-    "--config-name": True,
-    "--experimental-rerun": True,
-    "--info": False,
-    "--hydra-help": False,
-    "--run": False,
-    "--shell-completion": False,
-    "--version": False,
-}
-SHORT = {
-    "-h": "--help",
-    "-m": "--multirun",
-    "-c": "--cfg",
-    "-p": "--package",
-    "-cd": "--config-dir",
-    "-cp": "--config-path",
-    "-cn": "--config-name",
-    "-i": "--info",
-    "-r": "--run",
-    "-sc": "--shell-completion",
-}
+# Hydra's options that take no value, and those that take one.
+FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
+FLAGS |= {"--run", "-sc", "--shell-completion", "--version"}
+VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--config-path", "-cn"}
+VALUED |= {"--config-name", "--experimental-rerun"}
 NO_EXPERIMENT = "experiment=null"
 DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
 # Settings that count as typed when there is no command line.
@@ -151,15 +127,14 @@ def check(arguments: Sequence[str]) -> None:
 def check_options(arguments: Sequence[str]) -> None:
     """Raise UserError for an unknown option, or one without the value that it needs."""
     for argument in arguments:
-        name, _, value = argument.partition("=")
-        option = SHORT.get(name, name)
-        if name.startswith("-") and option not in OPTIONS:
+        name = argument.partition("=")[0]
+        if name.startswith("-") and name not in FLAGS | VALUED:
             raise UserError(
                 f"{argument}: there is no such option. Settings have no dashes, as in device=cpu. "
                 "Type --help to see them."
             )
-        if OPTIONS.get(option) and not value and argument == arguments[-1]:
-            raise UserError(f"{argument}: this option needs a value. Type {option} VALUE.")
+        if argument in VALUED and argument == arguments[-1]:
+            raise UserError(f"{argument}: this option needs a value. Type {argument} VALUE.")
 
 
 def check_place(argument: str, sweep: bool) -> None:

@@ -46,8 +46,7 @@ def groups() -> list[str]:
     """Return the names of the groups, sorted."""
     names = set()
     for folder in configs.folders():
-        for path in folder.rglob("*/*.yaml"):
-            names.add(path.parent.relative_to(folder).as_posix())
+        names |= {str(path.parent.relative_to(folder)) for path in folder.rglob("*/*.yaml")}
     return sorted(names)
 
 

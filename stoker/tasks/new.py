@@ -37,10 +37,10 @@ def new(arguments: Sequence[str]) -> None:
 
 def check_name(name: str) -> None:
     """Raise UserError unless this can be the name of a new package in a new folder."""
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+    is_name = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+    is_free = name not in TAKEN and not Path(name).exists()
+    if not (is_name and is_free and importlib.util.find_spec(name) is None):
         raise UserError(
-            f"new {name}: name a package with letters, digits and _. Type new {PLACEHOLDER}."
+            f"new {name}: choose a new name for the package, with letters, digits and _. "
+            f"Type new {PLACEHOLDER}."
         )
-    is_taken = name in TAKEN or importlib.util.find_spec(name) is not None
-    if is_taken or Path(name).exists():
-        raise UserError(f"new {name}: this name is taken. Choose a different name.")
