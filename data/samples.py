@@ -40,15 +40,15 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
             f"dataset: {name} returns {kind_of(parts)} without train. "
             'Return {"train": ..., "val": ..., "test": ...}; only train is required.'
         )
-    for key, part in parts.items():
+    given = {key: part for key, part in parts.items() if part is not None}
+    for key, part in given.items():
         is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
-        is_part = part is None or has_samples(part) or (hasattr(part, "__iter__") and not is_batch)
-        if not isinstance(key, str) or not key.isidentifier() or is_batch or not is_part:
+        has_data = has_samples(part) or hasattr(part, "__iter__")
+        if not str(key).isidentifier() or is_batch or not has_data:
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
                 "IterableDataset or a loader, under a name of letters, digits and _."
             )
-    given = {key: part for key, part in parts.items() if part is not None}
     facts: dict[str, Any] = {"kind": "other"}
     if all(map(is_labelled, given.values())):
         inputs, _ = given["train"][0]
@@ -84,9 +84,8 @@ def is_labelled(part: Any) -> bool:
         return False
     whole = whole_of(part)
     # With a target_transform, `targets` and `classes` are not what samples contain.
-    if getattr(whole, "target_transform", None) is not None:
-        return False
-    if not hasattr(whole, "classes") or targets_of(part) is None:
+    is_changed = getattr(whole, "target_transform", None) is not None
+    if is_changed or not hasattr(whole, "classes") or targets_of(part) is None:
         return False
     with random_stream():
         sample = part[0]

@@ -381,26 +381,22 @@ class Table:
         return {"name": name, "categories": categories}
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
-        """Raise UserError if values look like numbers in another notation or numbers with typos, or
-        if not `is_text`.
+        """Raise UserError if values look like numbers with typos or in another notation, or if not
+        `is_text`.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         odd = texts.filter(pyarrow.array(is_odd.numpy()))
         present = len(texts) - texts.null_count
+        is_few = len(odd) <= max(1, FEW * present) or len(texts.unique()) > FEW_KINDS
+        has_typos = is_few and len(odd) < present / 2
+        if is_text and not has_typos and not are_numbers(odd.unique()):
+            return
         first = f"{str(odd[0])[:50]!r} in line {FIRST + int(is_odd.int().argmax())}"
-        if are_numbers(odd.unique()):
-            raise UserError(
-                f"{where}: some numbers are in a different notation, such as {first}.\n"
-                "Type dataset.decimal=',' if that is their decimal sign, and "
-                "\"dataset.marks='%$'\" for\n"
-                f"characters to ignore, or type {instead}."
-            )
-        are_mistakes = len(odd) <= max(1, FEW * present) or len(texts.unique()) > FEW_KINDS
-        if not is_text or (are_mistakes and len(odd) < present / 2):
-            raise UserError(
-                f"{where}: {len(odd)} of {present} values cannot be read as a number; the first "
-                f"is {first}.\n{CORRECT}, or type {instead}."
-            )
+        raise UserError(
+            f"{where}: {len(odd)} of {present} values cannot be read as a number; the first is "
+            f"{first}.\nFor another notation, type dataset.decimal=',' or \"dataset.marks='%$'\" "
+            f"(characters to ignore).\n{CORRECT}, or type {instead}."
+        )
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
         """Return a column as float64: numbers (N, 1), with NaN for missing values, or one-hot (N,

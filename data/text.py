@@ -205,21 +205,20 @@ def encode(prompt: str, about: Description) -> list[int]:
     if about["tokens"] == "bytes":
         return list(prompt.encode())
     if about["tokens"] == "characters":
-        places = {letter: place for place, letter in enumerate(about["classes"])}
-        unknown = [letter for letter in prompt if letter not in places]
-        if unknown:
-            raise UserError(
-                f"prompt: {not_known(unknown[0])}.\nIt contains {first_few(about['classes'], 200)}."
-            )
-        return [places[letter] for letter in prompt]
-    ids = prompt.split()
-    for number in ids:
+        for letter in prompt:
+            if letter not in about["classes"]:
+                raise UserError(
+                    f"prompt: {not_known(letter)}.\nIt contains {first_few(about['classes'], 200)}."
+                )
+        return list(map(about["classes"].index, prompt))
+    numbers = prompt.split()
+    for number in numbers:
         if not number.isdecimal() or len(number) > 9 or int(number) >= about["num_classes"]:
             raise UserError(
                 f"prompt: type token ids below {about['num_classes']}, such as 5 0 7, not "
                 f"{printable(number)}."
             )
-    return list(map(int, ids))
+    return list(map(int, numbers))
 
 
 def decode(ids: Sequence[int], about: Description) -> str:
