@@ -161,7 +161,7 @@ def samples_in(loader: Any) -> int | None:
 
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
-    """Return the line that describes the data; `whole` if a single part holds all of it."""
+    """Return the line that describes the data; `whole` if a single split holds all of it."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)

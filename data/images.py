@@ -79,7 +79,7 @@ def image_folder(
     """Images in one folder per class, with its subfolders: root/{train,val,test}/CLASS/, or
     root/CLASS/.
 
-    `val` may also be named valid or validation. A part without a folder is split off the training
+    `val` may also be named valid or validation. A split without a folder is taken from the training
     images. The files read are those of torchvision's ImageFolder, plus .gif; a warning counts the
     files that are left out.
 
@@ -161,8 +161,8 @@ def image_folder(
 
 
 def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
-    """List the classes, and the images of each part that has a folder; without part folders, all of
-    `root` is the training part.
+    """List the classes, and the images of each split that has a folder; without such folders, all
+    of `root` is the training split.
 
     Raises:
         UserError: There are fewer classes than `fewest`, or a class has no images.
@@ -202,7 +202,7 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
 
 
 def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
-    """Return the folder of each part; without a train folder, `root` is the training part."""
+    """Return the folder of each split; without a train folder, `root` is the training split."""
     names = _folders(root)
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
@@ -219,7 +219,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
         elif part in tops:
             raise UserError(
                 f"{printable(os.path.join(root, name))}: {printable(tops[part])} is already the "
-                f"{part} part.\nRemove one of them, or merge them."
+                f"{part} split.\nRemove one of them, or merge them."
             )
         else:
             tops[part] = os.path.join(root, name)
@@ -302,8 +302,8 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out unreadable images, with a warning that names some; UserError if a part or class has
-    no others.
+    """Leave out unreadable images, with a warning that names some; UserError if a split or a class
+    has no others.
 
     Whether an image is left out depends only on its file, so the splits are reproducible.
     """
@@ -321,7 +321,7 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     is_empty = any(len(split) == 0 for split in readable.values())
     if is_empty or len(readable["train"].targets.unique()) < len(classes):
         raise UserError(
-            f"dataset.on_bad_sample=skip: a part or a class has no readable images ({shown}).\n"
+            f"dataset.on_bad_sample=skip: a split or a class has no readable images ({shown}).\n"
             "Replace or remove these files."
         )
     total = sum(map(len, splits.values()))

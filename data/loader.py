@@ -93,7 +93,7 @@ def make_loaders(
         typed = {"augment": bool(augment), "resident": resident not in ("auto", False)}
         _refuse(typed, f"{needs_shape}.\nRemove this key.")
         for name, split in splits.items():
-            where = f"the {name} part of {data.name}"
+            where = f"the {name} split of {data.name}"
             loaders[name] = make_loader(split, where, **reading, **options[name])
         return _by_use(loaders), ""
     for name, split in splits.items():
@@ -124,7 +124,7 @@ def make_loaders(
             reading["workers"] = choose_workers(first, transforms)
         count = reading["workers"]
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
-        why = f"{why}; the training part {streamed}" if fits else f"{streamed}, {why}"
+        why = f"{why}; the training split {streamed}" if fits else f"{streamed}, {why}"
     elif resident is True or not hasattr(first, "missing"):
         # With resident=auto, images are streamed until they are decoded, so workers have an effect.
         _refuse(
@@ -167,7 +167,7 @@ def _choose_place(
         return False, "as asked"
     for split in splits.values():
         if not hasattr(split, "tensors"):
-            reason = f"{type(split).__name__} has no tensors(), which would return the whole part"
+            reason = f"{type(split).__name__} has no tensors(), which would return the whole split"
             if resident is True:
                 raise UserError(
                     f"dataset.resident=true: {reason}.\nAdd it, or type dataset.resident=false."
@@ -198,7 +198,7 @@ def check_first(data: Data, name: str, split: Split) -> None:
     """
     if hasattr(split, "inputs") or hasattr(split, "missing"):
         return
-    where = f"the {name} part of {data.name}"
+    where = f"the {name} split of {data.name}"
     match Reader(split, where).first():
         case Tensor() as inputs, Tensor() as targets:
             fits = inputs.shape == (1, *data.in_shape) and targets.shape[:1] == (1,)
@@ -348,7 +348,7 @@ class DeviceLoader(Loader):
                     f"({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}.\n"
                     "Type dataset.resident=false."
                 )
-            raise TrainingError(f"The {split} part of {data.name} {reason}") from error
+            raise TrainingError(f"The {split} split of {data.name} {reason}") from error
         self.resident_bytes = self.nbytes
         self.split = None  # from now on, data is read only from the device
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
@@ -394,9 +394,9 @@ class HostLoader(Loader):
         **options: Any,
     ) -> None:
         super().__init__(data, split, batch_size, **options)
-        part = f"the {split} part of {data.name}"
+        where = f"the {split} split of {data.name}"
         transforms = self.augment.per_sample(data.in_shape, self.seed)
-        reader = Reader(self.split, part, workers, (self.seed, split), transforms)
+        reader = Reader(self.split, where, workers, (self.seed, split), transforms)
         if transforms is not None:
             reader.first()
         batch_bytes = self.nbytes * self.batch_size // self.samples

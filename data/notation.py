@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number in a table; float32 ends at 3.4e38
 DIGITS = 15  # digits of a whole number that a float can hold
-FEW = 0.05  # at most this share of other values still makes a column one of numbers
+FEW = 0.05  # at most this fraction of other values still makes a column one of numbers
 FEW_KINDS = 20  # up to this many distinct values can be categories or classes in any table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (

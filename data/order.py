@@ -22,7 +22,7 @@ def permutation(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def limited(n: int, limit: Limit, part: str) -> int:
-    """Return how many of n samples a pass over a part uses; `limit` is a share or a number."""
+    """Return how many of n samples a pass over a split uses; `limit` is a fraction or a number."""
     if limit is None:
         return n
     if isinstance(limit, float):
@@ -36,11 +36,11 @@ def limited(n: int, limit: Limit, part: str) -> int:
 
 
 class Ordered(Seekable):
-    """The order of a part's samples, and this process's share of each batch.
+    """The order of a split's samples, and this process's share of each batch.
 
-    Without `shuffle`, samples keep the order of the part. With a `limit`, a share or a number of
-    samples, an epoch uses the first samples of its shuffled order; without `shuffle`, it uses the
-    same random subset each time. In distributed training, each process gets its share of every
+    Without `shuffle`, samples keep the order of the split. With a `limit`, a fraction or a number
+    of samples, an epoch uses the first samples of its shuffled order; without `shuffle`, it uses
+    the same random subset each time. In distributed training, each process gets its share of every
     batch: samples rank, rank + world_size, ... of the `global_size` samples of the whole batch.
     """
 

@@ -1,4 +1,4 @@
-"""The record of a data set: its parts, and the facts that models, losses and metrics need."""
+"""The record of a data set: its splits, and the facts that models, losses and metrics need."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -25,20 +25,20 @@ from stoker.trainer.seeding import random_stream
 
 @dataclass
 class Data:
-    """The parts of a data set, and the facts that models, losses and metrics need.
+    """The splits of a data set, and the facts that models, losses and metrics need.
 
     Sizes, labels and numbers are checked once, here. `val` and `test` may be None; `more_val` has
-    further validation parts by name. Classification targets are int64: one class per sample (N,),
+    further validation splits by name. Classification targets are int64: one class per sample (N,),
     per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore -100.
     `mean` and `std`, one number per channel for pixels in 0..1, apply to uint8 images; without
     them, uint8 is only scaled to 0..1. Floats are unchanged. Regression targets are (value -
     target_mean) / target_scale, so errors can be reported in the original units; both may be lists
-    or tensors with one number per target. `cut` names the rule that divided the parts, if it was
+    or tensors with one number per target. `cut` names the rule that divided the splits, if it was
     not purely random. `table` describes a table's columns and how to read it: see tables.py.
     `tokens` is the kind of tokens in a text, which a trained model needs to read and write text:
     see text.py.
 
-    With kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
+    With kind "other", the splits are torch data sets, iterables of batches or loaders. Nothing is
     known about their batches, so `in_shape`, `num_classes` and all that depends on them are None:
     see samples.py.
     """
@@ -64,7 +64,7 @@ class Data:
         self.name = printable(self.name)
         check_choice("kind", self.kind, KINDS)
         if self.train is None:
-            raise UserError(f"{self.name} has no training part.")
+            raise UserError(f"{self.name} has no training split.")
         if self.kind == "other":
             return
         if self.in_shape is None:
@@ -82,7 +82,7 @@ class Data:
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])
         self.std = _per_channel("std", self.std, self.in_shape[0])
         for name, part in self.parts().items():
-            where = f"{self.name}, {name} part"
+            where = f"{self.name}, {name} split"
             _check_part(where, part, self.kind)
             _check_tensors(where, part, self.in_shape)
             if self.kind == "classification":
@@ -100,7 +100,7 @@ class Data:
     def targets_are_uniform(self) -> bool:
         """Whether all training samples have the same number of targets, with none ignored.
 
-        A part without `targets` states this itself, in an attribute with this name.
+        A split without `targets` states this itself, in an attribute with this name.
         """
         if self.kind != "classification":
             return True
@@ -110,7 +110,7 @@ class Data:
         return int(targets.min()) >= 0
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts by name, without those that are None."""
+        """Return the splits by name, without those that are None."""
         parts = {"train": self.train, "val": self.val, **self.more_val, "test": self.test}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -187,7 +187,7 @@ class Data:
         self.target_scale = about["target_scale"]
 
     def _change_targets(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each part's targets with `change(targets)`."""
+        """Replace each split's targets with `change(targets)`."""
         for part in self.parts().values():
             if "targets" not in vars(part):
                 raise UserError(
@@ -197,10 +197,10 @@ class Data:
             part.targets = change(part.targets)
 
     def part_to_evaluate(self, split: str | None = None) -> str:
-        """Return the name of the part to evaluate: `split`, or else the test part, or else the
-        validation part.
+        """Return the name of the split to evaluate: `split`, or else the test split, or else the
+        validation split.
 
-        "all" means the training part of undivided data.
+        "all" means the training split of undivided data.
         """
         parts = self.parts()
         if split == "all" and len(parts) == 1:
@@ -212,11 +212,11 @@ class Data:
             if name in parts:
                 return name
         raise UserError(
-            f"dataset: {self.name} has neither a test nor a validation part. Type split=train."
+            f"dataset: {self.name} has neither a test nor a validation split. Type split=train."
         )
 
     def check_classes(self) -> None:
-        """Check that the training part has at least two classes, and all classes of the other
+        """Check that the training split has at least two classes, and all classes of the other
         parts. Classes of tokens and pixels are not checked.
         """
         if self.kind != "classification" or self.target_shape:
@@ -235,8 +235,8 @@ class Data:
             is_new = (count > 0) & ~is_trained
             if is_new.any():
                 raise UserError(
-                    f"{self.name}: the {name} part has the class {self._class_name(is_new)}, "
-                    "which the training part lacks.\n"
+                    f"{self.name}: the {name} split has the class {self._class_name(is_new)}, "
+                    "which the training split lacks.\n"
                     "Add training samples of this class, or choose a different "
                     "dataset.split_seed or smaller fractions."
                 )
@@ -256,7 +256,7 @@ class Data:
             counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
         if not counts.all():
             raise UserError(
-                f"loss.weight=balanced: the training part of {self.name} does not list targets of "
+                f"loss.weight=balanced: the training split of {self.name} does not list targets of "
                 "every class.\nType a list of numbers, one per class."
             )
         weights: list[float] = (counts.sum() / (len(counts) * counts.double())).tolist()
@@ -269,7 +269,7 @@ class Data:
 
 
 def input_type(part: Split) -> torch.dtype:
-    """Return the dtype of a part's inputs, read from the first sample if the part has none."""
+    """Return the dtype of a split's inputs, read from the first sample if the split has none."""
     dtype = getattr(getattr(part, "inputs", part), "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -334,7 +334,7 @@ def _check_part(where: str, part: Split, kind: str) -> None:
         raise UserError(
             f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
             "Targets must be a tensor, and a list of indices must return (inputs, targets): see\n"
-            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes a part "
+            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes a split "
             "from a torch Dataset."
         )
     if len(part) == 0:
@@ -371,7 +371,7 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: a sample's targets have shape {_target_shape(part)}, "
-            f"but those of the training part have {shape}."
+            f"but those of the training split have {shape}."
         )
     labels = getattr(part, "targets", None)
     if labels is None:

@@ -1,6 +1,6 @@
 """Data sets of arbitrary samples, from a torch Dataset, an iterable or a loader.
 
-These are the parts of a Data of kind "other". This module orders and batches samples, and knows
+These are the splits of a Data of kind "other". This module orders and batches samples, and knows
 nothing about their content.
 """
 
@@ -27,13 +27,13 @@ Collate = Callable[[list[Any]], Any]
 def data_of(name: str, parts: Mapping[str, Any]) -> Data:
     """Return the Data of {"train": ..., "val": ..., "test": ...}.
 
-    Each part is a map-style torch Dataset, an IterableDataset, or a loader (any iterable of
-    batches). All parts but train may be missing or None; other keys are further validation parts.
+    Each split is a map-style torch Dataset, an IterableDataset, or a loader (any iterable of
+    batches). All splits but train may be missing or None; other keys are further validation splits.
     Data sets of (tensor, class) with `classes` and `targets`, as in torchvision, become a
     classification; anything else has kind "other".
 
     Raises:
-        UserError: There is no training part, or a part yields neither samples nor batches.
+        UserError: There is no training split, or a split yields neither samples nor batches.
     """
     if parts.get("train") is None:
         raise UserError(
@@ -119,7 +119,7 @@ def make_loader(
     timeout: float = TIMEOUT,
     **options: Any,
 ) -> Any:
-    """Return a loader for a part of arbitrary samples: a SampleLoader for a map-style data set.
+    """Return a loader for a split of arbitrary samples: a SampleLoader for a map-style data set.
 
     An IterableDataset becomes a DataLoader, by default without workers, because each worker would
     read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
@@ -149,7 +149,7 @@ def make_loader(
 
 
 def batches_in(loader: Any, limit: Limit, part: str) -> int:
-    """Convert a share or a number of samples to a number of batches of a loader.
+    """Convert a fraction or a number of samples to a number of batches of a loader.
 
     Raises:
         UserError: The loader's length or batch size is unknown, or the limit is above its length.
@@ -165,8 +165,8 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     raise UserError(
         f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
         f"batches of {size or 'unknown size'}.\n"
-        "A share needs a loader with a length; a number of samples needs a batch_size, and must "
-        "not exceed the length."
+        "A fraction needs a loader with a length; a number of samples needs a batch_size, and "
+        "must not exceed the length."
     )
 
 
@@ -253,7 +253,7 @@ class SampleReader(Reader):
                     raise
                 dataset = type(self.split).__name__
                 raise UserError(
-                    f"{self.part}: its samples cannot be collated into a batch: {cause(error)}.\n"
+                    f"{self.where}: its samples cannot be collated into a batch: {cause(error)}.\n"
                     f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
                     "batch, or return tensors of equal shape."
                 ) from error

@@ -9,16 +9,16 @@ from stoker.trainer.settings import COUNT, Choice, Limit, Number
 
 
 @dataclasses.dataclass(frozen=True)
-class ShareOrCount:
-    """A share of the samples (0.1), a number of them, or None."""
+class FractionOrCount:
+    """A fraction of the samples (0.1), a number of them, or None."""
 
     def check(self, key: str, value: Any) -> Any:
-        is_share = isinstance(value, float) and 0 < value <= 1
+        is_fraction = isinstance(value, float) and 0 < value <= 1
         is_count = type(value) is int and value > 0
-        if value is None or is_share or is_count:
+        if value is None or is_fraction or is_count:
             return value
         raise UserError(
-            f"{key}={as_typed(value)}: give a share above 0 and at most 1.0, or a number of "
+            f"{key}={as_typed(value)}: give a fraction above 0 and at most 1.0, or a number of "
             "samples."
         )
 
@@ -26,8 +26,8 @@ class ShareOrCount:
 LIMITS: Mapping[str, Limit] = {
     "batch_size": COUNT,
     "eval_batch_size": COUNT,
-    "limit_train": ShareOrCount(),
-    "limit_val": ShareOrCount(),
+    "limit_train": FractionOrCount(),
+    "limit_val": FractionOrCount(),
     "dataset.resident": Choice(("auto", True, False)),
     "dataset.workers": Number(whole=True, least=0, auto=True),
     "dataset.timeout": Number(least=0),

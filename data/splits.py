@@ -1,4 +1,4 @@
-"""Splits: the parts of a data set, in memory or read from a torch Dataset, and the rules that
+"""Splits of a data set, in memory or read from a torch Dataset, and the rules that
 divide samples among them.
 """
 
@@ -15,7 +15,7 @@ from stoker.trainer.seeding import mix_seed, random_stream
 
 
 class Split(Protocol):
-    """A part of a data set, as Data takes it and loaders read it.
+    """A split of a data set, as Data takes it and loaders read it.
 
     `split[[3, 1]]` returns (inputs, targets) of these samples, each stacked into one tensor. A
     split that can return all samples at once also has `tensors()`, and can then be resident on the
@@ -123,11 +123,11 @@ def check_fractions(**fractions: float) -> list[float]:
 
 
 def split_indices(targets: Tensor | int, fractions: Sequence[float], seed: int) -> list[Tensor]:
-    """Divide samples into [rest, part, part, ...], as sorted indices, with one part per fraction.
+    """Divide samples into [rest, split, split, ...], as sorted indices; one split per fraction.
 
     `targets` is either the number of samples or their targets. If these are one class per sample,
-    each part has the same fraction of each class, and at least one sample of every class that has
-    enough of them. Raises UserError if a part would be empty.
+    each split has the same fraction of each class, and at least one sample of every class that has
+    enough of them. Raises UserError if a split would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]
@@ -157,11 +157,11 @@ def divide(
 ) -> list[Tensor]:
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
-    `folds`: divide the samples outside the test part into this many folds of equal size, each with
+    `folds`: divide the samples outside the test split into this many folds of equal size, each with
     the same fraction of each class if `targets` are classes; fold number `fold` is the validation
     part.
-    `groups`: keep samples with the same group number in one part; fractions count groups.
-    `times`: use the latest samples as the test part and those before as the validation part;
+    `groups`: keep samples with the same group number in one split; fractions count groups.
+    `times`: use the latest samples as the test split and those before as the validation split;
     samples with the same time stay together.
     """
     check_number("dataset.folds", folds, whole=True, least=0)
@@ -192,7 +192,7 @@ def divide(
 
 
 def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """Return the sample indices of each part in order of time: the earliest first."""
+    """Return the sample indices of each split in order of time: the earliest first."""
     starts = torch.tensor(_sizes(len(times), fractions)[:-1]).cumsum(0)
     ordered = torch.cat([times.sort().values, torch.tensor([math.inf])])
     number = torch.bucketize(times, ordered[starts], right=True)
@@ -202,19 +202,19 @@ def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
 
 
 def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
-    """Raise UserError if a part with a nonzero fraction is empty."""
+    """Raise UserError if a split with a nonzero fraction is empty."""
     for part, fraction in zip(parts, [1.0, *fractions], strict=True):
         if fraction > 0 and len(part) == 0:
-            shares = " and ".join(f"{fraction:g}" for fraction in fractions)
+            given = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{sum(map(len, parts))} samples cannot be split with fractions {shares}: a part "
+                f"{sum(map(len, parts))} samples cannot be split with fractions {given}: a split "
                 "would be empty.\n"
-                "Choose a different dataset.val_fraction or dataset.test_fraction (0: no part)."
+                "Choose a different dataset.val_fraction or dataset.test_fraction (0: no split)."
             )
 
 
 def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
-    """Return how many of `count` samples go to the rest and to each part."""
+    """Return how many of `count` samples go to the rest and to each split."""
     sizes = [round(count * fraction) for fraction in fractions]
     asked = [i for i, fraction in enumerate(fractions) if fraction > 0]
     if count > len(asked):
@@ -226,6 +226,6 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
-    """Return the TensorSplit of the rest and of each part, None for a fraction of 0."""
+    """Return the TensorSplit of the rest and of each split, None for a fraction of 0."""
     parts = split_indices(targets, fractions, seed)
     return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]

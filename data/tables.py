@@ -366,7 +366,8 @@ class Table:
         learned = values.take(pyarrow.array(train.numpy()))
         if learned.null_count == len(learned):
             raise UserError(
-                f"Column {name!r} has no values in the training part. Type dataset.ignore=[{name}]."
+                f"Column {name!r} has no values in the training split. "
+                f"Type dataset.ignore=[{name}]."
             )
         for is_date in () if categorical else (False, True):
             amounts = self.amounts(values, is_date)

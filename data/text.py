@@ -29,7 +29,7 @@ UNICODE = 0x110000  # code points of characters
 
 
 class TextSplit:
-    """A part of a text as windows of `length` tokens, one every `stride` tokens.
+    """A split of a text as windows of `length` tokens, one every `stride` tokens.
 
     The targets are the token that follows each token of the window. Tokens are not copied, so they
     can be a memory map. On the device, all windows are views of one tensor.
@@ -76,7 +76,7 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows; the end of the file is the validation and then the test part.
+    """Cut a text file into windows; the end of the file is the validation and then the test split.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are mapped into it.
@@ -118,9 +118,9 @@ def text(
 def _parts(
     path: str, ids: Tokens, fractions: Sequence[float], length: int, stride: int
 ) -> list[TextSplit | None]:
-    """Cut the text into the training, validation and test parts, with None for a fraction of 0.
+    """Cut the text into the training, validation and test splits, with None for a fraction of 0.
 
-    Raises UserError if a part is shorter than a window.
+    Raises UserError if a split is shorter than a window.
     """
     sizes = [round(fraction * len(ids)) for fraction in fractions]
     pieces = np.split(ids, np.cumsum([len(ids) - sum(sizes), *sizes])[:-1])
@@ -128,9 +128,10 @@ def _parts(
     for name, fraction, piece in zip(PARTS, (1, *fractions), pieces, strict=True):
         if fraction > 0 and len(piece) <= length:
             raise UserError(
-                f"dataset.length={length}: the {name} part of {printable(path)} has {len(piece):,} "
-                f"tokens, but a window with its targets takes {length + 1:,}.\nType a shorter "
-                "dataset.length, or a different dataset.val_fraction or dataset.test_fraction."
+                f"dataset.length={length}: the {name} split of {printable(path)} has "
+                f"{len(piece):,} tokens, but a window with its targets takes {length + 1:,}.\n"
+                "Type a shorter dataset.length, or a different dataset.val_fraction or "
+                "dataset.test_fraction."
             )
         part = TextSplit(piece, length, length if parts else stride)
         parts.append(part if fraction > 0 else None)

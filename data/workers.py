@@ -167,7 +167,7 @@ class Workers:
                 )
         if error is not None and not is_late(error):
             return TrainingError(
-                f"The loader's workers could not transfer {self.reader.part}: {cause(error)}.\n"
+                f"The loader's workers could not transfer {self.reader.where}: {cause(error)}.\n"
                 f"{FEWER}"
             )
         return TrainingError(
@@ -194,21 +194,21 @@ class Reader(torch.utils.data.Dataset[Any]):
     """Reads the batch (epoch, indices), in a worker or in this process; returns errors as values.
 
     A raised exception would arrive wrapped in a traceback. The random numbers your own split draws
-    while reading depend only on the `stream` (seed, name of the part), the epoch and the batch's
+    while reading depend only on the `stream` (seed, name of the split), the epoch and the batch's
     first index.
     """
 
     def __init__(
         self,
         split: Any,
-        part: str,
+        where: str,
         workers: int = 0,
         stream: tuple[Any, ...] = (),
         transforms: PerSample | None = None,
     ) -> None:
         self.split = split
         self.transforms = transforms
-        self.part = part
+        self.where = where
         self.stream = stream
         # For each worker, the first sample of the batch it is reading, or -1.
         self.reading = torch.full((workers,), -1)
@@ -256,11 +256,11 @@ class Reader(torch.utils.data.Dataset[Any]):
                 return alone
             except (Exception, SystemExit) as alone:
                 return TrainingError(
-                    f"Sample {self._name(index)} of {self.part} cannot be read: {cause(alone)}."
+                    f"Sample {self._name(index)} of {self.where} cannot be read: {cause(alone)}."
                 )
         name = self._name(indices[0])
         return TrainingError(
-            f"{len(indices)} samples of {self.part}, starting at {name}, cannot be read: "
+            f"{len(indices)} samples of {self.where}, starting at {name}, cannot be read: "
             f"{cause(error)}."
         )
 
@@ -268,7 +268,7 @@ class Reader(torch.utils.data.Dataset[Any]):
         """Return a phrase that says what a worker is reading; "" if nothing."""
         first = int(self.reading[worker])
         return (
-            f" while it read {self.part} from sample {self._name(first)} on" if first >= 0 else ""
+            f" while it read {self.where} from sample {self._name(first)} on" if first >= 0 else ""
         )
 
     def _name(self, index: int) -> str:

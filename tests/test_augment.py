@@ -254,7 +254,7 @@ def test_transforms_of_torchvision_are_called_for_each_sample_with_its_own_draws
     data = photographs()
     options = {"seed": 3, "augment": [transforms[0], "flip", *transforms[1:]]}
     (loader, val, _), why = make_loaders(data, batch_size=8, **options)
-    assert "the training part streamed" in why and val.resident_bytes == val.nbytes
+    assert "the training split streamed" in why and val.resident_bytes == val.nbytes
     state = torch.get_rng_state()
     for epoch in range(2):
         before = loader.order(epoch).tolist()

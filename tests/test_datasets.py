@@ -323,7 +323,7 @@ def test_parts_are_checked(part, inputs, targets, kind, words):
         "regression": TensorSplit(torch.zeros(8, 4), torch.zeros(8, 1)),
     }[kind]
     parts = {"train": sound, "val": None, "test": None, part: TensorSplit(inputs, targets)}
-    with pytest.raises(UserError, match=f"^mine, {part} part: .*{words}") as caught:
+    with pytest.raises(UserError, match=f"^mine, {part} split: .*{words}") as caught:
         Data("mine", **parts, in_shape=(4,), num_classes=3, kind=kind)
     assert "\n" not in str(caught.value)
 
@@ -338,11 +338,11 @@ def test_classes_are_checked():
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
     with pytest.raises(
         UserError,
-        match="the val part has the class 2, which the training part lacks.\n.*split_seed",
+        match="the val split has the class 2, which the training split lacks.\n.*split_seed",
     ):
         Data("mine", tensors(), more, None, (4,), 3).check_classes()
     Data("mine", more, one, tensors(), (4,), 9).check_classes()
-    with pytest.raises(UserError, match="has no training part"):
+    with pytest.raises(UserError, match="has no training split"):
         Data("mine", None, one, None, (4,), 3)
 
 

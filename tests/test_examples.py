@@ -100,7 +100,7 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
 
 
 def test_outputs_that_nobody_has_looked_at_are_not_taken_for_scores(forks, tmp_path):
-    """Without a test part, nor the look at the validation part that a report wants."""
+    """Without a test split, nor the look at the validation split that a report wants."""
     [command] = commands(
         next(file for file in FILES if file.stem == "autoencoder").read_text(encoding="utf-8")
     )

@@ -294,7 +294,7 @@ def test_names_that_are_no_text(name, place, capfd):
     for file in (folder / name).iterdir():
         file.write_bytes(b"broken")
     refused(
-        "dataset.on_bad_sample=skip: a part or a class has no readable images",
+        "dataset.on_bad_sample=skip: a split or a class has no readable images",
         lambda: load(on_bad_sample="skip"),
     )
     for file in (folder / name).iterdir():
@@ -373,7 +373,7 @@ def test_labels_that_are_no_digits(place):
     raw = write_mnist(place)
     (raw / "t10k-labels-idx1-ubyte").write_bytes(idx((40,), bytes(39) + b"\xff"))
     refused(
-        "test part: the label 255 of sample 39 is not one of the 10 classes",
+        "test split: the label 255 of sample 39 is not one of the 10 classes",
         lambda: datasets.mnist(str(place)),
     )
 

@@ -198,7 +198,7 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
 def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
     for part in ("train", "val", "valid"):
         write_images(tmp_path / "both" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="valid: .*val is already the val part"):
+    with pytest.raises(UserError, match="valid: .*val is already the val split"):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
@@ -326,7 +326,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
     with pytest.raises(
-        UserError, match=r"skip: a part or a class has no readable images \(.*a/0.png, .*b/0.png\)"
+        UserError, match=r"skip: a split or a class has no readable images \(.*a/0.png, .*b/0.png\)"
     ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
@@ -334,7 +334,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
     for file in (tmp_path / "train" / "b").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="skip: a part or a class has no readable images"):
+    with pytest.raises(UserError, match="skip: a split or a class has no readable images"):
         load()
     with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: not a valid choice"):
         load(on_bad_sample="ignore")

@@ -169,7 +169,7 @@ def in_place(runs, name):
 
 
 def raw_test_inputs(runs, name):
-    """The inputs of the test part as a `Trained` model takes them."""
+    """The inputs of the test split as a `Trained` model takes them."""
     data = in_place(runs, name)
     if data.table is None:
         return data.test[list(range(len(data.test)))][0]
@@ -195,7 +195,7 @@ def raw_test_inputs(runs, name):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_loaded_is_what_was_tested(runs, name):
-    """The same outputs, bit for bit, as the Trainer's on the data set's own test part, and the
+    """The same outputs, bit for bit, as the Trainer's on the data set's own test split, and the
     result of the run.
     """
     model, data = package.load(runs / name), in_place(runs, name)
@@ -928,7 +928,7 @@ def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
 
 
 def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
-    """One row more, and other rows are its test part, of which the run was trained on most."""
+    """One row more, and other rows are its test split, of which the run was trained on most."""
     path = f"dataset.path={tmp_path / 'more.csv'}"
     for count, says in ((300, ""), (301, "more: the run was trained on other data")):
         write_table(tmp_path / "more.csv", houses(count))

@@ -396,7 +396,7 @@ class Own:
         (
             lambda indices: {}[0],
             TrainingError,
-            r"Sample 0 of the train part of own cannot be read: KeyError: 0 \(.*\)",
+            r"Sample 0 of the train split of own cannot be read: KeyError: 0 \(.*\)",
         ),
     ],
 )
@@ -466,7 +466,7 @@ def test_what_does_not_fit_in_the_memory_says_so():
     split = Large(torch.zeros(4, 2), torch.arange(4) % 2)
     with pytest.raises(
         TrainingError,
-        match="train part of huge .* does not fit in the memory of cpu.\nType dataset.res",
+        match="train split of huge .* does not fit in the memory of cpu.\nType dataset.res",
     ):
         make_loaders(Data("huge", split, None, None, (2,), 2), batch_size=2, resident=True)
 

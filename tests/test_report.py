@@ -121,7 +121,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tested(run):
-    """(data, inputs, labels, logits) of the test part, computed by hand from the weights that the
+    """(data, inputs, labels, logits) of the test split, computed by hand from the weights that the
     run has left.
     """
     data = datasets.digits()

@@ -276,9 +276,11 @@ def test_samples_that_make_no_batch_are_explained():
     with pytest.raises(
         UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"
     ):
-        next(iter(SampleLoader(Ragged(), "the val part of mine", 8)))
-    with pytest.raises(TrainingError, match="Sample 0 of the val part of mine cannot be read: Key"):
-        next(iter(SampleLoader(Broken(), "the val part of mine", 8)))
+        next(iter(SampleLoader(Ragged(), "the val split of mine", 8)))
+    with pytest.raises(
+        TrainingError, match="Sample 0 of the val split of mine cannot be read: Key"
+    ):
+        next(iter(SampleLoader(Broken(), "the val split of mine", 8)))
 
 
 def test_an_iterable_data_set_is_batched():

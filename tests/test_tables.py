@@ -1,4 +1,4 @@
-"""Tables: what a column becomes, by the training part alone, and each mistake has its answer."""
+"""Tables: what a column becomes, by the training split alone, and each mistake has its answer."""
 
 import csv
 import datetime
@@ -53,7 +53,7 @@ HEADER = "age,city,kind,price\n"
 def test_a_class_that_the_training_rows_of_a_table_lack(table):
     lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
     with pytest.raises(
-        UserError, match="the (val|test) part has the class 'c', which the training part lacks"
+        UserError, match="the (val|test) split has the class 'c', which the training split lacks"
     ):
         table(
             "x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5

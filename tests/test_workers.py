@@ -124,13 +124,13 @@ def gone(group, seconds=10):
 
 
 LOST = {
-    "kill": "was ended by SIGKILL while it read the train part of own from sample 4 (dog/4.jpg) on",
-    "segfault": "was ended by SIGSEGV while it read the train part of own from sample 4",
-    "exit": "was ended by exit code 5 while it read the train part of own from sample 4",
-    "hang": "dataset.timeout=2: no batch arrived within 2 seconds while it read the train part",
-    "stubborn": " while it read the train part of own from sample 4 (dog/4.jpg) on",
-    "raise": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: KeyError: 'no such label' (/",
-    "sys.exit": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: SystemExit: 4 (/",
+    "kill": "was ended by SIGKILL while it read the train split of own from sample 4 (dog/4.jpg) on",
+    "segfault": "was ended by SIGSEGV while it read the train split of own from sample 4",
+    "exit": "was ended by exit code 5 while it read the train split of own from sample 4",
+    "hang": "dataset.timeout=2: no batch arrived within 2 seconds while it read the train split",
+    "stubborn": " while it read the train split of own from sample 4 (dog/4.jpg) on",
+    "raise": "Sample 7 (dog/7.jpg) of the train split of own cannot be read: KeyError: 'no such label' (/",
+    "sys.exit": "Sample 7 (dog/7.jpg) of the train split of own cannot be read: SystemExit: 4 (/",
 }
 
 
@@ -297,7 +297,7 @@ def test_an_error_names_the_sample_and_the_line(workers):
         split = Failing(torch.zeros(20, 3), torch.arange(20) % 2, together)
         loader = HostLoader(Data("mine", split, None, None, (3,), 2), "train", 8, workers=workers)
         where = (
-            r"the train part of mine.* cannot be read: IndexError: a \(.*test_workers.py:\d+\)\.$"
+            r"the train split of mine.* cannot be read: IndexError: a \(.*test_workers.py:\d+\)\.$"
         )
         with pytest.raises(TrainingError, match=words + where):
             list(loader)
