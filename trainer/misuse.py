@@ -187,11 +187,13 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
             f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
     first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
-    is_wrong = isinstance(loader, (torch.Tensor, Mapping, str))
-    is_wrong = is_wrong or isinstance(first, torch.utils.data.DataLoader)
-    if use != "predict" and is_usual(type(trainer), "compute_loss"):
-        is_wrong = is_wrong or isinstance(first, torch.Tensor)
-    if is_wrong or not hasattr(loader, "__iter__"):
+    takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")
+    if (
+        not hasattr(loader, "__iter__")
+        or isinstance(loader, (torch.Tensor, Mapping, str))
+        or isinstance(first, torch.utils.data.DataLoader)
+        or (takes_pairs and isinstance(first, torch.Tensor))
+    ):
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
             "DataLoader(dataset, batch_size=64), or a list of batches.\n"

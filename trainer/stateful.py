@@ -1,5 +1,6 @@
 """Save the state of a Trainer, and load it to resume."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -167,8 +168,9 @@ class Stateful:
     def named_callbacks(self) -> dict[str, Callback]:
         """Return the callbacks by class name; the second of the same class is "Name.1"."""
         named: dict[str, Callback] = {}
+        counts: collections.Counter[str] = collections.Counter()
         for callback in self.callbacks:
             kind = type(callback).__name__
-            count = sum(name.partition(".")[0] == kind for name in named)
-            named[f"{kind}.{count}" if count else kind] = callback
+            named[f"{kind}.{counts[kind]}" if counts[kind] else kind] = callback
+            counts[kind] += 1
         return named

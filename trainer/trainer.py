@@ -74,9 +74,13 @@ class Trainer(Predicting, Stoppable, Reporting):
         UserError: An argument has the wrong type or is out of range, or two arguments conflict.
     """
 
-    # The base classes hold the rest: `Batching` how a batch is counted, weighed and cut,
-    # `Predicting` predict, `Stoppable` stop and interrupt, `Reporting` hooks and rows, and
-    # `Stateful` what a checkpoint saves. `fitting.prepare` sets what lasts for one fit.
+    # The rest is in the base classes:
+    # - Batching: a batch's samples and weight; weigh, with_shares, process_weight
+    # - Stateful: what a checkpoint saves; step, epochs_before (those of earlier fits), is_due
+    # - Reporting: hooks and rows; call, log, check_and_log
+    # - Stoppable: stop, interrupt, stop_reason, poll_interruption
+    # - Predicting: predict
+    # `fitting.prepare` sets train_loader, val_loader, steps_per_epoch, total_steps and scheduler.
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
