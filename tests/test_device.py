@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
 from stoker.diagnostics.audit import DeviceAudit
-from stoker.trainer import copies, device_errors, memory, seeding
+from stoker.trainer import copies, memory, seeding, step_errors
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
@@ -351,7 +351,7 @@ def test_explain_names_what_is_in_the_wrong_place(text):
     WRONG[text](net)
     with pytest.raises(RuntimeError) as caught:
         net(batch[0]).sum().item()
-    explained = device_errors.explain(caught.value, net, batch, CPU)
+    explained = step_errors.explain(caught.value, net, batch, CPU)
     assert (
         isinstance(explained, UserError)
         and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
@@ -363,7 +363,7 @@ def test_explain_names_the_batch_entry():
     batch = {"x": [torch.ones(4, 3, device="meta")], "y": torch.zeros(4)}
     with pytest.raises(RuntimeError) as caught:
         net(batch["x"][0])
-    assert str(device_errors.explain(caught.value, net, batch, CPU)).endswith(
+    assert str(step_errors.explain(caught.value, net, batch, CPU)).endswith(
         "but batch entry \"batch['x'][0]\" is on meta."
     )
 
@@ -374,7 +374,7 @@ def test_explain_names_three():
         wrong(net)
     batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
     text = str(
-        device_errors.explain(
+        step_errors.explain(
             RuntimeError("Expected all tensors to be on the same device, but found two"),
             net,
             batch,
@@ -387,7 +387,7 @@ def test_explain_names_three():
 def test_explain_a_failed_check_inside_a_kernel():
     """As a class out of range ends a training on a GPU; the device refuses every call after it."""
     error = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
-    text = str(device_errors.explain(error, Net(), None, CUDA))
+    text = str(step_errors.explain(error, Net(), None, CUDA))
     assert "a class in the targets" in text and "Type device=cpu" in text
 
 
@@ -412,7 +412,7 @@ class HiddenState(torch.nn.Module):
 def test_a_state_that_the_model_keeps_is_named():
     net = HiddenState()
     net.state = (torch.zeros(1), [torch.zeros(1, device="meta")])
-    assert device_errors.misplaced(net, None, CPU) == [
+    assert step_errors.misplaced(net, None, CPU) == [
         "attribute 'state[1][0]' (make it a buffer: self.register_buffer) is on meta"
     ]
 
@@ -426,7 +426,7 @@ def test_a_state_that_the_model_keeps_is_named():
     ],
 )
 def test_explain_leaves_other_errors_alone(error):
-    assert device_errors.explain(error, Net(), None, CPU) is None
+    assert step_errors.explain(error, Net(), None, CPU) is None
 
 
 def loader():

@@ -1,11 +1,11 @@
 """Copies between the host and a device, through pinned memory."""
 
-import functools
 from typing import Any
 
 import torch
 
 from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
 
 CPU = torch.device("cpu")
 UNIFIED = ("cpu", "mps", "meta")  # devices that share the host's memory: pinning is not needed
@@ -39,18 +39,12 @@ def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     backend = torch.get_device_module(device)
     work_stream = backend.current_stream(device)
-    stream = copy_stream(device)
-    with backend.stream(stream):
+    copy_stream = devices.stream(device, "copies")
+    with backend.stream(copy_stream):
         copied = tensor.to(device, non_blocking=True)
-    work_stream.wait_stream(stream)
+    work_stream.wait_stream(copy_stream)
     copied.record_stream(work_stream)  # keeps its memory allocated until the work on it is done
     return copied
-
-
-@functools.cache
-def copy_stream(device: torch.device) -> Any:
-    """Return the device's only copy stream."""
-    return torch.get_device_module(device).Stream(device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

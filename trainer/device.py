@@ -16,8 +16,6 @@ import torch
 from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line
 
-# torch's message for .view() on a tensor in another memory format.
-NO_VIEW = "view size is not compatible"
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
 # Errors of a device or of torch itself, which are not caused by a batch.
@@ -264,11 +262,11 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
     """
     backend = torch.get_device_module(device)
     current = backend.current_stream(device)
-    stream = capture_stream(device)
-    stream.wait_stream(current)
-    with backend.stream(stream):
+    aside = stream(device, "captures")
+    aside.wait_stream(current)
+    with backend.stream(aside):
         result = work(batch)
-    current.wait_stream(stream)
+    current.wait_stream(aside)
     return result
 
 
@@ -294,8 +292,8 @@ def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Call
     Each replay returns the same tensors. Other threads may pin memory during the capture.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = capture_stream(device)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    aside = stream(device, "captures")
+    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
         result = work(batch)
 
     def replay() -> Any:
@@ -306,8 +304,8 @@ def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Call
 
 
 @functools.cache
-def capture_stream(device: torch.device) -> Any:
-    """Return the device's only stream for captures, and for the steps before them."""
+def stream(device: torch.device, use: str) -> Any:
+    """Return the device's only stream for this use: "copies", or "captures" and what precedes."""
     return torch.get_device_module(device).Stream(device)
 
 

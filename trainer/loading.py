@@ -249,19 +249,17 @@ class IterableLoader(Seekable):
     def read(self, place: Place) -> Any:
         """Return the next batch of the iterable or END, using the iterable's own random streams."""
         outside = torch.default_generator.get_state()
-        if place.iterator is None or place.generator is None:
+        if place.iterator is None:
             place.seed = mix_seed(self.seed, "order", place.passes)
             self.seed_generators(place.seed, place.passes)
             torch.default_generator.manual_seed(place.seed)
-        else:
-            torch.default_generator.set_state(place.generator)
         seed_python(mix_seed(place.seed, place.number))  # the step reseeds them
         try:
             if place.iterator is None:
                 with children_do_not_interrupt():
                     place.iterator = iter(self.loader)
-                if place.generator is not None:  # restored from a checkpoint
-                    torch.default_generator.set_state(place.generator)
+            if place.generator is not None:  # after the last batch, or from a checkpoint
+                torch.default_generator.set_state(place.generator)
             batch = next(place.iterator, END)
             place.generator = torch.default_generator.get_state()
             return batch

@@ -11,13 +11,13 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import (
-    device_errors,
     graph,
     launch,
     losses,
     memory,
     parallel,
     settings,
+    step_errors,
     steps,
 )
 from stoker.trainer.callback import Callback
@@ -282,7 +282,7 @@ def raise_if_explained(
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (
         unpaired(trainer, error, batch, methods)
-        or device_errors.explain(error, trainer.module, batch, trainer.device)
+        or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
     if explained is not None:

@@ -25,26 +25,25 @@ class Recomputed(torch.nn.Module):
         forward = super().forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        contexts = functools.partial(twice, self)
+
+        def contexts() -> tuple[Any, Any]:  # for the first and the second forward pass
+            return contextlib.nullcontext(), statistics_kept(self)
+
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def twice(block: torch.nn.Module) -> tuple[Any, Any]:
-    """Return the contexts for a block's first and second forward pass."""
-    return contextlib.nullcontext(), statistics_kept(block)
 
 
 @contextlib.contextmanager
 def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
     """Keep the running statistics of BatchNorms, which already include this batch."""
     norms = [module for module in block.modules() if isinstance(module, NORMS)]
-    buffers = list(torch.nn.ModuleList(norms).buffers())
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # not in place for autograd, which keeps them for backward
+            # Not `buffer.copy_`: autograd has saved the buffer, and would refuse the change.
+            buffer.data.copy_(value)
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> list[str]:

@@ -15,7 +15,8 @@ from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import AtLeast, Exactly, compare, form_of, freeze, frozen
 from stoker.trainer.window import Window
 
-COUNTS = ("step", "steps_per_epoch", "epochs_before")
+# Attributes that are saved as they are, with their types.
+SAVED = {"step": int, "steps_per_epoch": int, "epochs_before": int, "evaluation_due": bool}
 
 
 class Stateful:
@@ -91,8 +92,7 @@ class Stateful:
         """Return everything that training depends on, except settings; tensors are not copied."""
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
-        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        state["evaluation_due"] = self.evaluation_due
+        state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
         state["frozen"] = frozen(self.module)
@@ -135,9 +135,8 @@ class Stateful:
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
-        for name in COUNTS:
+        for name in SAVED:
             setattr(self, name, state[name])
-        self.evaluation_due = state["evaluation_due"]
         self.carried = copies.move(state.get("carried", {}), self.device)
 
     def resume_from(self, state: Any, loader: Any = None) -> None:
@@ -148,7 +147,7 @@ class Stateful:
     def form(self, state: dict[str, Any], loader: Any) -> Any:
         """Return the form of the states that can be loaded; `state` is the one to compare."""
         trainer: Any = self  # for the callbacks
-        form: dict[str, Any] = AtLeast({**dict.fromkeys(COUNTS, int), "evaluation_due": bool})
+        form: dict[str, Any] = AtLeast(SAVED)
         form["frozen"] = list
         for name, part in self.stateful().items():
             form[name] = form_of(part, name)

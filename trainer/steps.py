@@ -4,7 +4,6 @@ The Trainer chooses one when it is built, and `train_step` calls it.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +63,11 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
         trainer.module,
         undo=functools.partial(undo, trainer),
     )
-    norm = None
     with trainer.spans["optimizer"]:
-        if trainer.max_grad_norm is not None:
+        if trainer.max_grad_norm is not None and scaler.is_enabled():
             scaler.unscale_(trainer.optimizer)
-            if trainer.unoptimized and scaler.is_enabled():
-                unscale_others(trainer)
-            norm = clip(trainer)
+            unscale_others(trainer)
+        norm = clip(trainer)
         scaler.step(trainer.optimizer)  # skips it if a gradient is not finite
         if scaler.is_enabled():
             norm = update_scale(trainer, norm)
@@ -89,13 +86,12 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
         undo(trainer)  # so that each evaluation uses the same dropout
         trainer.carried = carried
         loss = accumulate(trainer, parts)
-        if trainer.max_grad_norm is not None:
-            norms.append(clip(trainer))
+        norms.append(clip(trainer))
         return loss
 
     loss: torch.Tensor = trainer.optimizer.step(evaluate)
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norms[0] if norms else None)
+    finish(trainer, norms[0])
     return loss
 
 
@@ -108,10 +104,9 @@ def scale_of(trainer: "Trainer") -> torch.Tensor:
 
 def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients of parameters without an optimizer, which the norm also covers."""
-    scale = scale_of(trainer)
-    for parameter in trainer.without_optimizer().values():
+    for parameter in trainer.unoptimized:
         if parameter.grad is not None:
-            parameter.grad /= scale
+            parameter.grad /= scale_of(trainer)
 
 
 def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
@@ -165,7 +160,7 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
     """Do the part of a step that a graph captures; return the mean loss and the gradient norm."""
     with graph.without_clock(trainer):
         loss = accumulate(trainer, trainer.micro_batch.split(batch))
-        norm = None if trainer.max_grad_norm is None else clip(trainer)
+        norm = clip(trainer)
         trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     return loss, norm
@@ -188,10 +183,11 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
     return sum(terms[1:], terms[0])
 
 
-def clip(trainer: "Trainer") -> torch.Tensor:
-    """Clip the gradients and return their norm before clipping."""
-    most = trainer.max_grad_norm or math.inf
-    return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), most)
+def clip(trainer: "Trainer") -> torch.Tensor | None:
+    """Clip the gradients and return their norm before clipping; None without `max_grad_norm`."""
+    if trainer.max_grad_norm is None:
+        return None
+    return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
 
 
 def undo(trainer: "Trainer") -> None:

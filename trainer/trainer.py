@@ -218,6 +218,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
                 self.window.add_norm(norm)
             self.optimizer_step()
+            # `unoptimized` are parameters without an optimizer, whose gradients would add up.
             optimizers.zero_grad(self.optimizer, self.unoptimized)
         self.scheduler.step()
         return sum(terms[1:], terms[0])

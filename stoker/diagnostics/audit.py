@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import device_errors
+from stoker.trainer import step_errors
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import log
 from stoker.trainer.trainer import Trainer
@@ -23,11 +23,11 @@ class DeviceAudit(Callback):
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:
             self.remove_hook()
             batch = (*inputs, *named_inputs.values())
-            wrong = device_errors.misplaced(module, batch, trainer.device)
+            wrong = step_errors.misplaced(module, batch, trainer.device)
             if wrong:
                 log.warning("device=%s, but %s.", trainer.device, "; ".join(wrong))
             else:
-                self.tensors = len(device_errors.named_tensors(module, batch))
+                self.tensors = len(step_errors.named_tensors(module, batch))
 
         self.handle = trainer.module.register_forward_pre_hook(look, with_kwargs=True)
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
 # What to do about an error of torch, by a pattern in its message.
@@ -20,7 +19,7 @@ ADVICE = {
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one.\n"
         "Type drop_last=true, or change batch_size or micro_batch."
     ),
-    NO_VIEW: (
+    "view size is not compatible": (  # .view() of a tensor in another memory format
         "The model calls .view() on an image, whose memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
