@@ -135,6 +135,9 @@ READINGS = {
         StatefulLoader(Stream(), 5), steps_per_epoch=3
     ),
     "added up": lambda: IterableLoader(loader(), steps_per_epoch=3, accumulate=3),
+    "added up, epochs longer than passes": lambda: IterableLoader(
+        loader(), steps_per_epoch=5, accumulate=3
+    ),
 }
 
 

@@ -297,7 +297,7 @@ class IterableLoader(Seekable):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the state of the iterable if it has one."""
         place = self.place
-        if place is None or place.iterator is None:  # nothing was read
+        if place is None or place.step is None:  # nothing was read
             return {}
         # With a known length, a resumed run does not have to read a finished pass again.
         is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
