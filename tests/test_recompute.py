@@ -7,7 +7,7 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import make_loaders
-from stoker.trainer import summary
+from stoker.diagnostics.activations import Saved
 from stoker.trainer.errors import UserError
 from stoker.trainer.recompute import checkpoint_blocks
 
@@ -48,7 +48,7 @@ def test_recomputed_blocks_train_to_the_same_bits(settings):
         trainer = make_trainer(model, **settings)
         trainer.fit(loader, val_loader)
         states.append(copy.deepcopy(trainer.state_dict()))
-        saved = summary.Saved(model)
+        saved = Saved(model)
         with saved.counted():
             model.train()(torch.ones(8, 6))
         states.append(saved.most)

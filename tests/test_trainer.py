@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.diagnostics.activations import Saved
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
-from stoker.trainer import checkpoint, parallel, prediction, schedules, summary
+from stoker.trainer import checkpoint, parallel, prediction, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
@@ -813,7 +814,7 @@ def test_what_a_forward_pass_saves_is_counted():
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.5)
     )
-    saved = summary.Saved(model)
+    saved = Saved(model)
     with saved.counted():
         outputs = model(torch.randn(20, 6))
     # The inputs of Linear and BatchNorm, its mean and deviation, ReLU's outputs, Dropout's mask.

@@ -36,10 +36,8 @@ def form_of(part: Any, name: str) -> Any:
         groups = [form_of_group(group) for group in part.state_dict()["param_groups"]]
         return {"state": dict, "param_groups": groups}
     if isinstance(part, torch.nn.Module):
-        form = {}
-        for key, value in part.state_dict().items():
-            form[key] = value if isinstance(value, torch.Tensor) else ANYTHING
-        return form
+        state = part.state_dict()
+        return {key: v if isinstance(v, torch.Tensor) else ANYTHING for key, v in state.items()}
     if name == "scheduler":
         return form_of_scheduler(part)
     has_our_form = name in ("train_loss", "grad_norm", "micro_batch")
@@ -84,28 +82,28 @@ def compare(state: Any, form: Any, name: str) -> None:
             with contextlib.suppress(UserError):
                 return compare(state, other, name)
         form = form[-1]
-    if isinstance(form, dict):
-        if not isinstance(state, dict):
-            refuse(state, form, name)
-        for key, part in form.items():
+    if isinstance(form, dict) and isinstance(state, dict):
+        for key in {**form, **state}:
             place = f"{name}.{str(key)[:80]}"
             if key not in state:
-                refuse("missing", None, place)
-            compare(state[key], part, place)
-        for key in state:
-            if key not in form and not isinstance(form, AtLeast):
-                refuse("unknown", None, f"{name}.{str(key)[:80]}")
-    elif isinstance(form, (list, tuple)) and not isinstance(form, Exactly):
-        if not isinstance(state, (list, tuple)) or len(state) != len(form):
-            refuse(state, form, name)
-        for i, part in enumerate(form):
-            compare(state[i], part, f"{name}.{i}")
+                refuse("missing", place)
+            if key in form:
+                compare(state[key], form[key], place)
+            elif not isinstance(form, AtLeast):
+                refuse("unknown", place)
+    elif is_sequence(form) and is_sequence(state) and len(form) == len(state):
+        for i, (item, part) in enumerate(zip(state, form, strict=True)):
+            compare(item, part, f"{name}.{i}")
     elif not is_like(state, form):
-        refuse(state, form, name)
+        refuse(f"{shown(state)}, not {shown(form)}", name)
+
+
+def is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not isinstance(value, Exactly)
 
 
 def is_like(value: Any, form: Any) -> bool:
-    """Return whether a value that is not a dict or list has this form."""
+    """Return whether a value has this form, where they are not both dicts or both lists."""
     if form is ANYTHING or torch.nn.parameter.is_lazy(form):
         return True
     if isinstance(form, Exactly):
@@ -116,6 +114,8 @@ def is_like(value: Any, form: Any) -> bool:
         return is_like_tensor(value, form)
     if isinstance(form, (bool, str)):
         return type(value) is type(form)
+    if isinstance(form, (dict, list, tuple)):
+        return False
     if value is None or isinstance(value, bool):
         return form is None
     return isinstance(value, (int, float, torch.Tensor)) and not getattr(value, "ndim", 0)
@@ -137,11 +137,8 @@ def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
     return kind.state_dict is usual.state_dict and kind.load_state_dict is usual.load_state_dict
 
 
-def refuse(value: Any, form: Any, name: str) -> NoReturn:
-    """Raise UserError for the value at `name`; if `form` is None, `value` is the problem."""
-    if isinstance(form, Exactly):
-        form = form[0]
-    text = value if form is None else f"{shown(value)}, not {shown(form)}"
+def refuse(problem: str, name: str) -> NoReturn:
+    """Raise UserError for the value at `name`."""
     name = name.removeprefix("state.")
     advice = ""
     if name.startswith("scheduler"):
@@ -149,11 +146,13 @@ def refuse(value: Any, form: Any, name: str) -> NoReturn:
             "\nUse the learning rate, scheduler and epochs of the checkpoint's run. To change the "
             "rate from this point on, call trainer.set_lr(rate) in on_fit_start."
         )
-    raise UserError(f"The checkpoint does not fit this Trainer: {name} is {text}.{advice}")
+    raise UserError(f"The checkpoint does not fit this Trainer: {name} is {problem}.{advice}")
 
 
 def shown(value: Any) -> str:
     """Describe a value or a form in a few words."""
+    if isinstance(value, Exactly):
+        return shown(value[0])
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return repr(value)[:60]

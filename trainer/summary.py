@@ -76,46 +76,6 @@ def mib(tensors: Iterable[torch.Tensor]) -> float:
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
 
 
-def can_be_counted(trainer: "Trainer") -> bool:
-    """Return whether `Saved` can count everything that a step saves.
-
-    Its hooks would make a compiled module recompile, and do not work in the threads of replicas.
-    """
-    return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
-
-
-class Saved:
-    """Counts the bytes that autograd saves for backward passes, without weights and buffers.
-
-    With several micro-batches, `most` is for the largest one.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        kept = [*module.parameters(), *module.buffers()]
-        self.of_model = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        self.kept: dict[int, int] = {}  # {address: bytes} saved for the backward pass
-        self.most: int = 0
-        self.backward = False  # whether the backward pass has started
-
-    def counted(self) -> Any:
-        """Return a context that counts saved tensors."""
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # a new micro-batch starts, and the memory of the last one is free
-            self.kept = {}
-            self.backward = False
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.of_model:
-            self.kept[storage.data_ptr()] = storage.nbytes()
-            self.most = max(self.most, sum(self.kept.values()))
-        return tensor
-
-    def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.backward = True
-        return tensor
-
-
 def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
     """Return the memory report including gradients, which a fit frees at its end."""
     report = trainer.memory_report()

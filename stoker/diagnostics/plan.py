@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.diagnostics.activations import Saved, can_be_counted
 from stoker.runs.page import render
 from stoker.runs.readable import duration, seconds
 from stoker.trainer import checkpoint, graph, schedules, summary, terminal
@@ -63,7 +64,7 @@ class Watch(Callback):
         self.timed = 0
         self.first = 0.0
         self.seconds = 0.0
-        self.saved = summary.Saved(trainer.module)
+        self.saved = Saved(trainer.module)
         if self.keeps_first:
             self.first_state = checkpoint.copy(trainer.state_dict())
         self.settings = [dict(group) for group in trainer.optimizer.param_groups]
@@ -96,7 +97,7 @@ class Watch(Callback):
         """Measure the next step's activations, with a copy of the state beside it."""
         if self.every < trainer.total_steps:
             self.copy = checkpoint.copy(trainer.state_dict())
-        if summary.can_be_counted(trainer):
+        if can_be_counted(trainer):
             self.measuring.enter_context(self.saved.counted())
 
 

@@ -6,8 +6,9 @@ from conftest import make_model, make_trainer
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
+from stoker.diagnostics.activations import Saved
 from stoker.diagnostics.audit import DeviceAudit
-from stoker.trainer import copies, memory, parallel, summary
+from stoker.trainer import copies, memory, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError
 
@@ -93,7 +94,7 @@ def test_the_activations_are_those_on_the_cpu(accelerator):
     reports = []
     for device in ("cpu", accelerator.NAME):
         trainer = make_trainer(make_model(), device=device)
-        saved = summary.Saved(trainer.module)
+        saved = Saved(trainer.module)
         with saved.counted():
             loss = trainer.compute_loss(copies.move(batches()[0], trainer.device))
         reports.append({**trainer.memory_report(), "activations": saved.most / 2**20})
