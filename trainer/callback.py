@@ -1,5 +1,7 @@
 """The base class of all callbacks, which run between steps."""
 
+import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer.state import ANYTHING
@@ -15,7 +17,8 @@ class Callback:
     """Base class with seven hooks, each called with the trainer.
 
     A callback with state that must survive a restart returns it from `state_dict` (tensors and
-    plain values) and takes it back in `load_state_dict`.
+    plain values) and takes it back in `load_state_dict`. By default, that is the attributes named
+    in `state_forms`.
 
     In distributed training, each process has its own callbacks and calls them at the same steps. A
     callback that stops training must do so on all processes. With `first_rank_only`, only rank 0
@@ -23,6 +26,7 @@ class Callback:
     """
 
     first_rank_only: bool = False
+    state_forms: Mapping[str, Any] = {}  # {attribute: form of its value, as in trainer/state.py}
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Called before the first step; `trainer.step` is above 0 in a resumed run."""
@@ -47,10 +51,12 @@ class Callback:
 
     def state_dict(self) -> State:
         """Return what to save in a checkpoint: tensors and plain values."""
-        return {}
+        return {name: getattr(self, name) for name in self.state_forms}
 
     def load_state_dict(self, state: State) -> None:
         """Restore what `state_dict` returned."""
+        for name in self.state_forms:
+            setattr(self, name, copy.copy(state[name]))
 
     def state_form(self, trainer: "Trainer") -> Any:
         """Return the form of the states that can be loaded, as in `trainer/state.py`.
@@ -58,4 +64,4 @@ class Callback:
         Called before `load_state_dict`; a state that does not match is refused. Of a dict, only the
         keys that `state_dict` returns count, so that a subclass may save others.
         """
-        return ANYTHING
+        return self.state_forms or ANYTHING

@@ -4,10 +4,11 @@
 """
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import launch, settings
-from stoker.trainer.callback import Callback, Row, State
+from stoker.trainer.callback import Callback, Row
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, nearest
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
@@ -28,6 +29,10 @@ class Monitor(Callback):
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
 
+    state_forms: Mapping[str, Any] = {
+        "best": Either([Exactly([None]), {"step": int, "value": 0.0}]),
+        "epoch": {"loss": 0.0, "weight": 0.0},
+    }
     name: str  # the monitored number, set by `on_fit_start`
     sign: int  # 1 if high is good, -1 if low is good
     warned: bool  # whether a warning about a non-finite number was logged
@@ -128,20 +133,11 @@ class Monitor(Callback):
         self.epoch = {"loss": 0.0, "weight": 0.0}
         return loss / weight if weight else None
 
-    def state_dict(self) -> State:
-        return {"best": self.best, "epoch": self.epoch}
-
-    def load_state_dict(self, state: State) -> None:
-        self.best = state["best"]
-        self.epoch = dict(state["epoch"])
-
-    def state_form(self, trainer: "Trainer") -> Any:
-        best = Either([Exactly([None]), {"step": int, "value": 0.0}])
-        return {"best": best, "epoch": {"loss": 0.0, "weight": 0.0}}
-
 
 class EarlyStopping(Monitor):
     """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
+
+    state_forms: Mapping[str, Any] = {**Monitor.state_forms, "waited": int}
 
     def __init__(
         self,
@@ -172,16 +168,6 @@ class EarlyStopping(Monitor):
             best = f" (best: {number(self.best['value'])})" if self.best else ""
             reason = f"{self.name} did not improve in {self.waited} evaluations{best}"
             trainer.stop(reason, "early_stopping")
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "waited": self.waited}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        self.waited = state["waited"]
-
-    def state_form(self, trainer: "Trainer") -> Any:
-        return {**super().state_form(trainer), "waited": int}
 
 
 class TimeLimit(Callback):

@@ -1,5 +1,6 @@
 """The callback that saves checkpoints."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ class Checkpoint(Monitor):
     with it.
     """
 
+    state_forms: Mapping[str, Any] = {**Monitor.state_forms, "metrics": dict}
     saved: int  # the step of the last copy
 
     def __init__(
@@ -85,10 +87,11 @@ class Checkpoint(Monitor):
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.improved(trainer, row):
             self.due = True
-        self.metrics.update(row)
+        numbers = {**self.metrics, **row}
         # Not part of a run's result.
         for name in ("train/seconds", "train/samples", "device/memory_mib"):
-            self.metrics.pop(name, None)
+            numbers.pop(name, None)
+        self.metrics = dict(sorted(numbers.items()))
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if self.epochs and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0:
@@ -158,13 +161,3 @@ class Checkpoint(Monitor):
             writing = self.writing
             self.writing = None
             writing.result()
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "metrics": dict(sorted(self.metrics.items()))}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        self.metrics = dict(state["metrics"])
-
-    def state_form(self, trainer: "Trainer") -> Any:
-        return {**super().state_form(trainer), "metrics": dict}
