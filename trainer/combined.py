@@ -19,7 +19,6 @@ class Combined(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self.counts = [len(optimizer.param_groups) for optimizer in optimizers]
         super().__init__([group for one in optimizers for group in one.param_groups], {})
         for optimizer in optimizers:
             self.state.update(optimizer.state)
@@ -29,8 +28,8 @@ class Combined(torch.optim.Optimizer):
     def share(self) -> None:
         """Make the optimizers share this object's groups and state."""
         groups = iter(self.param_groups)
-        for optimizer, count in zip(self.optimizers, self.counts, strict=True):
-            optimizer.param_groups = [next(groups) for _ in range(count)]
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
             optimizer.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

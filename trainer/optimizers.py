@@ -271,8 +271,8 @@ def decoupled_sgd(
             and the momentum.
         batch_size: Samples per step.
         momentum: The SGD momentum.
-        weight_decay: The share by which 1,024 samples shrink a weight, regardless of the learning
-            rate.
+        weight_decay: The fraction by which 1,024 samples shrink a weight, regardless of the
+            learning rate.
         bias_scale: A factor for the learning rate of biases and norm weights (one dimension). They
             have the same weight decay.
         fused: As for torch.optim.SGD.

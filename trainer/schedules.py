@@ -96,8 +96,8 @@ def schedule(
 ) -> Schedule:
     """Return a Schedule that multiplies each group's rate by `shape(progress)`.
 
-    The progress is 0 after the warmup and 1 after the last step. A `warmup` below 1 is a share of
-    all steps; otherwise it is a number of steps. During the warmup, the rate rises linearly from
+    The progress is 0 after the warmup and 1 after the last step. A `warmup` below 1 is a fraction
+    of all steps; otherwise it is a number of steps. During the warmup, the rate rises linearly from
     `start` times the rate.
     """
     check_number("scheduler.warmup", warmup, least=0)
@@ -110,7 +110,7 @@ def schedule(
     elif warmup != warmup_steps or warmup >= total_steps:
         raise UserError(
             f"scheduler.warmup={warmup}: give a whole number of steps below {total_steps}, the "
-            "length of the run, or a share of them, as in scheduler.warmup=0.1."
+            "length of the run, or a fraction of them, as in scheduler.warmup=0.1."
         )
 
     def factor(step: int) -> float:
@@ -299,7 +299,7 @@ def wsd(
     decay: float = 0.2,
     final: float = 0.0,
 ) -> Schedule:
-    """Warm up, stay constant, and decay over the last share `decay` of the steps after the warmup.
+    """Warm up, stay constant, then decay for a fraction `decay` of the steps after the warmup.
 
     Hu et al. 2024, arXiv 2404.06395, section 4, with the decay 1 - sqrt of Hägele et al. 2024,
     arXiv 2405.18392, section 3. A longer run can start from a checkpoint before the decay.
@@ -320,7 +320,7 @@ def step(
     milestones: Sequence[float] = (0.5, 0.75),
     gamma: float = 0.1,
 ) -> Schedule:
-    """Multiply the rate by `gamma` at each milestone, a share of the steps after the warmup.
+    """Multiply the rate by `gamma` at each milestone, a fraction of the steps after the warmup.
 
     He et al. 2016, arXiv 1512.03385, section 4.2.
     """

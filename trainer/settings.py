@@ -4,6 +4,7 @@ The keys are those of the command line, so that a constructor's error names what
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -107,17 +108,17 @@ def check_groups(rules: Any) -> Any:
     return rules
 
 
-def check_thaw_at(value: Any) -> tuple[int | None, bool]:
-    """Parse 500 or "2 epochs" as (number, whether it counts epochs), "never" as (None, False)."""
+def check_thaw_at(value: Any) -> tuple[float, bool]:
+    """Parse 500 or "2 epochs" as (number, whether it counts epochs), "never" as (inf, False)."""
     if value is None:  # the callback is off
-        return None, False
+        return math.inf, False
     match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
             f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, epochs as in "
             "'callbacks.freeze.thaw_at=2 epochs', or never."
         )
-    return (int(match[1]) if match[1] else None, match[2] is not None)
+    return (int(match[1]) if match[1] else math.inf, match[2] is not None)
 
 
 COUNT = Number(whole=True, least=1)

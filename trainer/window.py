@@ -28,7 +28,7 @@ class Window:
         loss: Mean loss over the window, with each step weighted by its batch.
         grad_norm: Mean gradient norm over the steps of the window, if gradients are clipped. A
             skipped step counts as 0.
-        skipped: Share of the steps that the fp16 scaler skipped; empty without a scaler.
+        skipped: Fraction of the steps that the fp16 scaler skipped; empty without a scaler.
         start: When the window started, in seconds; evaluation time is added to it.
     """
 
@@ -40,9 +40,8 @@ class Window:
 
     def clear(self) -> None:
         """Forget the steps."""
-        self.loss.reset()
-        self.grad_norm.reset()
-        self.skipped.reset()
+        for mean in (self.loss, self.grad_norm, self.skipped):
+            mean.reset()
 
     def restart(self) -> None:
         """Start the clock."""
@@ -82,11 +81,11 @@ class Window:
             for label, rate in zip(labels[1:], rates[1:], strict=True):
                 if label != labels[0]:
                     row[f"train/lr/{label}"] = float(rate)
-        done = 1.0  # share of the steps that were not skipped
+        done = 1.0  # fraction of the steps that were not skipped
         if skipped.samples:
-            share = skipped.compute().item()
-            row["train/skipped_steps"] = round(share * skipped.samples)
-            done -= share
+            fraction = skipped.compute().item()
+            row["train/skipped_steps"] = round(fraction * skipped.samples)
+            done -= fraction
         if grad_norm.samples and done:
             row["train/grad_norm"] = grad_norm.compute().item() / done
         self.clear()

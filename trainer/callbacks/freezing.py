@@ -1,6 +1,5 @@
 """Freeze parameters for part or all of training."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ class Freeze(Callback):
                 "as in 'freeze=[\"backbone.*\"]'."
             )
         self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
-        self.parameters: list[torch.Tensor] = []
+        self.frozen: set[torch.Tensor] = set()
         self.norms: dict[torch.nn.Module, Any] = {}  # norm -> hook that keeps its statistics
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -44,26 +43,24 @@ class Freeze(Callback):
             UserError: A pattern matches no parameter, or nothing is left to train.
         """
         names = named(trainer.module)
-        frozen = set().union(*[matching(names, pattern, "freeze") for pattern in self.patterns])
-        if not any(p.requires_grad for p in names if p not in frozen):
+        self.frozen = set().union(*[matching(names, one, "freeze") for one in self.patterns])
+        if not any(p.requires_grad for p in names.keys() - self.frozen):
             raise UserError(
                 f"freeze={as_typed(list(self.patterns))}: this matches all parameters, so nothing "
                 "is left to train."
             )
-        self.parameters = [p for p in names if p in frozen]
-        self.thaw_step = math.inf
-        if self.count is not None:
-            self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
-        is_frozen = trainer.step < self.thaw_step
-        self.set_trained(not is_frozen)
-        if is_frozen:
-            for module in trainer.module.modules():
-                weights = list(module.parameters(recurse=False))
-                if isinstance(module, NORMS) and weights and frozen.issuperset(weights):
-                    self.norms[module] = module.register_forward_pre_hook(keep_statistics)
+        self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
+        is_thawed = trainer.step >= self.thaw_step
+        self.set_trained(is_thawed)
+        if is_thawed:
+            return
+        for module in trainer.module.modules():
+            weights = list(module.parameters(recurse=False))
+            if isinstance(module, NORMS) and weights and self.frozen.issuperset(weights):
+                self.norms[module] = module.register_forward_pre_hook(keep_statistics)
 
     def set_trained(self, is_trained: bool) -> None:
-        for parameter in self.parameters:
+        for parameter in self.frozen:
             parameter.requires_grad_(is_trained)
 
     def on_step_end(self, trainer: "Trainer") -> None:
