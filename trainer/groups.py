@@ -133,10 +133,16 @@ def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
     return free
 
 
+def rule_of(group: Mapping[str, Any]) -> str:
+    """Return the pattern of the rule that made a group; `lr_decay` adds a number to its name."""
+    rule: str = group.get("name", REST).partition(" ")[0]
+    return rule
+
+
 def check_options(groups: Groups, known: Collection[str]) -> None:
     """Raise UserError for an option of a rule that the optimizer does not have."""
     for group in groups:
-        rule = group.get("name", REST).partition(" ")[0]
+        rule = rule_of(group)
         if rule == REST:
             continue
         for key, value in group.items():

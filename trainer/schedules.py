@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
+from stoker.trainer.groups import rule_of
 
 Shape = Callable[[float], float]  # maps progress (0 to 1) to a factor
 
@@ -43,7 +44,9 @@ class Schedule:
         self.rates: list[float] = []
         self.in_groups: list[Any] = []  # numbers, or tensors that a captured step reads
         for group in self.optimizer.param_groups:
-            factor = self.factor_of(group)(self.steps) if self.factors else usual
+            factor = usual
+            if self.factors:
+                factor = self.factors.get(rule_of(group), self.factor)(self.steps)
             rate = group.setdefault("initial_lr", float(group["lr"])) * factor
             self.rates.append(rate)
             if isinstance(group["lr"], torch.Tensor):
@@ -51,10 +54,6 @@ class Schedule:
             else:
                 group["lr"] = rate
             self.in_groups.append(group["lr"])
-
-    def factor_of(self, group: Mapping[str, Any]) -> Callable[[int], float]:
-        """Return the factor of a group, a function of the step."""
-        return self.factors.get(group.get("name", "").partition(" ")[0], self.factor)
 
     def take_over(self) -> None:
         """Use a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, as the new base rate."""
@@ -201,11 +200,6 @@ def named(given: Any) -> Callable[..., Any]:
     for argument in arguments:
         check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
-
-
-def describe(scheduler: Any) -> str:
-    """Describe a scheduler in a few words, for the plan."""
-    return str(getattr(scheduler, "description", type(scheduler).__name__))
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import memory, parallel, schedules
+from stoker.trainer import memory, parallel
 from stoker.trainer.combined import parts
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
     batch_size = getattr(trainer.train_loader, "batch_size", None) or "as the loader yields it"
     optimizer = trainer.optimizer
+    scheduler = trainer.scheduler
     rate = optimizer.param_groups[0].get("initial_lr", 0)
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
         f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate:g}, "
-        f"{schedules.describe(trainer.scheduler)}"
+        f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
     )
     if trainer.step:
         line += f", continued at step {trainer.step:,}"

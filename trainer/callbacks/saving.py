@@ -100,12 +100,14 @@ class Checkpoint(Monitor):
     def on_step_end(self, trainer: "Trainer") -> None:
         if self.writing is not None and self.writing.done():
             self.wait()  # raises its error
-        due = self.due or trainer.stop_reason is not None or trainer.step == trainer.total_steps
-        if self.every and trainer.step % self.every == 0:
-            due = True
-        if self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes:
-            due = True
-        if due:
+        waited = trainer.agreement.now() - self.last_time
+        if (
+            self.due
+            or trainer.stop_reason is not None
+            or trainer.step == trainer.total_steps
+            or (self.every and trainer.step % self.every == 0)
+            or (self.minutes and waited >= 60 * self.minutes)
+        ):
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
 
