@@ -36,17 +36,19 @@ BINS = 200  # bins for a probability
 MOST_TOKENS = 200  # tokens of a sequence that are shown
 MINUTES = 24 * 60  # minutes per day; a table's dates count in days
 
+Columns = dict[str, Tensor]  # what is known of several samples, a row for each
+
 
 class Examination:
     """A metric without a value of its own, which collects the samples for the record.
 
     It takes the same memory for any number of samples, and does not wait for the device. With
-    several processes, `loader` splits each of its batches among them. A subclass makes a row of
-    numbers for each sample, and turns those of the `lists` into samples of the record.
+    several processes, `loader` splits each of its batches among them. A subclass describes each
+    sample by numbers or tensors, and turns those of the `lists` into samples of the record.
     """
 
     higher_is_better = None
-    ranked_by: ClassVar[dict[str, int]] = {"worst": 0, "random": 1}  # {list: a column of the rows}
+    ranked_by: ClassVar[dict[str, str]] = {"worst": "loss", "random": "order"}
 
     def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.split = split
@@ -76,18 +78,16 @@ class Examination:
         if outputs.shape != (count, self.data.num_classes, *positions):
             self.is_usual = False
             return
-        places = self.places(count, outputs.device)
-        loss, *others = self.keep(outputs.detach(), targets)
-        order = places * 7919 % 10007  # neighbors get distant numbers
-        columns = [wide(column).reshape(count, -1) for column in (loss, order, *others)]
-        rows = torch.cat(columns, 1)
+        columns = self.columns(outputs.detach(), targets)
+        columns["index"] = self.indices(count, outputs.device)
+        columns["order"] = columns["index"] * 7919 % 10007  # neighbors get distant numbers
         for highest in self.lists.values():
-            highest.update(places, rows)
+            highest.update(columns)
         if self.confusion is not None:
             self.confusion.update(outputs, targets)
         self.samples += count
 
-    def places(self, count: int, device: torch.device) -> Tensor:
+    def indices(self, count: int, device: torch.device) -> Tensor:
         """Return the indices in the split of the next samples of this process."""
         of_batch = range(launch.rank(), self.batch_size, parallel.ranks())
         places = torch.arange(self.samples, self.samples + count, device=device)
@@ -117,61 +117,53 @@ class Examination:
             evaluation.confusion = counts.tolist()
             evaluation.chance = (per_class.max() / per_class.sum()).item()
         for name, highest in self.lists.items():
-            samples = []
-            for place, *row in highest.over_ranks().tolist():
-                sample = self.sample(row)
-                sample.index = int(place if self.order is None else self.order[int(place)])
-                samples.append(sample)
-            setattr(evaluation, name, samples)
+            setattr(evaluation, name, self.chosen(highest.over_ranks()))
+        for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
+            if self.order is not None:
+                sample.index = int(self.order[sample.index])
 
-    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Return the columns of a row for each sample: its loss, and what `sample` needs.
-
-        The random order becomes the second column afterwards.
-        """
+    def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
+        """Return {name: a row per sample}: the "loss", and what `chosen` needs."""
         raise NotImplementedError
 
-    def sample(self, row: list[float]) -> Sample:
-        """Return the sample of a row."""
-        raise NotImplementedError
+    def chosen(self, columns: Columns) -> list[Sample]:
+        """Return the samples of these columns, which are on the CPU."""
+        rows = zip(*[values.tolist() for values in columns.values()], strict=True)
+        return [Sample(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
 class Highest:
-    """The rows with the highest numbers in a column: the first among equals, and nan above all.
+    """The samples with the highest numbers in a column: the first among equals, nan above all."""
 
-    The indices of their samples in the split are integers: float32 would round those above 2**24.
-    """
-
-    def __init__(self, column: int, most: int = MOST_SAMPLES) -> None:
+    def __init__(self, column: str, most: int = MOST_SAMPLES) -> None:
         self.column = column
         self.most = most
-        self.places: Tensor | None = None
-        self.rows: Tensor | None = None
+        self.kept: Columns = {}
 
-    def update(self, places: Tensor, rows: Tensor) -> None:
-        """Choose from the rows of a batch and the rows kept so far."""
-        if self.places is not None and self.rows is not None:
-            places = torch.cat([self.places, places])
-            rows = torch.cat([self.rows, rows])
-        highest = self.highest(rows)
-        self.places = places[highest]
-        self.rows = rows[highest]
+    def update(self, columns: Columns) -> None:
+        """Choose from the samples of a batch and those kept so far."""
+        parts = [self.kept, columns] if self.kept else [columns]
+        self.kept = self.highest(joined(parts))
 
-    def highest(self, rows: Tensor) -> Tensor:
-        order = rows[:, self.column].argsort(descending=True, stable=True)
-        return order[: self.most]
+    def highest(self, columns: Columns) -> Columns:
+        order = columns[self.column].argsort(descending=True, stable=True)
+        return rows_of(columns, order[: self.most])
 
-    def over_ranks(self) -> Tensor:
-        """Return the rows of all processes on the CPU, each after the index of its sample.
+    def over_ranks(self) -> Columns:
+        """Return the samples of all processes on the CPU; all must call this."""
+        kept = {name: values.cpu() for name, values in self.kept.items()}
+        columns = joined([part for part in parallel.from_all(kept) if part])
+        columns = self.highest(rows_of(columns, columns["index"].argsort()))
+        del columns["order"]
+        return columns
 
-        All of them must call this.
-        """
-        kept = None
-        if self.places is not None and self.rows is not None:
-            kept = torch.cat([self.places.cpu().double().unsqueeze(1), self.rows.cpu().double()], 1)
-        rows = torch.cat([part for part in parallel.from_all(kept) if part is not None])
-        rows = rows[rows[:, 0].argsort()]
-        return rows[self.highest(rows[:, 1:])]
+
+def joined(parts: list[Columns]) -> Columns:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def rows_of(columns: Columns, rows: Tensor) -> Columns:
+    return {name: values[rows] for name, values in columns.items()}
 
 
 class Classes(Examination):
@@ -181,7 +173,11 @@ class Classes(Examination):
     with.
     """
 
-    ranked_by: ClassVar[dict[str, int]] = {"worst": 0, "random": 1, "uncertain": 2}
+    ranked_by: ClassVar[dict[str, str]] = {
+        "worst": "loss",
+        "random": "order",
+        "uncertain": "entropy",
+    }
 
     def reset(self) -> None:
         super().reset()
@@ -189,26 +185,26 @@ class Classes(Examination):
         # ones, then by that of the last class, for all samples and those of the second class.
         self.bins: Tensor | None = None
 
-    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         logs = wide(outputs).log_softmax(-1)
-        shares = logs.exp()
+        probabilities = logs.exp()
         true = class_of(targets, outputs)
         predicted = outputs.argmax(-1)
-        probability = shares.gather(1, predicted.unsqueeze(1)).squeeze(1)
-        losses = -logs.gather(1, true.unsqueeze(1))
-        entropy = torch.special.entr(shares).sum(-1)
+        probability = probabilities.gather(1, predicted.unsqueeze(1)).squeeze(1)
         if self.bins is None:
-            self.bins = shares.new_zeros(2, 2, BINS)
-        pairs = [(probability, true == predicted), (shares[:, -1], true == 1)]
+            self.bins = probabilities.new_zeros(2, 2, BINS)
+        pairs = [(probability, true == predicted), (probabilities[:, -1], true == 1)]
         for bins, (values, are_so) in zip(self.bins, pairs, strict=True):
             indices = (values * BINS).long().clamp(0, BINS - 1)
             counts = torch.stack([torch.ones_like(values), are_so.to(values.dtype)])
             bins.index_add_(1, indices, counts)
-        return [losses, entropy, true, predicted, probability]
-
-    def sample(self, row: list[float]) -> Sample:
-        loss, _, entropy, true, predicted, probability = row
-        return Sample(0, int(true), int(predicted), probability, loss, entropy)
+        return {
+            "loss": -logs.gather(1, true.unsqueeze(1)).squeeze(1),
+            "entropy": torch.special.entr(probabilities).sum(-1),
+            "true": true,
+            "predicted": predicted,
+            "probability": probability,
+        }
 
     def complete(self, evaluation: Evaluation) -> None:
         super().complete(evaluation)
@@ -225,11 +221,7 @@ class Positions(Examination):
     picture shows.
     """
 
-    def reset(self) -> None:
-        super().reset()
-        self.shape: tuple[int, ...] = ()  # shape of the part of a sample's targets that is kept
-
-    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         losses = functional.cross_entropy(
             outputs.float(), targets, ignore_index=IGNORED, reduction="none"
         )
@@ -237,28 +229,28 @@ class Positions(Examination):
         mean = losses.flatten(1).sum(1) / counts
         if targets.ndim == 2:
             true = targets[:, :MOST_TOKENS]
-            shown = losses[:, :MOST_TOKENS]
-        else:
-            every = math.ceil(max(targets.shape[1:]) / SIDE)
-            true = targets[:, ::every, ::every]
-            shown = outputs.argmax(1)[:, ::every, ::every]
-        self.shape = tuple(true.shape[1:])
-        return [mean, true, shown]
+            return {"loss": mean, "true": true, "losses": losses[:, :MOST_TOKENS]}
+        every = math.ceil(max(targets.shape[1:]) / SIDE)
+        predicted = outputs.argmax(1)[:, ::every, ::every]
+        return {"loss": mean, "true": targets[:, ::every, ::every], "predicted": predicted}
 
-    def sample(self, row: list[float]) -> Sample:
-        true, shown = torch.tensor(row[2:]).view(2, *self.shape)
-        sample = Sample(0, loss=row[0])
+    def chosen(self, columns: Columns) -> list[Sample]:
         classes = names_of_classes(self.data)
-        if len(self.shape) == 1:
-            is_known = true != IGNORED
-            sample.tokens = [classes[int(label)] for label in true[is_known]]
-            sample.losses = [round(loss, 3) for loss in shown[is_known].tolist()]
-        else:
-            sample.masks = [mask_png(mask.long(), len(classes)) for mask in (true, shown)]
-        return sample
+        labels = columns.pop("true")
+        predicted = columns.pop("predicted", None)
+        losses = columns.pop("losses", None)
+        samples = super().chosen(columns)
+        for i, sample in enumerate(samples):
+            if losses is not None:
+                is_known = labels[i] != IGNORED
+                sample.tokens = [classes[label] for label in labels[i][is_known].tolist()]
+                sample.losses = [round(loss, 3) for loss in losses[i][is_known].tolist()]
+            if predicted is not None:
+                sample.masks = [mask_png(mask, len(classes)) for mask in (labels[i], predicted[i])]
+        return samples
 
     def complete(self, evaluation: Evaluation) -> None:
-        evaluation.unit = "tokens" if len(self.shape) == 1 else "pixels"
+        evaluation.unit = "tokens" if len(self.data.target_shape) == 1 else "pixels"
         super().complete(evaluation)
 
 
@@ -285,42 +277,35 @@ class Numbers(Examination):
     in the user's units.
     """
 
-    def __init__(self, split: Any, loader: Any, data: Data) -> None:
-        self.targets = min(data.num_classes, MOST_TARGETS)
-        super().__init__(split, loader, data)
-        self.scale = self.per_target(data.target_scale)
-        self.mean = self.per_target(data.target_mean)
-
     def reset(self) -> None:
         super().reset()
-        self.lists["points"] = Highest(column=1, most=MOST_POINTS)
+        self.lists["points"] = Highest("order", MOST_POINTS)
 
-    def keep(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         true = wide(targets)
         predicted = wide(outputs)
-        losses = (predicted - true).square().mean(1)
-        return [losses, true[:, : self.targets], predicted[:, : self.targets]]
+        return {
+            "loss": (predicted - true).square().mean(1),
+            "true": true[:, :MOST_TARGETS],
+            "predicted": predicted[:, :MOST_TARGETS],
+        }
 
-    def sample(self, row: list[float]) -> Sample:
-        true = self.in_units(row[2 : 2 + self.targets])
-        predicted = self.in_units(row[2 + self.targets :])
-        return Sample(0, true, predicted, loss=row[0])
+    def chosen(self, columns: Columns) -> list[Sample]:
+        scale = self.per_target(self.data.target_scale)
+        mean = self.per_target(self.data.target_mean)
+        for name in ("true", "predicted"):
+            columns[name] = columns[name].double() * scale + mean
+        return super().chosen(columns)
 
     def complete(self, evaluation: Evaluation) -> None:
         super().complete(evaluation)
         evaluation.points = [[sample.true, sample.predicted] for sample in evaluation.points]
-        evaluation.standardised = any(scale != 1 for scale in self.scale)
+        evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
 
-    def in_units(self, values: list[float]) -> list[float]:
-        """Return the values of the targets in the user's units."""
-        units = zip(values, self.scale, self.mean, strict=True)
-        return [value * scale + mean for value, scale, mean in units]
-
-    def per_target(self, value: float | list[float] | Tensor) -> list[float]:
-        """Return a number, or one per target, as a list with one per target in the record."""
-        values = torch.as_tensor(value, dtype=torch.float64).expand(self.data.num_classes)
-        numbers: list[float] = values[: self.targets].tolist()
-        return numbers
+    def per_target(self, value: float | list[float] | Tensor) -> Tensor:
+        """Return a number, or one per target, as one per target in the record."""
+        values = torch.as_tensor(value, dtype=torch.float64)
+        return values.expand(self.data.num_classes)[:MOST_TARGETS]
 
 
 def evaluate(
