@@ -4,7 +4,6 @@ ddp and fsdp run one process per device. Only this module knows about strategies
 """
 
 import contextlib
-import contextvars
 import functools
 import math
 import re
@@ -37,8 +36,6 @@ DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between the exchanges of an Agreement
 MOST_CALLS = 64  # at most this many calls between exchanges, because the next steps may be slow
 
-# Whether Trainers built in this context ignore the other processes.
-alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 joined: int = 1  # the number of processes that train together, set by `start`
 
 
@@ -52,7 +49,7 @@ def start(strategy: str, device: torch.device) -> str:
     """
     global joined
     name, listed = check_strategy(strategy)
-    if launch.world_size() == 1 or alone.get():
+    if launch.world_size() == 1:
         return "single" if name == "auto" else strategy
     if name in ("single", "dp") or listed:
         raise UserError(

@@ -1,6 +1,5 @@
 """Load a trained model from its run directory, preprocessing included, and apply it to files."""
 
-import copy
 import csv
 import itertools
 import json
@@ -22,11 +21,12 @@ from stoker.data.text import decode as text_of
 from stoker.runs import card, resume, saved_config
 from stoker.runs.json_files import finite
 from stoker.runs.result import finished
-from stoker.trainer import checkpoint, memory, parallel, prediction
+from stoker.runs.weights import Tensors, evaluated
+from stoker.trainer import checkpoint, memory, prediction
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
 from stoker.trainer.files import replacing
-from stoker.trainer.trainer import Trainer
+from stoker.trainer.state import compare, form_of
 
 AT_ONCE = 256 * memory.MIB  # maximum bytes of inputs in one batch
 
@@ -135,11 +135,12 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
         config = saved_config.load_config("run", folder)
         saved_config.check_buildable(folder, config)
         try:
-            config = saved_config.resolved("run", folder, config, ("model", "callbacks"))
-            _, state = best(folder)
+            config = saved_config.resolved("run", folder, config, ["model"])
+            path, state = best(folder)
+            weights, _ = evaluated(path, state)
             about = description(folder, state)
             with torch.random.fork_rng(devices=[]):
-                module = tested(config, state, about)
+                module = tested(config, weights, about)
         except UserError as error:
             raise saved_config.of_run(folder, error) from None
     model = Trained(module, about).eval().requires_grad_(False)
@@ -172,33 +173,16 @@ def best(folder: str | Path) -> tuple[Path, State]:
     return found
 
 
-def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn.Module:
-    """Build the module with the weights that are evaluated: an average, if there is one."""
-    weights = state.get("model")
-    if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
-        raise UserError("its checkpoint has no model weights.")
+def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torch.nn.Module:
+    """Build the module with these weights."""
     sizes = {}
     if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
     build.check_size("model", config["model"], weights, **sizes)
     module: torch.nn.Module = build.build("model", config["model"], **sizes)
-    nodes = saved_config.evaluating_callbacks(config["callbacks"])
-    for name, node in nodes.items():
-        build.check_nested(f"callbacks.{name}", node)
-    callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
-    # Several processes may each load a model.
-    token = parallel.alone.set(True)
-    try:
-        with Trainer(
-            module, callbacks=callbacks, device="cpu", strategy="single", channels_last=False
-        ) as trainer:
-            trainer.load_state_dict(state)
-            with trainer.evaluating():  # the averaged weights are only in place here
-                evaluated = copy.deepcopy(dict(module.state_dict()))
-    finally:
-        parallel.alone.reset(token)
-    module.load_state_dict(evaluated)
+    compare(weights, form_of(module, "model"), "model")
+    module.load_state_dict(weights)
     return module
 
 

@@ -27,7 +27,7 @@ SMALLEST = 1e-100  # smaller values are drawn as 0
 
 @dataclass
 class Axis:
-    """A scale from values to shares of an axis, with its ticks as (value, label)."""
+    """A scale from values to fractions of an axis, with its ticks as (value, label)."""
 
     low: float
     high: float
@@ -178,7 +178,7 @@ def curves(
     return plot.svg()
 
 
-def shares(
+def fractions(
     name: str,
     points: Points,
     xlabel: str,

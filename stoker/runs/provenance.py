@@ -15,10 +15,8 @@ from pathlib import Path
 
 from stoker import __version__
 from stoker.runs.directory import CHANGES, PACKAGES
-from stoker.trainer.errors import first_few
 
 MOST_CHANGES = 2**20  # maximum characters of a diff
-MOST_NAMES = 20  # untracked files that are named
 SECONDS = 10  # seconds to wait for git
 
 
@@ -67,9 +65,7 @@ class Code:
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)
-        self.status = pool.submit(
-            git, folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal"
-        )
+        self.commit = pool.submit(git, folder, "rev-parse", "HEAD")
         self.diff = pool.submit(
             git, folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color"
         )
@@ -77,25 +73,20 @@ class Code:
 
     def revision(self) -> Revision | None:
         """Return the current revision; None if there is none. Untracked files do not count."""
-        status = self.status.result()
-        self.diff.result()  # no thread and no process may be left when the training begins
-        commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
-        if commit is None:
-            return None
-        return Revision(commit[1], dirty=re.search(r"^[^#?]", status, re.MULTILINE) is not None)
+        # Wait for both: no thread and no process may be left when the training begins.
+        diff = self.diff.result()
+        commit = self.commit.result().strip()
+        return Revision(commit, dirty=diff != "") if commit else None
 
     def files(self) -> dict[str, str]:
         """Return {name: text} of the files of provenance/."""
         listed = [f"{name}=={version}\n" for name, version in packages().items()]
         texts = {PACKAGES: "".join(listed)}
         revision = self.revision()
-        untracked = re.findall(r"^\? (.*)$", self.status.result(), re.MULTILINE)
-        if revision is not None and (revision.dirty or untracked):
+        if revision is not None and revision.dirty:
             texts[CHANGES] = (
-                f"# changes since {revision.revision}: "
-                f"without binary files, at most {MOST_CHANGES:,} characters\n"
-                f"# not tracked, left out: {first_few(untracked, MOST_NAMES)}\n"
-                f"{self.diff.result()[:MOST_CHANGES]}"
+                f"# changes since {revision.revision}: without binary and untracked files, "
+                f"at most {MOST_CHANGES:,} characters\n{self.diff.result()[:MOST_CHANGES]}"
             )
         return texts
 

@@ -115,13 +115,16 @@ def read(path: Path) -> tuple[Tensors, str]:
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
-    """Return the weights of a checkpoint's state that its run evaluates."""
+    """Return the weights of a checkpoint's state that its run evaluates, and where they are from.
+
+    Of callbacks that evaluate with other weights, only the averages of an EMA are known.
+    """
     weights = entry(state, "model")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
     averaged = {name: average.get(name, tensor) for name, tensor in weights.items()}
-    if not averaged or not all(map(torch.is_tensor, averaged.values())):
-        raise UserError(f"init_from={printable(path)}: it has no model weights.")
     origin = printable(path)
+    if not averaged or not all(map(torch.is_tensor, averaged.values())):
+        raise UserError(f"{origin}: this checkpoint has no model weights.")
     return averaged, f"{origin} (averaged by EMA)" if average else origin
 
 

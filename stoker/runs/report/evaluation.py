@@ -30,15 +30,13 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
         "At random": evaluation.random,
     }
     groups = []
-    letters = 0
+    room = MOST_PICTURES
     for title, samples in lists.items():
-        described = []
-        for sample in samples[: MOST_SHOWN[evaluation.unit]]:
-            facts = shown(sample, evaluation)
-            letters += sum(map(len, facts["pictures"]))
-            if letters > MOST_PICTURES:
+        described = [shown(sample, evaluation) for sample in samples[: MOST_SHOWN[evaluation.unit]]]
+        for facts in described:
+            room -= sum(map(len, facts["pictures"]))
+            if room < 0:
                 facts["pictures"] = []
-            described.append(facts)
         if described:
             names = list(described[0]["cells"])
             rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
@@ -92,35 +90,31 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     drawn = []
     if evaluation.confidence is not None:
         points = calibration(evaluation.confidence)
-        svg = plots.shares(
-            "correct",
-            points,
-            "probability of the answer",
-            "share that is correct",
-            ideal=diagonal,
+        svg = plots.fractions(
+            "correct", points, "probability of the answer", "fraction correct", ideal=diagonal
         )
         drawn.append(figure("calibration", svg))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
         note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}"
-        svg = plots.shares("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
+        svg = plots.fractions("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
         drawn.append(figure("ROC", svg, note))
-        svg = plots.shares("precision", precision.tolist(), "recall", "precision")
+        svg = plots.fractions("precision", precision.tolist(), "recall", "precision")
         drawn.append(figure("precision and recall", svg))
     return drawn
 
 
 def calibration(counts: list[list[int]]) -> Any:
-    """Return (mean probability, share that is correct) of tenths of the probability."""
+    """Return (mean probability, fraction correct) of tenths of the probability."""
     import numpy
 
     samples, right = numpy.array(counts, dtype=float).reshape(2, 10, -1)
     middles = (numpy.arange(samples.size) + 0.5) / samples.size
-    sums = samples * middles.reshape(samples.shape)
-    totals = samples.sum(1, keepdims=True)
-    points = numpy.stack([sums.sum(1), right.sum(1)], 1)[totals[:, 0] > 0]
-    return (points / totals[totals[:, 0] > 0]).tolist()
+    probabilities = (samples * middles.reshape(samples.shape)).sum(1)
+    totals = samples.sum(1)
+    points = numpy.stack([probabilities, right.sum(1), totals], 1)[totals > 0]
+    return (points[:, :2] / points[:, 2:]).tolist()
 
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:

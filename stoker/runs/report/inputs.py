@@ -180,17 +180,10 @@ def evaluation_of(entries: Any) -> Evaluation:
     Points and samples that do not fit are left out, such as predictions that are not finite.
     """
     evaluation: Evaluation = typed(entries, Evaluation)
-    classes = [shortened(name, MOST_NAME) for name in evaluation.classes]
-    evaluation.classes = classes
+    evaluation.classes = [shortened(name, MOST_NAME) for name in evaluation.classes]
     evaluation.target = one_line(evaluation.target)
     evaluation.points = list(filter(is_pair, evaluation.points))
-    is_sound = [
-        is_confusion(evaluation.confusion, len(classes)),
-        are_bins(evaluation.confidence),
-        are_bins(evaluation.second),
-        evaluation.second is None or len(classes) == 2,
-    ]
-    if not all(is_sound):
+    if not are_counts(evaluation):
         raise ValueError
     for name in ("worst", "uncertain", "random"):
         samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
@@ -207,21 +200,20 @@ def is_pair(value: Any) -> bool:
     return len(true) == len(predicted)
 
 
-def is_confusion(counts: list[list[int]] | None, size: int) -> bool:
-    """Whether these are counts of each pair of classes, or None."""
+def are_counts(evaluation: Evaluation) -> bool:
+    """Whether the counts fit the classes and each other; ValueError if they are not tables."""
     import numpy
 
-    matrix = numpy.array(counts or [], dtype=float)
-    return counts is None or (matrix.shape == (size, size) and bool((matrix >= 0).all()))
-
-
-def are_bins(counts: list[list[int]] | None) -> bool:
-    """Whether these are the sample counts of bins, and counts of some of those samples, or None."""
-    import numpy
-
-    bins = numpy.array(counts or [[0] * 10] * 2, dtype=float)
-    has_shape = bins.ndim == 2 and len(bins) == 2 and bins.shape[1] % 10 == 0
-    return has_shape and bool((bins[1] >= 0).all() and (bins[1] <= bins[0]).all())
+    size = len(evaluation.classes)
+    matrix = evaluation.confusion
+    if matrix is not None and (numpy.shape(matrix) != (size, size) or numpy.min(matrix) < 0):
+        return False
+    for counts in (evaluation.confidence, evaluation.second):
+        if counts is not None:
+            samples, some = numpy.array(counts, dtype=float)
+            if len(samples) % 10 or (some < 0).any() or (some > samples).any():
+                return False
+    return evaluation.second is None or size == 2
 
 
 def fits(sample: Sample, evaluation: Evaluation) -> bool:
