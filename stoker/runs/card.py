@@ -49,30 +49,36 @@ def write(
     # files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
-    module_text = parallel.plain_text(module)
-    name = module_text.partition("(")[0]
     classes = [] if evaluation is None else classes_of(evaluation)
     text = render(
         "model.md.jinja",
-        name=name,
-        front=front_matter(about, data.target_shape),
+        **facts(module, about, result),
+        usual=usual,
+        task=task_of(about, data.target_shape),
         date=datetime.date.today(),
         split=tested_part(result) if evaluation is None else evaluation.split,
         unit="samples" if evaluation is None else evaluation.unit,
         places=data.target_shape,
         classes=classes[:MOST_CLASSES],
         all_classes=len(classes),
-        module=module_text,
-        about=about,
-        is_image=is_image(about),
-        usual=usual,
         result=result,
-        results=results(result),
-        step=step_of(result),
         command=result.script or command(overrides),
         load=load_arguments(folder, overrides),
     )
     write_text(folder / "model.md", f"{text}\n")
+
+
+def facts(module: torch.nn.Module, about: Description, result: RunResult) -> dict[str, Any]:
+    """Return what every card of a model shows."""
+    text = parallel.plain_text(module)
+    return {
+        "name": text.partition("(")[0],
+        "module": text,
+        "about": about,
+        "is_image": is_image(about),
+        "step": result.steps if result.best is None else result.best.step,
+        "results": results(result),
+    }
 
 
 def is_usual(outputs: Any, about: Description) -> bool:
@@ -95,11 +101,6 @@ def is_image(about: Description) -> bool:
     return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
 
 
-def step_of(result: RunResult) -> int | None:
-    """Return the step of the shared weights; None if the result lacks it."""
-    return result.steps if result.best is None else result.best.step
-
-
 def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
     metrics = result.best_metrics()
@@ -116,15 +117,8 @@ def tested_part(result: RunResult) -> str | None:
     return next((part for part in ("test", "val") if part in parts), None)
 
 
-def front_matter(about: Description, target_shape: tuple[int, ...]) -> list[str]:
-    """Return the lines of YAML that the Hugging Face Hub reads; the license is not known."""
-    front = ["library_name: stoker", "tags: [pytorch, stoker]"]
-    task = task_of(about, target_shape)
-    return front if task == "other" else [*front, f"pipeline_tag: {task}"]
-
-
-def task_of(about: Description, target_shape: tuple[int, ...]) -> str:
-    """Return the Hub's name for the task, or "other"."""
+def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:
+    """Return the Hugging Face Hub's name for the task, None if it has none."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"
@@ -136,4 +130,4 @@ def task_of(about: Description, target_shape: tuple[int, ...]) -> str:
         return "image-segmentation"
     if kind == "classification" and len(about["in_shape"]) == 3:
         return "image-classification"
-    return "other"
+    return None

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -28,7 +27,7 @@ from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
-from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
+from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
@@ -65,19 +64,21 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
             path = os.path.expanduser(str(dataset.get("path")))
             rows = tables.read_batches(path, about["table"], SAMPLES, "dataset.path")
             _, inputs = next(rows)
-            return inputs, f"{len(inputs)} rows of {printable(os.path.basename(path))}"
-        data = build("dataset", dataset)
-        data.prepare_as(about)
-        name = "training" if data.test is None else "test"
-        part = data.train if data.test is None else data.test
-        inputs, _ = part[list(range(min(SAMPLES, len(part))))]
-        return inputs, f"{len(inputs)} {name} samples of {data.name}"
+            source = f"rows of {printable(os.path.basename(path))}"
+        else:
+            data = build("dataset", dataset)
+            data.prepare_as(about)
+            part = data.train if data.test is None else data.test
+            inputs, _ = part[list(range(min(SAMPLES, len(part))))]
+            source = f"{'training' if data.test is None else 'test'} samples of {data.name}"
     except (UserError, OSError) as error:
         log.warning(
             "The run's data cannot be read, so the outputs are compared on generated inputs: %s",
             first_line(error),
         )
-    return generated(about), f"{SAMPLES} generated samples"
+        inputs = generated(about)
+        source = "generated samples"
+    return inputs, f"{len(inputs)} {source}"
 
 
 def generated(about: Description) -> Tensor:
@@ -85,14 +86,14 @@ def generated(about: Description) -> Tensor:
     dtype = getattr(torch, about["dtype"])
     generator = torch.Generator().manual_seed(0)
     shape = (SAMPLES, *about["in_shape"])
-    if dtype.is_floating_point:
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if about["table"] is None:
-            return noise.to(dtype)
-        numbers = constants(about)
-        return noise * numbers["std"] + numbers["mean"]
-    highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
-    return torch.randint(0, highest, shape, generator=generator).to(dtype)
+    if not dtype.is_floating_point:
+        highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
+        return torch.randint(0, highest, shape, generator=generator).to(dtype)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if about["table"] is None:
+        return noise.to(dtype)
+    numbers = constants(about)
+    return noise * numbers["std"] + numbers["mean"]
 
 
 def export(
@@ -124,10 +125,7 @@ def export(
                 with torch.inference_mode():
                     outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, Tensor):
-                    kind = type(outputs).__name__
-                    raise TypeError(
-                        f"it returns a {kind}, but an exported model must return a tensor"
-                    )
+                    raise TypeError(f"it returns {kind_of(outputs)}, not a tensor")
                 run = WRITERS[form](model, inputs, partial)
                 difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):
@@ -229,11 +227,9 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
         for wanted, given in zip(expected, outputs_of(run, inputs[:size]), strict=True):
             if given.shape != wanted.shape:
                 raise TrainingError(f"The exported model returns {list(given.shape)} values.")
-            differences.append((given - wanted).abs().max().item())
+            differences.append((given - wanted).abs().max())
             largest.append((wanted - center).abs().max().item())
-    if any(map(math.isnan, differences)):
-        return math.nan, max(largest)
-    return max(differences), max(largest)
+    return torch.stack(differences).max().item(), max(largest)  # nan if a difference is nan
 
 
 def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
@@ -267,25 +263,18 @@ def write_card(
     outputs: Any,
 ) -> None:
     """Write path.md, which says what the file is and how to use it."""
-    about = model.about
-    result = RunResult.read(folder) or RunResult()
     text = render(
         "export.md.jinja",
-        name=type(model.module).__name__,
-        module=str(model.module),
+        **card.facts(model.module, model.about, RunResult.read(folder) or RunResult()),
+        usual=card.is_usual(outputs, model.about),
         parameters=sum(p.numel() for p in model.module.parameters()),
-        about=about,
-        is_image=card.is_image(about),
-        usual=card.is_usual(outputs, about),
         places=(),
         form=form,
         file=path.name,
         row=inputs[0].tolist(),
         outputs=outputs,
         date=time.strftime("%Y-%m-%d"),
-        step=card.step_of(result),
         versions={"python": platform.python_version(), "torch": torch.__version__},
-        results=card.results(result),
         difference=difference,
         checked=whose,
     )

@@ -38,7 +38,6 @@ SECONDS = 0.5
 START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
-MOST_HEAD = 2**16  # bytes of a page up to its lines
 MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
@@ -77,11 +76,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def is_index(folder: Path) -> bool:
     """Whether a folder has an index, and not an index.html of another kind."""
-    try:
-        with files.open_plain(folder / NAME) as file:
-            return START.encode() in file.read(MOST_HEAD)
-    except OSError:
-        return False
+    return START in text_of(folder)
 
 
 def text_of(folder: Path) -> str:
@@ -241,12 +236,9 @@ def entry_of_sweep(path: Path) -> Entry:
     state = "failed" if failed else "done"
     if len(ended) < total:
         state = "running" if "running" in states else "stopped"
-    entry: Entry = {"data": "", "model": "", "curves": {}}
     best = best_of(results)
-    if jobs:
-        example = best or jobs[0]
-        entry = entry_of_run(example, set(os.listdir(example)))
-    return entry | {
+    example = best or next(iter(jobs), path)
+    return entry_of_run(example, set()) | {
         "sweep": True,
         "job": shown(best.name) if best else None,
         "status": state,
@@ -261,12 +253,10 @@ def entry_of_sweep(path: Path) -> Entry:
 def best_of(results: dict[Path, RunResult | None]) -> Path | None:
     """Return the folder of the best job, by the metric of the first one that has a best."""
     bests = {job: result.best for job, result in results.items() if result and result.best}
-    if not bests:
-        return None
-    first = next(iter(bests.values()))
-    choose = min if first.mode == "min" else max
-    jobs = [job for job, best in bests.items() if best.name == first.name]
-    return choose(jobs, key=lambda job: bests[job].value)
+    names = [best.name for best in bests.values()]
+    jobs = [job for job, best in bests.items() if best.name == names[0]]
+    choose = min if jobs and bests[jobs[0]].mode == "min" else max
+    return choose(jobs, key=lambda job: bests[job].value, default=None)
 
 
 def main(arguments: list[str]) -> int:

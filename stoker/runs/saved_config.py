@@ -321,28 +321,24 @@ def resolved(
 
 
 def expanded(value: Any, values: Config) -> Any:
-    """Return a text with each ${key} replaced by its value, while it stays short."""
-    for _ in range(MOST_LEVELS):
+    """Return a value with each ${key} in its text replaced by that key's value, while it stays
+    short; ${...} of an unknown key stays as it is.
+    """
+    for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
         if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
             break
         key = check.followed_key(value)
-        if key is None:
-            value = re.sub(
-                KEY_PATH, lambda match: str(values.get(match[1], "${"))[: MOST_TEXT + 1], value
-            )
-        else:
+        if key is not None:
             value = values.get(key, value)
+        else:
+            value = re.sub(KEY_PATH, lambda match: str(values.get(match[1], match[0])), value)
     return value
 
 
 def for_reading(config: Any) -> Config:
-    """Return {dotted key: value} of this run's config, with each ${key} replaced by that key's
-    value.
+    """Return {dotted key: value} of a config, with each ${key} replaced by that key's value.
 
     Any other ${...}, such as one that reads the environment, stays as it is written.
     """
     values = dotted.flat(config)
-    for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
-        for name, value in values.items():
-            values[name] = values.get(check.followed_key(value) or "", value)
-    return values
+    return {name: expanded(value, values) for name, value in values.items()}

@@ -49,20 +49,15 @@ def begin(folder: Path, trainer: "Trainer") -> None:
         total_steps=trainer.total_steps,
         machine=machine(trainer.device),
     )
-    write(folder, status)
+    json_files.write_json(folder / STATUS, dataclasses.asdict(status))
 
 
 def end(folder: Path, doctor: list[str] | None = None) -> None:
     """Record that training has ended, with the doctor's warnings."""
     status = Status.read(folder)
     if status.started is not None and status.ended is None:
-        write(folder, dataclasses.replace(status, ended=round(time.time(), 1), doctor=doctor))
-
-
-def write(folder: Path, status: Status) -> None:
-    contents = dataclasses.asdict(status)
-    known = {name: value for name, value in contents.items() if value is not None}
-    json_files.write_json(folder / STATUS, known)
+        status = dataclasses.replace(status, ended=round(time.time(), 1), doctor=doctor)
+        json_files.write_json(folder / STATUS, dataclasses.asdict(status))
 
 
 def state_of(folder: Path, result: RunResult | None) -> str:
