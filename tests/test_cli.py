@@ -874,15 +874,15 @@ def test_differences_are_shown_as_they_are_typed():
 def test_evaluate_says_which_folder_is_meant(tmp_path):
     def refusal(run):
         with pytest.raises(UserError) as caught:
-            saved_config.check_folder(str(run))
+            saved_config.load_config("run", str(run))
         return str(caught.value)
 
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
     assert refusal(file) == f"run={file}: there is no such folder. Type run=DIR."
-    assert f"Did you mean '{tmp_path / 'mine'}'?" in refusal(tmp_path / "mien")
-    saved_config.check_folder(str(tmp_path / "mine"))
+    assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
+    assert "since it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 
 
 def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):

@@ -1348,13 +1348,8 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
     )
 
 
-def test_mistakes_are_answered(tmp_path, capsys, run):
+def test_mistakes_are_answered(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
-    shutil.copytree(run[0], tmp_path / "mine")
-    for job in ("one/0", "sweep/0", "sweep/1", "runs/a", "runs/b"):
-        shutil.copytree(run[0], tmp_path / job)
-        if not job.startswith("runs"):
-            (tmp_path / job / "job.json").touch()
     for arguments, said in [
         ([], "Type python -m stoker.runs.report DIR"),
         (["--opn", "x"], "Type python -m stoker.runs.report DIR"),
@@ -1362,18 +1357,6 @@ def test_mistakes_are_answered(tmp_path, capsys, run):
         (
             [str(tmp_path / "folder")],
             f"error: {tmp_path / 'folder'}: this is not a run",
-        ),
-        (
-            [str(tmp_path / "sweep")],
-            f"It is a folder of runs: type {tmp_path / 'sweep' / '1'}, or another one.",
-        ),
-        (
-            [str(tmp_path / "runs")],
-            f"It is a folder of runs: type {tmp_path / 'runs' / 'b'}, or another one.",
-        ),
-        (
-            [str(tmp_path / "one")],
-            f"It is a folder of runs: type {tmp_path / 'one' / '0'}, or another one.\n",
         ),
     ]:
         assert report.main(arguments) == 2

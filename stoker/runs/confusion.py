@@ -37,9 +37,9 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
         classes.append(
             Class(
                 name="(space)" if name == " " else name,
-                precision=share(right, predicted),
-                recall=share(right, total),
-                iou=share(right, total + predicted - right),
+                precision=fraction(right, predicted),
+                recall=fraction(right, total),
+                iou=fraction(right, total + predicted - right),
                 colour="#{:02x}{:02x}{:02x}".format(*class_colour(i)),
                 count=int(total),
                 counts=evaluation.confusion[i],
@@ -48,7 +48,7 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
     return classes
 
 
-def share(part: int, total: int) -> str:
+def fraction(part: int, total: int) -> str:
     return f"{part / total:.3f}" if total else ""
 
 

@@ -125,7 +125,9 @@ def export(
                 with torch.inference_mode():
                     outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, Tensor):
-                    raise TypeError(f"it returns {kind_of(outputs)}, not a tensor")
+                    raise TypeError(
+                        f"it returns {kind_of(outputs)}, but an exported model must return a tensor"
+                    )
                 run = WRITERS[form](model, inputs, partial)
                 difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):

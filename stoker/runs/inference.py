@@ -131,7 +131,6 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         chosen = devices.choose(device)
-        saved_config.check_folder(folder)
         config = saved_config.load_config("run", folder)
         saved_config.check_buildable(folder, config)
         try:

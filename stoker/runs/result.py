@@ -247,15 +247,20 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     yield f"run      {folder}"
     again = result.script
     if again is None:
-        evaluate = ["evaluate", setting("run", folder)]
-        if packages:
-            evaluate.append(f"trusted=[{','.join(packages)}]")
-        yield f"         {command(evaluate)}"
+        yield f"         {command_for('evaluate', folder, packages)}"
         again = command(
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )
     if (result.steps or 0) < (result.total_steps or 0):
         yield f"resume   {again}"
+
+
+def command_for(task: str, folder: str | Path, packages: list[str], *options: str) -> str:
+    """Return the command of a task for a run that trusts these packages."""
+    words = [task, setting("run", folder), *options]
+    if packages:
+        words.append(f"trusted=[{','.join(packages)}]")
+    return command(words)
 
 
 def are_overrides(value: Any) -> bool:

@@ -3,6 +3,7 @@ machine.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,7 @@ from stoker.command.build import (
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, did_you_mean, printable
+from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
 
 # Limits on a config.yaml: its bytes, levels of nesting, and the characters of a value with ${...}.
@@ -40,14 +41,6 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8
 KEY_PATH = r"\$\{([A-Za-z_][\w.]*)\}"
 
 Config = dict[str, Any]
-
-
-def check_folder(folder: str | Path) -> None:
-    """Raise UserError unless this is a folder, as a run directory must be."""
-    path = Path(folder)
-    if not path.is_dir():
-        hint = did_you_mean(folder, filter(Path.is_dir, path.parent.glob("*")))
-        raise UserError(f"run={folder}: there is no such folder.{hint} Type run=DIR.")
 
 
 def of_this_machine(cfg: DictConfig) -> DictConfig:
@@ -106,7 +99,6 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 def changed(cfg: DictConfig, changes: Config) -> Config:
     """Return the config of the run directory `run`, changed for a task and as typed."""
-    check_folder(cfg.run)
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
@@ -223,10 +215,10 @@ def load_config(key: str, folder: str | Path) -> Config:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise UserError(
-            f"{key}={folder}: this is not a run directory, since it has no config.yaml."
-            f"{hint_for(key, Path(folder))}"
-        )
+        reason = "this is not a run directory, since it has no config.yaml"
+        if not os.path.isdir(folder):
+            reason = "there is no such folder"
+        raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()
         if not is_plain(text):
@@ -264,12 +256,6 @@ def overrides_in(folder: Path) -> list[str] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return overrides if are_overrides(overrides) else None
-
-
-def hint_for(key: str, folder: Path) -> str:
-    """Return what to type in place of a folder that is not a run directory."""
-    runs = sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
-    return f"\nIt is a folder of runs: type {key}={runs[-1]}, or another one." if runs else ""
 
 
 def is_plain(text: str) -> bool:

@@ -26,7 +26,7 @@ def again(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for the same training in a new folder."""
     if cfg.run is None:
         raise UserError("task=reproduce needs a run directory. Type run=DIR.")
-    saved_config.check_folder(cfg.run)
+    saved_config.load_config("run", cfg.run)
     result = finished(cfg.run)
     if result is None or result.stopped_by("time_limit") or result.stopped_by("pruned"):
         raise UserError(f"run={cfg.run}: this run has not finished, so it cannot be compared.")

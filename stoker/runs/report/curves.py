@@ -43,9 +43,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
 
 def metrics_of(rows: list[Row], split: str) -> list[str]:
     """Return the metrics of a validation set that are not the loss, in their order."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names.update(dict.fromkeys(row))
+    names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
 
 

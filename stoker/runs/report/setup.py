@@ -11,6 +11,7 @@ from stoker.configs import FOLDER
 from stoker.runs import saved_config
 from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
+from stoker.runs.result import command_for
 from stoker.trainer.readable import significant
 from stoker.trainer.typed import is_number
 
@@ -82,26 +83,21 @@ def commands(run: Run) -> list[tuple[str, str]]:
     """Return (purpose, command) of what the model of a run can do."""
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
+    packages = trusted(run)
     samples = run.result.samples or {}
     part = next((name for name in ("test", "val") if name in samples), "train")
     dataset = str(run.config.get("dataset._target_"))
-    tasks = [("Evaluate it", "evaluate", "split=val" if part == "val" else "")]
+    split = ["split=val"] if part == "val" else []
+    listed = [("Evaluate it", command_for("evaluate", run.folder, packages, *split))]
     if dataset.startswith(OF_TEXT):
-        tasks.append(("Generate with it", "generate", ""))
-    elif re.match(OF_FILES, dataset):
-        tasks.append(("Predict with it", "predict", "input=PATH"))
+        listed.append(("Generate with it", command_for("generate", run.folder, packages)))
     else:
-        tasks.append(("Predict with it", "predict", f"split={part}"))
+        source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={part}"
+        listed.append(("Predict with it", command_for("predict", run.folder, packages, source)))
     if dataset.startswith("stoker.") or run.evaluation is not None:
         # The inputs of a model for arbitrary samples are unknown.
-        tasks.append(("Export it", "export", "format=onnx"))
-    packages = trusted(run)
-    trust = f"trusted=[{','.join(packages)}]" if packages else ""
-    place = setting("run", run.folder)
-    return [
-        (purpose, command(list(filter(None, [task, place, option, trust]))))
-        for purpose, task, option in tasks
-    ]
+        listed.append(("Export it", command_for("export", run.folder, packages, "format=onnx")))
+    return listed
 
 
 def trusted(run: Run) -> list[str]:
