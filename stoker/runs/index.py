@@ -115,8 +115,8 @@ def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
     for line in lines.splitlines(keepends=True):
         if "<" not in line:
             known[line.partition("\t")[0]] = line
-    for name, names in runs_in(str(folder)):
-        path = os.path.join(folder, name)
+    for path, names in runs_in(str(folder)):
+        name = Path(path).relative_to(folder).as_posix()
         try:
             name.encode()
             start = f"[{escaped([name, *state_of(path, names)])},"
@@ -133,20 +133,21 @@ def escaped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", r"\u003c")
 
 
-def runs_in(folder: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield the path of each run and sweep below the folder, and the names of its files; no link is
+def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
+    """Yield the path of each run and sweep below the folder, and the names in it; no link is
     followed.
     """
-    for path, folders, contents in os.walk(folder):
-        place = Path(path).relative_to(folder)
-        names = set(contents)
-        is_run = path != folder and names & {SWEEP, directory.CONFIG, directory.RESULT}
-        if is_run:
-            yield place.as_posix(), names
-        if is_run or len(place.parts) == LEVELS:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        folders.sort(reverse=True)  # by default, names start with the date
+    try:
+        names = set(os.listdir(folder))
+    except OSError:  # a file, or a folder that cannot be read
+        return
+    if level > 0 and names & {SWEEP, directory.CONFIG, directory.RESULT}:
+        yield folder, names
+    elif level < LEVELS:
+        for name in sorted(names, reverse=True):  # by default, names start with the date
+            path = os.path.join(folder, name)
+            if not name.startswith(".") and not os.path.islink(path):
+                yield from runs_in(path, level + 1)
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:
