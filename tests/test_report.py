@@ -1011,7 +1011,7 @@ def test_a_logarithmic_axis(values, ticks):
     axis = plots.scale(values, 30)
     assert " ".join(label for _, label in axis.ticks) == ticks
     middle = math.sqrt(axis.low * axis.high)
-    assert [axis.share(value) for value in (axis.low, middle, axis.high)] == pytest.approx(
+    assert [axis.fraction(value) for value in (axis.low, middle, axis.high)] == pytest.approx(
         [0, 0.5, 1]
     )
 

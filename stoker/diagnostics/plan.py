@@ -10,7 +10,6 @@ from typing import Any
 
 from stoker.diagnostics.activations import Saved, can_be_counted
 from stoker.runs.page import render
-from stoker.runs.readable import duration, seconds
 from stoker.trainer import checkpoint, graph, schedules, summary, terminal
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
@@ -215,7 +214,5 @@ def lines(
         saves=saves,
         keep=keep,
         minutes=minutes,
-        seconds=seconds,
-        duration=duration,
     )
     return text.splitlines()

@@ -11,7 +11,9 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.runs.readable import duration, seconds
 from stoker.trainer.errors import printable
+from stoker.trainer.readable import brief, number
 
 if TYPE_CHECKING:
     import jinja2
@@ -51,7 +53,7 @@ def source(*names: str) -> str:
 def templates() -> "jinja2.Environment":
     import jinja2
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         finalize=plain,
         autoescape=jinja2.select_autoescape(["html"]),
@@ -59,6 +61,9 @@ def templates() -> "jinja2.Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.globals |= {"brief": brief, "number": number}
+    environment.globals |= {"duration": duration, "seconds": seconds}
+    return environment
 
 
 def plain(value: Any) -> Any:

@@ -34,12 +34,11 @@ class Axis:
     ticks: list[tuple[float, str]]
     is_log: bool = False
 
-    def share(self, value: float) -> float:
-        low = self.low
-        high = self.high
+    def fraction(self, value: float) -> float:
+        """Return the place of a value between the ends, from 0 to 1."""
         if self.is_log:
-            low, high, value = map(math.log10, (low, high, value))
-        return (value - low) / (high - low)
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
 @dataclass
@@ -59,11 +58,11 @@ class Plot:
 
     def across(self, x: float) -> float:
         """Return the pixel of a value."""
-        return round(LEFT + (RIGHT - LEFT) * self.x.share(x), 1)
+        return round(LEFT + (RIGHT - LEFT) * self.x.fraction(x), 1)
 
     def up(self, y: float) -> float:
         """Return the pixel of a value."""
-        return round(FOOT + (TOP - FOOT) * self.y.share(y), 1)
+        return round(FOOT + (TOP - FOOT) * self.y.fraction(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
         """Draw a path, with a `colour`, and a `name` and `points` if the page shows its values."""
@@ -131,8 +130,7 @@ def labeled(ticks: list[float], notation: str, is_log: bool = False) -> Axis:
     """Return an axis between these ticks, such as 0.05, 20,000 or 1e-5."""
     labels = []
     for tick in ticks:
-        mantissa, e, power = f"{tick:{notation}}".partition("e")
-        label = f"{mantissa}e{int(power)}" if e else mantissa
+        label = f"{tick:{notation}}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
         labels.append((tick, label if tick else "0"))
     return Axis(ticks[0], ticks[-1], labels, is_log)
 

@@ -13,12 +13,10 @@ from typing import Any
 from stoker.command import subcommand
 from stoker.runs.confusion import classes_of, most_confused
 from stoker.runs.evaluation import Evaluation
-from stoker.runs.readable import duration, seconds
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
 from stoker.trainer.errors import UserError
-from stoker.trainer.readable import brief, number
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
@@ -56,10 +54,6 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "summary": summary,
         "setup": setup,
         "words": words,
-        "brief": brief,
-        "number": number,
-        "seconds": seconds,
-        "duration": duration,
         "now": now,
         "as_of": time.strftime("%H:%M:%S", time.localtime(now)),
         "reload": RELOAD,

@@ -10,7 +10,6 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
-MOST_COLUMNS = 12  # columns of a table's row that are shown
 MOST_NUMBERS = 8  # numbers shown for several targets
 MOST_PICTURES = 200_000  # characters in all pictures together
 MOST_TOKENS = 200  # tokens of a sequence that are shown
@@ -55,7 +54,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
     if sample.probability is not None:
         cells["probability"] = percent(sample.probability)
-    for name, value in list(sample.columns.items())[:MOST_COLUMNS]:
+    for name, value in sample.columns.items():
         text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
         cells.setdefault(shortened(name), text)
     pictures = [sample.png] if sample.png and is_small_png(sample.png) else []

@@ -8,7 +8,6 @@ from stoker.runs.readable import seconds
 from stoker.runs.report import words
 from stoker.runs.report.inputs import SPLITS, Run
 from stoker.runs.report.words import one_line, shortened
-from stoker.trainer.readable import brief, number
 from stoker.trainer.typed import is_number
 
 PLACES = ("dataset.path", "dataset.root")  # keys that locate the user's own data
@@ -90,8 +89,6 @@ def quality_verdict(run: Run) -> str:
     text = render(
         "verdict.txt.jinja",
         words=words,
-        brief=brief,
-        number=number,
         evaluation=run.evaluation,
         split=SPLITS[run.evaluation.split] if run.evaluation else None,
         scores=scores(run),
