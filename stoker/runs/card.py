@@ -56,7 +56,7 @@ def write(
         usual=usual,
         task=task_of(about, data.target_shape),
         date=datetime.date.today(),
-        split=tested_part(result) if evaluation is None else evaluation.split,
+        split=tested_split(result) if evaluation is None else evaluation.split,
         unit="samples" if evaluation is None else evaluation.unit,
         places=data.target_shape,
         classes=classes[:MOST_CLASSES],
@@ -111,10 +111,10 @@ def results(result: RunResult) -> str:
     return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
 
 
-def tested_part(result: RunResult) -> str | None:
-    """Return the part of the data that the results come from; None without results."""
-    parts = {name.partition("/")[0] for name in result.best_metrics()}
-    return next((part for part in ("test", "val") if part in parts), None)
+def tested_split(result: RunResult) -> str | None:
+    """Return the split that the results come from; None without results."""
+    splits = {name.partition("/")[0] for name in result.best_metrics()}
+    return next((split for split in ("test", "val") if split in splits), None)
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:

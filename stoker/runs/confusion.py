@@ -48,8 +48,8 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
     return classes
 
 
-def fraction(part: int, total: int) -> str:
-    return f"{part / total:.3f}" if total else ""
+def fraction(count: int, total: int) -> str:
+    return f"{count / total:.3f}" if total else ""
 
 
 def most_confused(classes: list[Class]) -> list[list[str]]:

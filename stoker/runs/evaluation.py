@@ -43,7 +43,7 @@ class Evaluation:
     target: str | None = None
     standardised: bool | None = None
     classes: list[str] = field(default_factory=list)
-    chance: float | None = None  # share of the most frequent class
+    chance: float | None = None  # fraction of the most frequent class
     confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class
     # Binned by the probability of the predicted class, from 0 to 1: all samples, and the correct
     # ones.

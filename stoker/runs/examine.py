@@ -344,9 +344,9 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
     """Write evaluation.json: the record, with what the report shows of each sample."""
-    part = data.parts()[evaluation.split]
+    split = data.parts()[evaluation.split]
     for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
-        show(sample, part, data)
+        show(sample, split, data)
     contents = dataclasses.asdict(evaluation, dict_factory=without_empty)
     text = json.dumps(finite(contents), separators=(",", ":"))
     write_text(path, f"{text}\n")
@@ -356,24 +356,24 @@ def without_empty(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in entries if value not in (None, [], {})}
 
 
-def place_of(part: Any, index: int) -> dict[str, Any]:
+def place_of(split: Any, index: int) -> dict[str, Any]:
     """Return the file or the line of a sample, if its split has them."""
     place: dict[str, Any] = {}
-    files: Any = getattr(part, "files", None)
+    files: Any = getattr(split, "files", None)
     if hasattr(files, "root"):
         place["file"] = printable(Path(files[index]).relative_to(files.root))
-    lines = getattr(part, "lines", None)
+    lines = getattr(split, "lines", None)
     if lines is not None:
         place["line"] = int(lines[index])
     return place
 
 
-def show(sample: Sample, part: Split, data: Data) -> None:
+def show(sample: Sample, split: Split, data: Data) -> None:
     """Add the file, the line, the picture and the columns of a sample, if its split has them."""
     index = sample.index
-    vars(sample).update(place_of(part, index))
+    vars(sample).update(place_of(split, index))
     with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
-        inputs, _ = part[[index]]
+        inputs, _ = split[[index]]
     if not isinstance(inputs, Tensor):
         return
     if inputs.ndim == 4:

@@ -68,8 +68,8 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
         else:
             data = build("dataset", dataset)
             data.prepare_as(about)
-            part = data.train if data.test is None else data.test
-            inputs, _ = part[list(range(min(SAMPLES, len(part))))]
+            split = data.train if data.test is None else data.test
+            inputs, _ = split[list(range(min(SAMPLES, len(split))))]
             source = f"{'training' if data.test is None else 'test'} samples of {data.name}"
     except (UserError, OSError) as error:
         log.warning(

@@ -222,8 +222,8 @@ def predict(
     else:
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
-            "which is neither images nor a table.\nType split=test for a part of its own data. "
-            "For a text, type task=generate prompt=TEXT."
+            "which is neither images nor a table.\nType split=test for one of its own splits. "
+            "For a prompt, type task=generate prompt=TEXT."
         )
     place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
@@ -277,9 +277,9 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
             yield {"value": values[0] if len(values) == 1 else values}
         return
     names = about["classes"] or [str(i) for i in range(about["num_classes"])]
-    for shares in outputs.softmax(1).tolist():
-        shares = [float(f"{share:.9g}") for share in shares]  # a float32 has 9 significant digits
-        probabilities = dict(zip(names, shares, strict=True))
+    for values in outputs.softmax(1).tolist():
+        rounded = [float(f"{value:.9g}") for value in values]  # a float32 has 9 significant digits
+        probabilities = dict(zip(names, rounded, strict=True))
         name = max(probabilities, key=probabilities.__getitem__)
         yield {"class": name, "probability": probabilities[name], "probabilities": probabilities}
 
@@ -368,7 +368,7 @@ def flat(row: Row) -> Row:
     cells: Row = {}
     for key, value in row.items():
         if key == "probabilities":
-            cells |= {f"P({name})": share for name, share in value.items()}
+            cells |= {f"P({name})": number for name, number in value.items()}
         elif isinstance(value, (dict, list)):
             cells[key] = json.dumps(value)
         else:

@@ -11,7 +11,7 @@ from stoker.trainer.trainer import Trainer
 
 FIRST = 5  # seconds of training before the first drawing; a shorter run is drawn at its end
 EVERY = 30  # minimum seconds between two drawings
-SHARE = 0.01  # share of the time that drawing may take, except for the first one, which is slow
+SHARE = 0.01  # fraction of the time that drawing may take, except for the first one, which is slow
 
 
 class LiveReport(Callback):

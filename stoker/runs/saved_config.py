@@ -122,7 +122,7 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
 def check_typed(cfg: DictConfig, saved: Config) -> None:
     """Raise UserError for a typed setting that the task takes from the run.
 
-    A value that the run took from the environment has to be typed. A prediction for a part of the
+    A value that the run took from the environment has to be typed. A prediction for a split of the
     run's data accepts the same settings as its evaluation.
     """
     tasks = {cfg.task}

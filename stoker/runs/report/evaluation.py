@@ -72,8 +72,8 @@ def tokens_of(sample: Sample) -> list[tuple[str, int]]:
     tokens = []
     for token, loss in zip(sample.tokens, sample.losses, strict=True):
         text = "↵" if token == "\n" else shortened(printable(token), 20)
-        share = 1 - math.exp(-max(loss or 0, 0))
-        tokens.append((text, round(100 * share)))
+        improbability = 1 - math.exp(-max(loss or 0, 0))
+        tokens.append((text, round(100 * improbability)))
     return tokens[:MOST_TOKENS]
 
 

@@ -85,14 +85,14 @@ def commands(run: Run) -> list[tuple[str, str]]:
         return []
     packages = trusted(run)
     samples = run.result.samples or {}
-    part = next((name for name in ("test", "val") if name in samples), "train")
+    split = next((name for name in ("test", "val") if name in samples), "train")
     dataset = str(run.config.get("dataset._target_"))
-    split = ["split=val"] if part == "val" else []
-    listed = [("Evaluate it", command_for("evaluate", run.folder, packages, *split))]
+    option = ["split=val"] if split == "val" else []
+    listed = [("Evaluate it", command_for("evaluate", run.folder, packages, *option))]
     if dataset.startswith(OF_TEXT):
         listed.append(("Generate with it", command_for("generate", run.folder, packages)))
     else:
-        source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={part}"
+        source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={split}"
         listed.append(("Predict with it", command_for("predict", run.folder, packages, source)))
     if dataset.startswith("stoker.") or run.evaluation is not None:
         # The inputs of a model for arbitrary samples are unknown.

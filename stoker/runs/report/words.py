@@ -43,9 +43,9 @@ def setting(value: object) -> str:
     return shortened(as_typed(value))
 
 
-def percent(share: float) -> str:
+def percent(fraction: float) -> str:
     """'97.2%', '99.94%', '0.012%'."""
-    return f"{100 * share:.4g}%"
+    return f"{100 * fraction:.4g}%"
 
 
 def flop(value: float) -> str:
