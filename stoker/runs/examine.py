@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import io
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +16,9 @@ from torch.nn import functional
 from stoker.data.record import Data
 from stoker.data.splits import Split
 from stoker.runs.evaluation import Evaluation, Sample, class_colour
-from stoker.runs.json_files import finite
+from stoker.runs.json_files import write_json
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
-from stoker.trainer.files import write_text
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
@@ -347,13 +345,7 @@ def write(path: Path, evaluation: Evaluation, data: Data) -> None:
     split = data.parts()[evaluation.split]
     for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
         show(sample, split, data)
-    contents = dataclasses.asdict(evaluation, dict_factory=without_empty)
-    text = json.dumps(finite(contents), separators=(",", ":"))
-    write_text(path, f"{text}\n")
-
-
-def without_empty(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in entries if value not in (None, [], {})}
+    write_json(path, dataclasses.asdict(evaluation), indent=None)
 
 
 def place_of(split: Any, index: int) -> dict[str, Any]:

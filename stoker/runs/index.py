@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ SWEEP_PAGE = "sweep.html"
 JOB = "job.json"
 LEVELS = 2  # levels: runs/NAME and runs/GROUP/NAME
 PATIENCE = 5  # seconds to wait for another process that is updating the page
-# seconds a run may spend adding missing runs to the page; the next one continues
-SECONDS = 0.5
 START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
+MOST_HEAD = 2**16  # bytes of a page up to its lines
 MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
@@ -61,7 +59,7 @@ def update(run: str | Path, *, draws: bool = True) -> None:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
             with contextlib.suppress(Exception):  # an index must never make a run fail
-                write(folder, SECONDS, draws=draws)
+                write(folder, draws=draws)
 
 
 @contextlib.contextmanager
@@ -76,7 +74,11 @@ def held(folder: Path) -> Iterator[None]:
 
 def is_index(folder: Path) -> bool:
     """Whether a folder has an index, and not an index.html of another kind."""
-    return START in text_of(folder)
+    try:
+        with files.open_plain(folder / NAME) as file:
+            return START.encode() in file.read(MOST_HEAD)
+    except OSError:
+        return False
 
 
 def text_of(folder: Path) -> str:
@@ -87,11 +89,8 @@ def text_of(folder: Path) -> str:
         return ""
 
 
-def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) -> Path:
-    """Write the index of a folder and return its path; OSError if it cannot be written.
-
-    Runs that are not in the page yet are read for `seconds`.
-    """
+def write(folder: Path, *, draws: bool = True) -> Path:
+    """Write the index of a folder and return its path; OSError if it cannot be written."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
         with contextlib.suppress(OSError):  # a file system without locks
             lock.wait_for(file, PATIENCE)
@@ -101,7 +100,7 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
             before, _, after = render(NAME).partition(START + END)
         listed = []
         room = MOST_BYTES - len(before) - len(after)
-        for line in updated(folder, lines, time.monotonic() + seconds):
+        for line in updated(folder, lines):
             room -= len(line)
             if room > 0:  # a larger page would not be read again
                 listed.append(line)
@@ -109,7 +108,7 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
     return folder / NAME
 
 
-def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
+def updated(folder: Path, lines: str) -> Iterator[str]:
     """Yield the line of each run: one of `lines`, if the files of the run have not changed."""
     known = {}
     for line in lines.splitlines(keepends=True):
@@ -120,12 +119,9 @@ def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
         try:
             name.encode()
             start = f"[{escaped([name, *state_of(path, names)])},"
-            line = known.get(start, "")
-            if not line and time.monotonic() < until:
-                line = f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
+            yield known.get(start) or f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
         except (OSError, UnicodeError):  # just removed, or its name is not Unicode
             continue
-        yield line
 
 
 def escaped(value: Any) -> str:

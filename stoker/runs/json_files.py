@@ -16,8 +16,16 @@ MOST_BYTES = 2**24  # a result.json takes 2 KB, a confusion matrix of 1,000 clas
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if it is missing or holds something else."""
     try:
-        contents = json.loads(files.read(path, most))
-    except (OSError, ValueError, RecursionError):
+        return parsed(files.read(path, most))
+    except OSError:
+        return None
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """Return the object that a text is in JSON; None if it is something else."""
+    try:
+        contents = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return contents if isinstance(contents, dict) else None
 
@@ -29,10 +37,10 @@ def read_record(path: str | Path, record: type[T]) -> T:
     return record()
 
 
-def write_json(path: Path, contents: Any) -> None:
-    """Write a JSON file, and the folder it is in."""
+def write_json(path: Path, contents: Any, indent: int | None = 2) -> None:
+    """Write a JSON file, and the folder it is in; in one line without `indent`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, json.dumps(finite(contents), indent=2) + "\n")
+    files.write_text(path, json.dumps(finite(contents), indent=indent) + "\n")
 
 
 def finite(value: Any) -> Any:

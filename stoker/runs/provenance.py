@@ -91,11 +91,6 @@ class Code:
         return texts
 
 
-def of_project() -> Code:
-    """Return the state of the code of the project in which the program runs."""
-    return Code(Path.cwd())
-
-
 def git(folder: Path, *words: str) -> str:
     """Return what a git command prints; "" if it fails."""
     try:

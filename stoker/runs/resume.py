@@ -3,12 +3,12 @@
 Which settings may differ is the `resume` column of SETTINGS in stoker/command/settings.py.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
+from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import SCRIPT, for_reading, load_config
@@ -179,8 +179,8 @@ def sha256_of(path: str | Path) -> str | None:
     try:
         with files.open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, checkpoint.MAX_HEADER)))
+            header = parsed(file.read(min(length, checkpoint.MAX_HEADER))) or {}
         sha256: str = header["__metadata__"]["sha256"]
         return sha256
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, KeyError, TypeError):
         return None

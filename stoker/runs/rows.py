@@ -1,11 +1,11 @@
 """metrics.jsonl: the rows of numbers that a run logs, one JSON object per line."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stoker.runs.json_files import parsed
 from stoker.trainer.files import open_plain
 
 Row = dict[str, Any]
@@ -16,11 +16,8 @@ def lines_of(path: str | Path) -> Iterator[tuple[Row, bytes]]:
     with open_plain(path) as file:
         lines = file.read().splitlines(keepends=True)
     for line in lines:
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        row = parsed(line) if line.endswith(b"\n") else None
+        if row is None or not isinstance(row.get("step"), int):
             return
         yield row, line
 

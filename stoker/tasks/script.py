@@ -102,7 +102,7 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
         "inputs": data.description(),
     }
     text = yaml.safe_dump(config, sort_keys=False)
-    code = provenance.of_project()
+    code = provenance.Code(Path.cwd())
     file = ConfigFile(folder / directory.CONFIG, text, code.files)
     trainer.callbacks = with_files(trainer.callbacks, saver, folder, file)
     parts = Parts(trainer, data, loaders)

@@ -64,7 +64,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     from stoker.runs.loggers import ConfigFile, Logger
     from stoker.trainer import checkpoint, parallel
 
-    code = provenance.of_project()
+    code = provenance.Code(Path.cwd())
     begins = checkpoint.together(
         "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     )

@@ -7,7 +7,6 @@ the page is left out.
 import base64
 import functools
 import io
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from stoker.command import dotted
 from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation, Sample
+from stoker.runs.json_files import parsed, read_json
 from stoker.runs.report.words import one_line, shortened
 from stoker.runs.result import Best, RunResult
 from stoker.runs.status import Status
@@ -27,7 +27,6 @@ MOST_BYTES = 2**25  # size of a metrics.jsonl that is read in full
 MOST_ROWS = 100_000  # of a larger file, keep the evaluation rows and some of the others
 MOST_TEXTS = 5  # a language model's texts
 MOST_SAMPLE = 2000  # characters in each text
-MOST_JSON = 2**24  # bytes in an evaluation.json: 1,000 classes take 2 MB
 MOST_TYPED = 10_000  # characters in the overrides
 MOST_NAME = 100  # characters in a class name, which appears in several places
 MOST_PNG = 2**15  # bytes in a picture
@@ -143,11 +142,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     every = math.ceil(len(lines) / MOST_ROWS)
     lines = [line for i, line in enumerate(lines) if i % every == 0 or b'"val/' in line]
     for line in lines[-2 * MOST_ROWS :]:
-        try:
-            entries = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entries, dict):
+        entries = parsed(line)
+        if entries is not None:
             yield entries
 
 
@@ -169,8 +165,8 @@ def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
 def read_evaluation(path: Path) -> Evaluation | None:
     """Return the evaluation in evaluation.json; None if it is malformed."""
     try:
-        return evaluation_of(json.loads(files.read(path, MOST_JSON)))
-    except (OSError, ValueError, RecursionError, TypeError):
+        return evaluation_of(read_json(path))
+    except (ValueError, TypeError):
         return None
 
 
