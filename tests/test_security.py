@@ -820,10 +820,7 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
     """What our own configs look up in the environment is looked up here, and nothing else is."""
     config = saved_config.load_config("run", good / "run")
     config["dataset"] = {"root": "${oc.env:DATA_ROOT,datasets}"}
-    assert (
-        saved_config.resolved("run", good, config)["dataset"]["root"]
-        == "${oc.env:DATA_ROOT,datasets}"
-    )
+    assert saved_config.resolved(config)["dataset"]["root"] == "${oc.env:DATA_ROOT,datasets}"
     config["half"] = "$"
     refused = [
         ("root", "${oc.env:HOME}"),
@@ -836,7 +833,7 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
     for key, text in refused:
         config["dataset"] = {key: text}
         with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
-            saved_config.resolved("run", good, dict(config))
+            saved_config.resolved(dict(config))
 
 
 def test_a_text_is_counted_before_it_is_put_together():
@@ -844,7 +841,7 @@ def test_a_text_is_counted_before_it_is_put_together():
     tracemalloc.start()
     try:
         with pytest.raises(UserError, match="which cannot be resolved here"):
-            saved_config.resolved("run", "r", config)
+            saved_config.resolved(config)
         assert tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()

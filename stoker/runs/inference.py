@@ -134,7 +134,7 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
         config = saved_config.load_config("run", folder)
         saved_config.check_buildable(folder, config)
         try:
-            config = saved_config.resolved("run", folder, config, ["model"])
+            config = saved_config.resolved(config, ["model"])
             path, state = best(folder)
             weights, _ = evaluated(path, state)
             about = description(folder, state)

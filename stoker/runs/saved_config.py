@@ -102,8 +102,8 @@ def changed(cfg: DictConfig, changes: Config) -> Config:
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
-    config = resolved("run", cfg.run, merged(cfg, saved, changes))
-    check.check_types("", config, resolved("run", cfg.run, defaults.defaults()))
+    config = resolved(merged(cfg, saved, changes))
+    check.check_types("", config, resolved(defaults.defaults()))
     return config
 
 
@@ -275,9 +275,7 @@ def is_plain(text: str) -> bool:
     return True
 
 
-def resolved(
-    key: str, folder: str | Path, config: Config, parts: Iterable[str] | None = None
-) -> Config:
+def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
     """Return a saved config, or these parts of it, with every ${key.path} replaced by that key's
     value.
 
@@ -298,7 +296,7 @@ def resolved(
         # Also if "$" and "{" come from two keys, since the next reader would resolve the result.
         if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
-                f"{key}={folder}: {name} in its config.yaml is {value[:MOST_TEXT]}, "
+                f"{name} in its config.yaml is {value[:MOST_TEXT]}, "
                 f"which cannot be resolved here.\nType {name}=VALUE."
             )
         return result
@@ -317,7 +315,11 @@ def expanded(value: Any, values: Config) -> Any:
         if key is not None:
             value = values.get(key, value)
         else:
-            value = re.sub(KEY_PATH, lambda match: str(values.get(match[1], match[0])), value)
+            value = re.sub(
+                KEY_PATH,
+                lambda match: str(values.get(match[1], match[0]))[: MOST_TEXT + 1],
+                value,
+            )
     return value
 
 

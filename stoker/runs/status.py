@@ -38,13 +38,13 @@ class Status:
 
 def begin(folder: Path, trainer: "Trainer") -> None:
     """Record that training starts or resumes."""
-    before = Status.read(folder) if trainer.step else Status()
     if trainer.step == trainer.total_steps:  # the run is only being tested again
         return
-    started = round(time.time(), 1)
+    before = Status.read(folder) if trainer.step else Status()
+    now = round(time.time(), 1)
     status = Status(
-        started=before.started or started,
-        resumed=started,
+        started=before.started or now,
+        resumed=now,
         step=trainer.step,
         total_steps=trainer.total_steps,
         machine=machine(trainer.device),
