@@ -131,17 +131,14 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         chosen = devices.choose(device)
-        config = saved_config.load_config("run", folder)
-        saved_config.check_buildable(folder, config)
-        try:
+        with saved_config.naming_run(folder), torch.random.fork_rng(devices=[]):
+            config = saved_config.load_config("run", folder)
+            saved_config.check_buildable(folder, config)
             config = saved_config.resolved(config, ["model"])
             path, state = best(folder)
             weights, _ = evaluated(path, state)
             about = description(folder, state)
-            with torch.random.fork_rng(devices=[]):
-                module = tested(config, weights, about)
-        except UserError as error:
-            raise saved_config.of_run(folder, error) from None
+            module = tested(config, weights, about)
     model = Trained(module, about).eval().requires_grad_(False)
     if devices.wide_type(chosen.type) is torch.float32:  # the device has no float64
         model = model.float()

@@ -2,10 +2,11 @@
 machine.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,16 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         "strategy": "single",
         "compile": False,
     }
-    try:
+    with naming_run(cfg.run):
         config = changed(cfg, changes)
         adapt_dataset(config["dataset"])
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, config[group])
         check_parts(config)
-    except UserError as error:
-        raise of_run(cfg.run, error) from None
-    config["callbacks"] = evaluating_callbacks(config["callbacks"])
+    nodes = config["callbacks"]
+    config["callbacks"] = {
+        name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)
+    }
     return OmegaConf.create(config)
 
 
@@ -80,7 +82,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
     changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
     if "device" in arguments.typed_keys():
         changes["device"] = cfg.device
-    try:
+    with naming_run(cfg.run):
         config = changed(cfg, changes)
         if config["resume"] == "never":
             config["resume"] = "auto"
@@ -92,8 +94,6 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
                 del config["callbacks"][name]
             elif is_on(node):
                 check_inside(f"callbacks.{name}", node, run_dir)
-    except UserError as error:
-        raise of_run(cfg.run, error) from None
     return OmegaConf.create(config)
 
 
@@ -185,19 +185,16 @@ def check_parts(config: Config) -> None:
             check_nested(f"{group}.{name}", node)
 
 
-def of_run(folder: str | Path, error: UserError) -> UserError:
-    """Return the error, naming the run that it is about."""
-    text = str(error)
-    if not text.startswith("run="):
-        text = f"run={folder}: {text}"
-    return UserError(text)
-
-
-def evaluating_callbacks(nodes: Any) -> Config:
-    """Return the callbacks' nodes for an evaluation: those that are on, without the loggers."""
-    if not isinstance(nodes, dict):
-        raise UserError("callbacks: this must be a group of keys.")
-    return {name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)}
+@contextlib.contextmanager
+def naming_run(folder: str | Path) -> Iterator[None]:
+    """Add the run to each UserError that does not name it."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if not text.startswith("run="):
+            text = f"run={folder}: {text}"
+        raise UserError(text) from None
 
 
 def is_logger(node: Any) -> bool:
