@@ -68,14 +68,10 @@ class Examination:
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
-        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-            self.is_usual = False
+        self.is_usual = self.is_usual and self.fit(outputs, targets)
+        if not self.is_usual:
             return
         count = len(targets)
-        positions = targets.shape[1:] if self.data.target_shape else ()
-        if outputs.shape != (count, self.data.num_classes, *positions):
-            self.is_usual = False
-            return
         columns = self.columns(outputs.detach(), targets)
         columns["index"] = self.indices(count, outputs.device)
         columns["order"] = columns["index"] * 7919 % 10007  # neighbors get distant numbers
@@ -84,6 +80,13 @@ class Examination:
         if self.confusion is not None:
             self.confusion.update(outputs, targets)
         self.samples += count
+
+    def fit(self, outputs: Any, targets: Any) -> bool:
+        """Whether there is a number for each class or target, of each token or pixel if any."""
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            return False
+        positions = targets.shape[1:] if self.data.target_shape else ()
+        return outputs.shape == (len(targets), self.data.num_classes, *positions)
 
     def indices(self, count: int, device: torch.device) -> Tensor:
         """Return the indices in the split of the next samples of this process."""

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -321,15 +322,13 @@ def image_batches(
 
 def images_below(folder: str) -> Iterator[str]:
     """Yield the paths of the images below a folder by name, following no links to folders."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for root, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if name.lower().endswith(images.IMAGE_ENDINGS) and not name.startswith("."):
-                yield os.path.join(root, name)
+    for entry in sorted(os.scandir(folder), key=operator.attrgetter("name")):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from images_below(entry.path)
+        elif entry.name.lower().endswith(images.IMAGE_ENDINGS):
+            yield entry.path
 
 
 def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
