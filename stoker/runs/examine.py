@@ -421,5 +421,6 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number as in the file, to the 7 digits of a float32."""
-    return float(f"{value * std + mean:.7g}") + 0.0  # turns -0.0 into 0.0
+    """Return the number as in the file, rounded to the precision of its float32 value."""
+    error = std * abs(float(numpy.spacing(numpy.float32(value))))
+    return round(value * std + mean, -math.ceil(math.log10(error))) + 0.0  # turns -0.0 into 0.0
