@@ -127,13 +127,15 @@ class Own(Trainer):
 )
 def test_what_cannot_be_captured(monkeypatch, kind, dtype, strategy, words):
     monkeypatch.setattr(devices, "GRAPHS", ("cpu",))
-    graph.check(torch.device("cpu"), None, "single")
+    graph.check(make_trainer())
+    trainer = make_trainer(kind=kind)
+    trainer.dtype = dtype
+    trainer.strategy = strategy
+    with pytest.raises(UserError, match=words):
+        graph.check(trainer)
     if dtype is None and strategy == "single":
         with pytest.raises(UserError, match=words):
             make_trainer(kind=kind, compile="graph")
-        return
-    with pytest.raises(UserError, match=words):
-        graph.check(torch.device("cpu"), dtype, strategy)
 
 
 def test_an_optimizer_without_a_fused_form_is_refused():

@@ -9,7 +9,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import losses, parallel
 from stoker.trainer.micro_batch import MicroBatch
 
-# (micro-batch, its share of the weight, or None for a whole batch)
+# (micro-batch, its fraction of the weight, or None for a whole batch)
 MicroBatches = list[tuple[Any, float | torch.Tensor | None]]
 
 
@@ -87,10 +87,10 @@ class Batching:
             total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
-    def with_shares(self, parts: list[Any]) -> MicroBatches:
-        """Return the micro-batches of a step with their shares of its weight."""
+    def with_fractions(self, parts: list[Any]) -> MicroBatches:
+        """Return the micro-batches of a step with their fractions of its weight."""
         if len(parts) == 1 and not self.may_weigh_nothing:
             return [(parts[0], None)]
         weigh = self.samples if self.weighs_samples else self.loss_weight
         weights = [weigh(part) for part in parts]
-        return list(zip(parts, losses.shares(weights, self.device), strict=True))
+        return list(zip(parts, losses.fractions(weights, self.device), strict=True))

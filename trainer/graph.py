@@ -3,14 +3,17 @@
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import seeding
+from stoker.trainer import overrides, seeding
 from stoker.trainer.errors import UserError, first_line, log
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
 MOST = 4  # graphs kept; each holds the memory of a step
@@ -141,32 +144,20 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
     )
 
 
-def check(
-    device: torch.device,
-    dtype: torch.dtype | None,
-    strategy: str,
-    adapts: bool = False,
-    custom: str | None = None,
-) -> None:
-    """Raise UserError if `compile=graph` is not possible.
-
-    Args:
-        device: Where the steps run.
-        dtype: The autocast dtype.
-        strategy: The strategy, such as "single" or "ddp".
-        adapts: Whether the micro-batch size adapts to the available memory.
-        custom: Name of the Trainer subclass, if it overrides train_step.
-    """
+def check(trainer: "Trainer") -> None:
+    """Raise UserError if `compile=graph` is not possible."""
     reason = None
-    if device.type not in devices.GRAPHS:
-        reason = f"{device.type} does not support graphs. Type compile=true or compile=false."
-    elif dtype is torch.float16:
+    if trainer.device.type not in devices.GRAPHS:
+        kind = trainer.device.type
+        reason = f"{kind} does not support graphs. Type compile=true or compile=false."
+    elif trainer.dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
-    elif strategy != "single":
+    elif trainer.strategy != "single":
         reason = "a graph supports only one GPU. Type strategy=single."
-    elif adapts:
+    elif trainer.micro_batch.adapts:
         reason = "a graph needs a fixed size. Type micro_batch=N, or compile=true or compile=false."
-    elif custom is not None:
-        reason = f"{custom} overrides train_step. Type compile=true or compile=false."
+    elif not overrides.is_usual(type(trainer), "train_step"):
+        name = type(trainer).__name__
+        reason = f"{name} overrides train_step. Type compile=true or compile=false."
     if reason is not None:
         raise UserError(f"compile=graph: {reason}")

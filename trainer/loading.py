@@ -79,8 +79,9 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         UserError: The loader has `seek`, but does not split its batches.
     """
     if isinstance(loader, IterableLoader):
-        steps_per_epoch = loader.steps_per_epoch
-        return IterableLoader(loader.loader, seed, sample_dim, steps_per_epoch, loader.accumulate)
+        return IterableLoader(
+            loader.loader, seed, sample_dim, loader.steps_per_epoch, loader.accumulate
+        )
     if parallel.ranks() == 1 or hasattr(loader, "global_size"):
         return loader
     if hasattr(loader, "seek"):
@@ -155,7 +156,7 @@ class IterableLoader(Seekable):
     `numpy.random` seeded. Shuffling and augmentation are therefore reproducible, and training and
     data do not affect each other. Only persistent workers, which outlive a pass, continue their own
     streams. If the iterable has `set_epoch`, it is called with the number of the pass. With several
-    processes, each process reads all batches and takes its share of each.
+    processes, each process reads all batches and takes its part of each.
 
     Args:
         loader: An iterable of batches.

@@ -201,15 +201,15 @@ def class_weight(
     return (weights * counts).sum()
 
 
-def shares(
+def fractions(
     weights: Sequence[float | torch.Tensor], device: torch.device
 ) -> Sequence[float | torch.Tensor]:
-    """Return each weight's share of their sum, as tensors if any weight is a tensor."""
+    """Return each weight's fraction of their sum, as tensors if any weight is a tensor."""
     if all(isinstance(weight, (int, float)) and weight > 0 for weight in weights):
         total = sum(weights)
         return [weight / total for weight in weights]
     stacked = torch.stack([on_device(weight, device) for weight in weights])
-    return list(share(stacked, stacked.sum()))
+    return list(fraction(stacked, stacked.sum()))
 
 
 def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -241,15 +241,15 @@ def rows_of_classes(
     return outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
 
 
-def share(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def fraction(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Return weight / total, or 0 if the total is 0."""
     return (weight / total).masked_fill(total == 0, 0)
 
 
 def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> torch.Tensor:
-    """Return the loss times its share.
+    """Return the loss times this factor.
 
-    If the share is 0, the loss and the gradient of the outputs become 0. Otherwise they would be
+    If it is 0, the loss and the gradient of the outputs become 0. Otherwise they would be
     NaN: the loss is the mean of nothing, and its backward pass computes 0 * inf.
     """
     if not isinstance(factor, torch.Tensor):

@@ -258,7 +258,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum a tensor over all processes; its gradient is summed too, because losses are shares."""
+    """Sum a tensor over all processes; its gradient too, since each loss is a fraction."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -503,7 +503,7 @@ def weight(
 ) -> float | torch.Tensor:
     """Return the factor for this process's mean loss, because processes average their gradients.
 
-    `here` is the weight of its share of the batch, and `total` the weight of the whole batch, if
+    `here` is the weight of its part of the batch, and `total` the weight of the whole batch, if
     known.
     """
     if total is not None:
@@ -511,11 +511,11 @@ def weight(
     part = losses.on_device(here, device)
     whole = part.clone()
     dist.all_reduce(whole)
-    return losses.share(part * ranks(), whole)
+    return losses.fraction(part * ranks(), whole)
 
 
 def has_samples(loader: Any) -> bool:
-    """Return whether this process has its own share of the last batch, not a borrowed sample."""
+    """Return whether this process has its own part of the last batch, not a borrowed sample."""
     return joined == 1 or launch.rank() < loader.global_size
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import graph, losses, optimizers, overrides, parallel, schedules
+from stoker.trainer import graph, losses, optimizers, parallel, schedules
 from stoker.trainer.errors import NotFinite, UserError
 from stoker.trainer.readable import brief
 
@@ -33,9 +33,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
     """
     step: Step | None = None
     if compile == "graph":
-        custom = None if overrides.is_usual(type(trainer), "train_step") else type(trainer).__name__
-        adapts = trainer.micro_batch.adapts
-        graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
+        graph.check(trainer)
         step = GraphStep()
     elif trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
         step = adaptive_step
@@ -169,12 +167,12 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
 def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
     """Accumulate gradients over micro-batches, as `train_step` does; return their mean loss."""
     terms = []
-    for i, (micro_batch, share) in enumerate(trainer.with_shares(parts), 1):
+    for i, (micro_batch, fraction) in enumerate(trainer.with_fractions(parts), 1):
         with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
             with trainer.spans["forward"], trainer.autocast:
                 loss, outputs = trainer.compute_loss(micro_batch)
-            if share is not None:
-                loss = losses.scaled(loss, share, outputs)
+            if fraction is not None:
+                loss = losses.scaled(loss, fraction, outputs)
             terms.append(loss.detach())
             if parallel.joined > 1:
                 loss = losses.scaled(loss, trainer.process_weight, outputs)
