@@ -30,12 +30,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Augment:
-    """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
+    """Augments batches, as a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]` says.
 
-    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. It applies,
-    in this order:
+    `draw` draws the random numbers of a batch, `move` applies steps 2 and 3, and `mix` step 4:
 
-    1. torchvision's v2 transforms, as each sample is read, in the order of the list.
+    1. torchvision's v2 transforms, as each sample is read, in the order of the list: see PerSample.
     2. The geometric augmentations, in one gather on the raw (uint8 or float) images: a random
        left-right `flip`, or `{flip: alternate}`, which flips each sample in every second epoch
        (Jordan 2024, arXiv 2404.00498, section 3.6); a `shift` by up to k pixels, filled with zeros;
@@ -53,7 +52,7 @@ class Augment:
     def __init__(
         self,
         spec: Spec = (),
-        num_classes: int | None = None,
+        num_classes: int = 0,
         normalize: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.num_classes = num_classes
@@ -119,11 +118,6 @@ class Augment:
             raise UserError(
                 f"dataset.augment.crop={crop}: choose a number below the image's {smallest} pixels."
             )
-
-    def __call__(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
-        self.check(inputs.shape[1:])
-        inputs, targets = self.move(inputs, targets, self.draw(inputs.shape, generator))
-        return self.mix(inputs, targets, generator)
 
     def draw(
         self,
@@ -237,17 +231,12 @@ def sample_beta(a: float, generator: Generator) -> Tensor:
     return (1 + cosine.sign() * root) / 2
 
 
-def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
+def _soft(targets: Tensor, num_classes: int, inputs: Tensor) -> Tensor:
     """Convert class indices to (N, num_classes) probabilities; floating-point targets are returned
     unchanged.
     """
     if targets.is_floating_point():
         return targets
-    if num_classes is None:
-        raise UserError(
-            "Augment with mixup or cutmix needs num_classes, because it turns class targets into "
-            "(N, num_classes) probabilities."
-        )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
     soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
     return soft.scatter_(1, targets.unsqueeze(1), 1)
@@ -267,7 +256,7 @@ def _mixup(
     generator: Generator,
     *,
     a: float,
-    num_classes: int | None,
+    num_classes: int,
 ) -> Pair:
     if not inputs.is_floating_point():
         inputs = inputs.float()
@@ -282,7 +271,7 @@ def _cutmix(
     generator: Generator,
     *,
     a: float,
-    num_classes: int | None,
+    num_classes: int,
 ) -> Pair:
     targets = _soft(targets, num_classes, inputs)
     side = (1 - sample_beta(a, generator)).sqrt()

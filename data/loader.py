@@ -265,7 +265,6 @@ class Loader(Ordered):
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
-        self.in_shape = data.in_shape
         # Mixing needs the whole batch, so samples are divided among the processes afterwards.
         self.dealt_late = bool(self.augment.rest)
         self.share = self.batch_size

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.data.description import Column, Description, is_description, names_of
+from stoker.data.description import Column, Description, names_of
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import TensorSplit, check_fractions, divide
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
@@ -102,7 +102,9 @@ def csv(
         left_out = {target, *ignore, *divided_by}
         names = [name for name in table.names if name not in left_out]
     else:
-        columns = check_table(trained)["columns"]
+        if trained["table"] is None:
+            raise UserError("dataset: the run was not trained on a table.")
+        columns = trained["table"]["columns"]
         kind = trained["kind"]
         names = table.check_trained(columns)
         categorical = [column["name"] for column in columns if "categories" in column]
@@ -527,14 +529,6 @@ def _read_target(
 def labels_of(texts: Texts, classes: list[str]) -> Tensor:
     """Return the labels as float64, with NaN for missing values."""
     return tensor_of(compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64()))
-
-
-def check_table(trained: Description) -> dict[str, Any]:
-    """Return the table of a run's description; UserError if it was trained on something else."""
-    if not is_description(trained) or trained["table"] is None:
-        raise UserError("dataset: the run was not trained on a table.")
-    table: dict[str, Any] = trained["table"]
-    return table
 
 
 def read_batches(
