@@ -29,12 +29,7 @@ def build(
     device: torch.device,
     module: torch.nn.Module | None = None,
 ) -> Any:
-    """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
-
-    A ready-made optimizer of the module's parameters is returned unchanged.
-
-    Fused optimizers support dense floating-point parameters on some devices. Groups that end up
-    with the same settings are merged, because each group takes its own kernels.
+    """Return the optimizer that `factory` makes of the groups, or a ready-made one, unchanged.
 
     Raises:
         UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
@@ -42,8 +37,29 @@ def build(
     if isinstance(factory, torch.optim.Optimizer):
         assert module is not None
         check_ready(factory, module)
-        begin_training(factory)
-        return factory
+        optimizer: Any = factory
+    else:
+        optimizer = called(factory, groups, device, module)
+    is_new = not optimizer.state
+    for part in parts(optimizer):
+        if isinstance(part, torch.optim.SGD) and is_new:
+            begin_momentum(part)
+    if hasattr(optimizer, "train"):  # it has two sets of weights (schedule-free)
+        optimizer.train()
+    return optimizer
+
+
+def called(
+    factory: Callable[..., Any],
+    groups: Groups,
+    device: torch.device,
+    module: torch.nn.Module | None,
+) -> Any:
+    """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
+
+    Fused optimizers support dense floating-point parameters on some devices. Groups that end up
+    with the same settings are merged, because each group takes its own kernels.
+    """
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not parameters:
@@ -76,10 +92,6 @@ def build(
         check_options(theirs, {*settings, *part.defaults})
     if not isinstance(optimizer, Combined):
         merge(optimizer.param_groups, groups)
-    for part in parts(optimizer):
-        if isinstance(part, torch.optim.SGD):
-            begin_momentum(part, is_sharded)
-    begin_training(optimizer)
     return optimizer
 
 
@@ -101,8 +113,6 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
         )
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
-    if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
-        begin_momentum(optimizer, is_sharded=False)
 
 
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
@@ -124,12 +134,6 @@ def needs_closure(optimizer: Any) -> bool:
     """Return whether a step evaluates the loss itself, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
-
-
-def begin_training(optimizer: Any) -> None:
-    """Put an optimizer with two sets of weights (schedule-free) in training mode."""
-    if hasattr(optimizer, "train"):
-        optimizer.train()
 
 
 @contextlib.contextmanager
@@ -169,7 +173,7 @@ def merge(built: Groups, given: Groups) -> None:
     built[:] = merged
 
 
-def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
+def begin_momentum(optimizer: torch.optim.SGD) -> None:
     """Initialize the momentum of a fused SGD to 0, which does not change the results.
 
     Otherwise, if the fp16 scaler skips the first step, torch (2.15) uses uninitialized memory as
@@ -185,6 +189,7 @@ def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
             group["fused"] = False
         return
     for group in groups:
+        is_sharded = any(map(parallel.is_shard, group["params"]))
         if group["momentum"] and (group["fused"] or (is_sharded and not group["dampening"])):
             for parameter in group["params"]:
                 momentum = torch.zeros_like(parameter)

@@ -14,6 +14,8 @@ from stoker.data.settings import LIMITS as DATA_LIMITS
 from stoker.trainer import checkpoint_names, launch
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import (
+    COUNT,
+    COUNT_OR_NONE,
     LIMITS,
     Checked,
     Choice,
@@ -97,7 +99,6 @@ def check_resume(resume: Any) -> Any:
 
 FLAG = Choice((False, True))
 TEXT = Text()
-COUNT = Number(whole=True, least=1)
 
 SETTINGS: Mapping[str, Setting] = {
     # What the command does
@@ -108,12 +109,12 @@ SETTINGS: Mapping[str, Setting] = {
     "output": Setting(TEXT, ("predict", "export"), "any"),
     "format": Setting(Choice(FORMATS), ("export",), "any"),
     "prompt": Setting(TEXT, ("generate",), "any"),
-    "tokens": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
+    "tokens": Setting(COUNT_OR_NONE, ("generate",), "any"),
     "temperature": Setting(Number(least=0, optional=True), ("generate",), "any"),
-    "top_k": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
+    "top_k": Setting(COUNT_OR_NONE, ("generate",), "any"),
     "model_summary": Setting(FLAG, TRAINING, "any"),
     "profile": Setting(FLAG, ("train",), "any"),
-    "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
+    "overfit": Setting(COUNT_OR_NONE, ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
     # the training
     "epochs": Setting(resume="longer", aliases=("max_epochs",)),
