@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stoker import configs
@@ -39,8 +40,7 @@ def message(error: BaseException) -> str:
         if len(line) > LONGEST:
             line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         shown.append(printable(line))
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    return "\n".join(shown).encode(encoding, "backslashreplace").decode(encoding)
+    return "\n".join(shown)
 
 
 def explanation(error: BaseException) -> str:
@@ -147,8 +147,10 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
     if last not in (siblings if group else anywhere):
-        for place, choice in options_with(group, last):
-            return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
+        for path in configs.options(group):
+            option = f"{group}={path.stem}"
+            if last in OmegaConf.load(path):
+                return f" It is a key of {option}: type {option} {key}=..."
     for name, setting in settings.SETTINGS.items():
         anywhere |= dict.fromkeys(setting.aliases, name)
     for loosely in (False, True):
@@ -157,13 +159,3 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             if near is not None:
                 return f" Did you mean {names[near]!r}?"
     return to_add
-
-
-def options_with(group: str, key: str) -> list[tuple[str, str]]:
-    """Return (group, option) of each option with this key, in this group or in any."""
-    found = []
-    for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        if "@package" not in text and re.search(rf"^{re.escape(key)}:", text, re.MULTILINE):
-            found.append((path.parent.name, path.stem))
-    return found

@@ -57,8 +57,7 @@ def compare(before: Path, now: Path) -> None:
 
 def print_lines(name: str, lines: list[str]) -> None:
     """Print lines under each other, with their name before the first."""
-    for number, line in enumerate(lines):
-        print(f"{'' if number else name:<9}{line}")
+    print(f"{name:<9}" + f"\n{' ' * 9}".join(lines))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
