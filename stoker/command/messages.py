@@ -132,30 +132,26 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar one, or how to add it."""
     group, _, last = key.rpartition(".")
-    is_own = any(argument.startswith(f"{group}._target_=") for argument in sys.argv)
-    to_add = ""
-    if is_own or f"{group}._target_" in flat(config):
-        to_add = f" Type +{key}=... for an argument of your own."
-    if is_own:
+    to_add = f" Type +{key}=... for an argument of your own."
+    if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
-    siblings: dict[str, str] = {}
-    anywhere: dict[str, str] = {}
+    for path in configs.options(group) if group else ():
+        option = f"{group}={path.stem}"
+        if last in OmegaConf.load(path):
+            return f" It is a key of {option}: type {option} {key}=..."
+    aliases: dict[str, str] = {}
+    for name, setting in settings.SETTINGS.items():
+        aliases |= dict.fromkeys(setting.aliases, name)
+    siblings = dict(aliases)
+    anywhere = dict(aliases)
     for name in (*flat(config), *config):
         place, _, end = name.rpartition(".")
         if place == group:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
-    if last not in (siblings if group else anywhere):
-        for path in configs.options(group):
-            option = f"{group}={path.stem}"
-            if last in OmegaConf.load(path):
-                return f" It is a key of {option}: type {option} {key}=..."
-    for name, setting in settings.SETTINGS.items():
-        anywhere |= dict.fromkeys(setting.aliases, name)
-    for loosely in (False, True):
-        for names in (siblings, anywhere):
-            near = nearest(last, names, loosely=loosely)
-            if near is not None:
-                return f" Did you mean {names[near]!r}?"
-    return to_add
+    for names in (siblings, anywhere):
+        near = nearest(last, names)
+        if near is not None:
+            return f" Did you mean {names[near]!r}?"
+    return to_add if f"{group}._target_" in flat(config) else ""
