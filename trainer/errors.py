@@ -95,8 +95,12 @@ def as_typed(value: Any) -> str:
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return `value` if it is one of `choices`; UserError otherwise, with `key` and the choices."""
-    if value not in list(choices):
+    """Return `value` if it is one of `choices`, where 1 does not count as True.
+
+    Raises:
+        UserError: It is not. The message has `key` and the choices.
+    """
+    if not any(value == one and type(value) is type(one) for one in choices):
         names = [as_typed(choice) for choice in choices]
         raise UserError(
             f"{key}={as_typed(value)}: not a valid choice.{did_you_mean(value, names)}\n"

@@ -47,10 +47,6 @@ class Choice:
 
     values: tuple[Any, ...]
 
-    def has(self, value: Any) -> bool:
-        """Return whether this is one of the values; 1 does not count as True."""
-        return any(value == one and type(value) is type(one) for one in self.values)
-
     def check(self, key: str, value: Any) -> Any:
         return check_choice(key, value, self.values)
 

@@ -14,7 +14,7 @@ from stoker.command.defaults import chosen, of_choices
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
 from stoker.trainer.errors import UserError, as_typed, first_line
-from stoker.trainer.settings import Checked, Choice
+from stoker.trainer.settings import Checked
 
 PARTS = ("dataset", "model", "loss", "optimizer", "scheduler", "trainer")
 KINDS: dict[type, str] = {
@@ -169,22 +169,19 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError if a value has a different type from its default, and no limit allows it.
+    """Raise UserError if a value is outside its limit or, without one, differs from its default in
+    its type.
 
-    A default of null or auto allows any type, and so does a limit with a check of its own; the
-    limit or the constructor checks the value.
+    A default of null or auto allows any type; the constructor checks the value.
     """
-    top = name.removeprefix("trainer.")  # its keys mirror the top-level keys
-    limit = settings.limit_of(top)
-    if default in (None, "???", "auto") or isinstance(limit, Checked):
-        return
-    if isinstance(limit, Choice) and limit.has(value):
-        return
+    limit = settings.limit_of(name.removeprefix("trainer."))  # its keys mirror the top-level keys
     # max_steps may set the length, and null turns a callback off.
-    is_optional = top == "epochs" or re.fullmatch(r"callbacks\.\w+", name)
-    if value is None and (is_optional or getattr(limit, "optional", False)):
+    is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
+    if is_off or default in (None, "???", "auto"):
         return
-    if isinstance(default, dict) and isinstance(value, dict):
+    if limit is not None:
+        limit.check(name, value)
+    elif isinstance(default, dict) and isinstance(value, dict):
         # A different target has its own keys and types.
         target = default.get("_target_")
         if value.get("_target_", target) == target:

@@ -135,10 +135,6 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     to_add = f" Type +{key}=... for an argument of your own."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
-    for path in configs.options(group) if group else ():
-        option = f"{group}={path.stem}"
-        if last in OmegaConf.load(path):
-            return f" It is a key of {option}: type {option} {key}=..."
     aliases: dict[str, str] = {}
     for name, setting in settings.SETTINGS.items():
         aliases |= dict.fromkeys(setting.aliases, name)
@@ -150,6 +146,12 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
+    for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
+        if last in OmegaConf.load(path) and (group or last not in anywhere):
+            place = path.parent.name
+            return (
+                f" It is a key of {place}={path.stem}: type {place}={path.stem} {place}.{last}=..."
+            )
     for names in (siblings, anywhere):
         near = nearest(last, names)
         if near is not None:
