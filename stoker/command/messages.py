@@ -147,11 +147,9 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
-        if last in OmegaConf.load(path) and (group or last not in anywhere):
-            place = path.parent.name
-            return (
-                f" It is a key of {place}={path.stem}: type {place}={path.stem} {place}.{last}=..."
-            )
+        if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
+            option = f"{path.parent.name}={path.stem}"
+            return f" It is a key of {option}: type {option} {path.parent.name}.{last}=..."
     for names in (siblings, anywhere):
         near = nearest(last, names)
         if near is not None:
