@@ -43,7 +43,7 @@ def test_a_warmup_is_shorter_than_the_training():
         ("patience=5", "patience=5: this run has only 5 evaluations"),
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
-        ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation part"),
+        ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",

@@ -73,7 +73,7 @@ def width() -> int:
 
 
 def folded(text: str, indent: int = 0) -> list[str]:
-    """Return the lines of a text, indented and wrapped at words."""
+    """Return the lines of text, indented and wrapped at words."""
     space = " " * indent
     return textwrap.wrap(
         text,

@@ -34,7 +34,7 @@ def setting(key: str, value: str | Path) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text so that Hydra reads it unchanged."""
+    """Quote text so that Hydra reads it unchanged."""
     # Backslashes before a quote, including the closing one, are doubled.
     inside = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
     return f"'{inside}'"

@@ -25,9 +25,9 @@ def evaluate(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
-    """Build the parts of a run with its best weights, for one part of its data or of other data.
+    """Build the parts of a run with its best weights, for one split of its data or of other data.
 
-    Yield the checkpoint, the parts, and the name and the loader of that part.
+    Yield the checkpoint, the parts, and the name and the loader of that split.
     """
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference
@@ -45,7 +45,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
 
 
 def leave_uncut(config: DictConfig) -> None:
-    """Use all samples of the data as one part; UserError if a fraction was typed."""
+    """Use all samples of the data as one split; UserError if a fraction was typed."""
     for name in ("val_fraction", "test_fraction"):
         if name not in config.dataset:
             continue
@@ -63,7 +63,7 @@ def warn_of_other_data(data: Any, state: dict[str, Any], split: str) -> None:
     if resume.about(state).get("data") not in (None, fingerprint(data)):
         log.warning(
             "%s: the run was trained on other data, or the data has changed since. "
-            "The data was split again, and this is its %s part. Type split=all to use all of it.",
+            "The data was split again, and this is its %s split. Type split=all to use all of it.",
             data.name,
             split,
         )

@@ -177,7 +177,7 @@ def build_loaders(
     )
     if only == "train" and length_of(train) is None:
         raise UserError(
-            f"split=train: the training part of {data.name} has no length and may never end. "
+            f"split=train: the training split of {data.name} has no length and may never end. "
             "Type split=val or split=test."
         )
     if only is None and cfg.steps_per_epoch is not None:

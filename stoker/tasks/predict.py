@@ -16,12 +16,12 @@ from stoker.trainer.errors import UserError
 def predict(cfg: DictConfig) -> None:
     """Write the predictions of the best weights of the run directory `run`.
 
-    They are for the files of `input`, or for the part `split` of the run's own data.
+    They are for the files of `input`, or for the `split` of the run's own data.
     """
     if (cfg.input is None) == (cfg.split is None):
         raise UserError(
             "task=predict needs either input= or split=. Type input=FILE or input=FOLDER for new "
-            "data, or split=test for a part of the run's data."
+            "data, or split=test for a split of the run's data."
         )
     from stoker.runs import inference
 
@@ -49,9 +49,9 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
 
 
 def for_split(cfg: DictConfig) -> Iterator[Any]:
-    """Yield the rows for a part of the run's own data, one batch at a time.
+    """Yield the rows for a split of the run's own data, one batch at a time.
 
-    A row has the number of its sample in that part, and its file or line if it has one.
+    A row has the number of its sample in that split, and its file or line if it has one.
     """
     from stoker.runs import examine, inference
 

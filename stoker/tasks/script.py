@@ -215,9 +215,8 @@ def plain(value: Any) -> Any:
 
     Anything else is the name of its class.
     """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, np.generic):  # such as a rate from np.logspace
+    is_number = isinstance(value, np.generic)  # such as a rate from np.logspace
+    if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

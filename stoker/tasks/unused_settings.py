@@ -26,7 +26,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
         raise UserError(
-            f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Remove it, "
+            f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove it, "
             "or type dataset.val_fraction=0.1."
         )
     check_own_loaders(cfg, parts, typed)
