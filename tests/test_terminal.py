@@ -195,7 +195,7 @@ def test_large_counts_of_epochs_have_separators():
     place = types.SimpleNamespace(total_steps=6000, steps_per_epoch=4, max_steps=None, step=4800)
     assert progress.place(place) == {"epoch": "1,200/1,500", "step": "4,800/6,000"}
     place.step = 8
-    assert progress.place(place) == {"epoch": "    2/1,500", "step": "8/6,000"}
+    assert progress.place(place) == {"epoch": "    2/1,500", "step": "    8/6,000"}
 
 
 @pytest.mark.slow

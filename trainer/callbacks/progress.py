@@ -143,7 +143,8 @@ class Progress(Callback):
 
 def place(trainer: "Trainer") -> dict[str, str]:
     """Return {"epoch": "2.50/10", "step": "50/200"}, without the epoch if there is only one."""
-    cells = {"step": f"{trainer.step:,}/{trainer.total_steps:,}"}
+    steps = f"{trainer.total_steps:,}"
+    cells = {"step": f"{trainer.step:{len(steps)},}/{steps}"}
     if trainer.steps_per_epoch == trainer.max_steps:
         return cells
     epochs = f"{math.ceil(trainer.total_steps / trainer.steps_per_epoch):,}"
