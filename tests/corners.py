@@ -65,6 +65,13 @@ class Nested(nn.Module):
         return {"outputs": self.head(self.named["a"](inputs) * self.loose[0])}
 
 
+class WithFeatures(Nested):
+    """Returns features too, which the loss does not use."""
+
+    def forward(self, inputs):
+        return {**super().forward(inputs), "features": self.head(inputs).exp()}
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -352,6 +359,7 @@ SAME = {
     "tied weights": partial(trained, make_model=Tied, callbacks=lambda: [EMA(0.9)]),
     "weights that are not always used": partial(trained, make_model=SometimesUnused),
     "lists of modules, a dict": partial(trained, make_model=Nested, kind=OfDict, block=20),
+    "outputs that the loss does not use": partial(trained, make_model=WithFeatures, kind=OfDict),
     "an embedding": partial(trained, make_model=Words),
     "recomputed blocks": partial(trained, make_model=Attention, block=20),
     "a parametrization, an LSTM": partial(trained, make_model=Normed, grad_accum_steps=2),

@@ -23,7 +23,7 @@ from conftest import assert_same
 from forks import PROGRAM
 from test_cli import answers, run
 
-from stoker.command import invocation, processes
+from stoker.command import invocation, processes, ranks
 from stoker.trainer import checkpoint, launch
 from stoker.trainer.errors import UserError
 
@@ -471,6 +471,21 @@ REFUSED_AMONG_SEVERAL = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("text", ["mine", "Connection closed by peer"])
+def test_an_error_that_is_its_own_context_is_examined_once(text):
+    with pytest.raises(RuntimeError) as caught:
+        try:  # as Hydra and the command do with an error of a constructor
+            try:
+                raise RuntimeError(text)
+            except RuntimeError as error:
+                raise ValueError("Hydra's") from error
+        except ValueError as error:
+            raise error.__cause__ from None
+    assert caught.value.__context__.__cause__ is caught.value
+    assert ranks.is_lost(caught.value) == (text != "mine")
+    assert ranks.is_lost(caught.value.__context__) == (text != "mine")
+
+
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -108,6 +108,30 @@ def test_a_batch_or_a_step_of_another_form_is_explained(kind, train, words):
         trainer.fit(train)
 
 
+class OnlyLoss(Trainer):
+    def compute_loss(self, batch):
+        return super().compute_loss(batch)[0]
+
+
+class OfThree(Trainer):
+    def compute_loss(self, batch):
+        return (*super().compute_loss(batch), batch)
+
+
+class PerSample(Trainer):
+    def compute_loss(self, batch):
+        outputs = self.model(batch[0])
+        return outputs.square().mean(1), outputs
+
+
+@pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample])
+@pytest.mark.parametrize("micro_batch", [None, "auto"])
+def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_batch):
+    words = f"{kind.__name__}.compute_loss must return (loss, outputs)"
+    with pytest.raises(UserError, match=re.escape(words)):
+        make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
+
+
 def test_errors_of_other_code_stay_as_they_are():
     class Broken(torch.nn.Sequential):
         def forward(self, inputs):

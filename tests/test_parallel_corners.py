@@ -118,7 +118,7 @@ REASONS = {
     ): f"differ between processes: their gradients were not exchanged.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
     ("gan", "fsdp"): SHARDS,
-    ("diverging", "ddp"): "at step 3: in step 3, the loss is inf with a finite batch",
+    ("diverging", "ddp"): "at step 3: in step 3 on rank 0, the loss is inf with a finite batch",
     ("diverging", "fsdp"): "at step 3 (learning rate",
     ("two types", "fsdp"): SHARDS,
     ("0-dim", "fsdp"): "doesn't support scalar parameters",

@@ -13,7 +13,7 @@ from stoker.trainer.errors import UserError
 PLAIN = (str, bytes, int, float, complex, type(None))
 HOW = (
     "Override Trainer.sample_dim, which returns the dimension to split each value along; "
-    "docs/own.md shows how."
+    "'Bring your own' in the documentation shows how."
 )
 
 SampleDim = int | Literal["auto"] | None

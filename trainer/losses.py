@@ -153,7 +153,7 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
             f"The model returns a {type(outputs).__name__}, but the loss takes a tensor.\n"
-            "Override compute_loss; docs/own.md shows how."
+            "Override compute_loss; 'Bring your own' in the documentation shows how."
         )
     if kind_of(loss) == "classes":
         if outputs.ndim > 1 and outputs.shape[1] == 1:
@@ -255,7 +255,12 @@ def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> to
     if not isinstance(factor, torch.Tensor):
         return loss * factor
     is_nothing = factor == 0
+
+    def masked(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        # DistributedDataParallel passes None for an output that the loss does not use.
+        return None if gradient is None else gradient.masked_fill(is_nothing, 0)
+
     for _, output in batches.entries(outputs):
         if output.requires_grad:
-            output.register_hook(lambda gradient: gradient.masked_fill(is_nothing, 0))
+            output.register_hook(masked)
     return loss.masked_fill(is_nothing, 0) * factor.to(loss.dtype)

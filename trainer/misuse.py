@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatch
     from stoker.trainer.trainer import Trainer
 
-HOW = "docs/own.md shows how"
+HOW = "'Bring your own' in the documentation shows how"
 # What torch raises for a bad shape, index or class. Subclasses of these are other kinds of errors.
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods that are called with a batch.
@@ -282,6 +282,7 @@ def raise_if_explained(
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (
         unpaired(trainer, error, batch, methods)
+        or misreturned(trainer, error, frames)
         or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
@@ -314,4 +315,19 @@ def unpaired(
                 f"A batch is {kind_of(batch)}, but {name} takes (inputs, targets): {error}.\n"
                 f"Override {name}; {HOW}."
             )
+    return None
+
+
+def misreturned(
+    trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
+) -> UserError | None:
+    """Return an error if `compute_loss` did not return (loss, outputs)."""
+    outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
+    at_the_call = "compute_loss(" in str(outside_torch[-1].line)
+    is_unpacked = at_the_call and isinstance(error, (TypeError, ValueError))
+    if is_unpacked or "grad can be implicitly created only for scalar" in str(error):
+        return UserError(
+            f"{type(trainer).__name__}.compute_loss must return (loss, outputs): the mean loss of "
+            "the batch as a single number, and the outputs for the metrics."
+        )
     return None

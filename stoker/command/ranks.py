@@ -128,11 +128,13 @@ def watch_parent() -> None:
 
 def is_lost(error: BaseException | None) -> bool:
     """Return whether an error, or its cause, is that another rank is gone or does not respond."""
-    while error is not None:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:  # a cause raised again is its own context
         if isinstance(error, LostContact):
             return True
         if isinstance(error, RuntimeError) and CONTACT.search(str(error)):
             return True
+        chain.append(error)
         error = error.__cause__ or error.__context__
     return False
 

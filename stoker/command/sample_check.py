@@ -65,7 +65,8 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
             f"model={name} returns {kind_of(outputs)}, but the loss takes a tensor.\nOverride "
-            "compute_loss in your own Trainer (trainer._target_=...); docs/own.md shows how."
+            "compute_loss in your own Trainer (trainer._target_=...); 'Bring your own' in the "
+            "documentation shows how."
         )
     shape = tuple(outputs.shape)[1:]
     needed = (data.num_classes, *data.target_shape)
