@@ -87,8 +87,15 @@ class Batching:
             total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
-    def with_fractions(self, parts: list[Any]) -> MicroBatches:
+    def cut(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their fractions of its weight."""
+        is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
+        if is_whole and not self.may_weigh_nothing and not isinstance(batch, batches.Accumulated):
+            return [(batch, None)]  # the usual case, in a single call
+        return self.with_fractions(self.micro_batch.split(batch))
+
+    def with_fractions(self, parts: list[Any]) -> MicroBatches:
+        """Return these micro-batches of a step with their fractions of its weight."""
         if len(parts) == 1 and not self.may_weigh_nothing:
             return [(parts[0], None)]
         weigh = self.samples if self.weighs_samples else self.loss_weight

@@ -221,7 +221,7 @@ class IterableLoader(Seekable):
                 place.number += 1
                 if place.number <= place.drop:
                     continue
-                if parallel.ranks() > 1:
+                if parallel.joined > 1:
                     size, batch = batches.deal(
                         batch, launch.rank(), launch.world_size(), self.sample_dim
                     )

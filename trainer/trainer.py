@@ -75,7 +75,7 @@ class Trainer(Predicting, Stoppable, Reporting):
     """
 
     # The rest is in the base classes:
-    # - Batching: a batch's samples and weight; weigh, with_fractions, process_weight
+    # - Batching: a batch's samples and weight; weigh, cut, process_weight
     # - Stateful: what a checkpoint saves; step, epochs_before (those of earlier fits), is_due
     # - Reporting: hooks and rows; call, log, check_and_log
     # - Stoppable: stop, interrupt, stop_reason, poll_interruption
@@ -200,7 +200,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
         terms = []  # `steps.accumulate` repeats this loop for special steps
-        micro_batches = self.with_fractions(self.micro_batch.split(batch))
+        micro_batches = self.cut(batch)
         for i, (micro_batch, fraction) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
