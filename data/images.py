@@ -598,11 +598,11 @@ def open_image(file: str) -> "Iterator[Image]":
             yield image
     except MemoryError:
         raise
-    except UnidentifiedImageError:
-        formats = ", ".join(IMAGE_FORMATS)
-        raise broken_image(file, f"it is not one of {formats}, or is damaged") from None
     except Exception as error:  # Pillow's decoders raise all kinds of errors
-        raise broken_image(file, str(error) or type(error).__name__) from None
+        reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is not one of {', '.join(IMAGE_FORMATS)}, or is damaged"
+        raise broken_image(file, reason) from None
 
 
 @functools.cache

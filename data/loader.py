@@ -77,21 +77,22 @@ def make_loaders(
         splits = {only: splits[only]}
     options: dict[str, dict[str, Any]] = {}
     for name, split in splits.items():
-        has_to_end = data.kind == "other" and length_of(split) is None
-        options[name] = {"device": device, "seed": seed}
-        if only is None and name == "train":
-            options[name] |= {"batch_size": batch_size, "shuffle": True, "drop_last": drop_last}
-            options[name]["limit"] = limit_train
-            continue
-        options[name]["batch_size"] = eval_batch_size or batch_size
-        if name not in ("train", "test") and (only is None or has_to_end):
+        size = eval_batch_size or batch_size
+        options[name] = {"batch_size": size, "device": device, "seed": seed}
+        # An evaluation alone reads the whole split, unless it may not end.
+        if name not in ("train", "test") and (only is None or length_of(split) is None):
             options[name]["limit"] = limit_val
+    if only is None:
+        training = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
+        options["train"] |= {**training, "batch_size": batch_size}
     reading: dict[str, Any] = {"workers": workers, "timeout": timeout}
     loaders: dict[str, Any] = {}
     if data.kind == "other":
-        needs_shape = "this needs inputs of a known shape, but this data set can return anything"
-        typed = {"augment": bool(augment), "resident": resident not in ("auto", False)}
-        _refuse(typed, f"{needs_shape}.\nRemove this key.")
+        _refuse(
+            {"augment": bool(augment), "resident": resident not in ("auto", False)},
+            "this needs inputs of a known shape, but this data set can return anything.\n"
+            "Remove this key.",
+        )
         for name, split in splits.items():
             where = f"the {name} split of {data.name}"
             loaders[name] = make_loader(split, where, **reading, **options[name])
