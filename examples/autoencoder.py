@@ -2,7 +2,7 @@
 
 python train.py model._target_=examples.autoencoder.Autoencoder \
     trainer._target_=examples.autoencoder.AutoencoderTrainer loss=mse
-Expect test/loss 0.114, deviation 0.004 over 3 seeds, of pixels whose variance is 1.
+Expect test/loss 0.114 ± 0.004 over 3 seeds, of pixels whose variance is 1.
 """
 
 import math

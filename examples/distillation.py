@@ -3,7 +3,7 @@
 python train.py model=cnn epochs=15 run_dir=runs/teacher
 python train.py 'model.hidden=[16]' epochs=40 optimizer.lr=1e-2 \
     trainer._target_=examples.distillation.Distiller +trainer.teacher=runs/teacher
-Expect test/acc 0.973, deviation 0.007 over 3 seeds; without a teacher 0.970.
+Expect test/acc 0.973 ± 0.007 over 3 seeds; without a teacher 0.970.
 """
 
 import torch

@@ -3,7 +3,7 @@
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
     optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 \
     'groups=[{match: "judge.*", scheduler: constant}]'
-Expect test/loss 1.00, deviation 0.16 over 5 seeds, an energy distance that starts at 5 (after one epoch).
+Expect test/loss 1.00 ± 0.16 over 5 seeds, an energy distance that starts at 5 (after one epoch).
 """
 
 from torch import Size, cdist, nn, randn

@@ -2,7 +2,7 @@
 
 python train.py dataset._target_=examples.multilabel.chords loss._target_=torch.nn.BCEWithLogitsLoss \
     +metrics.f1._target_=examples.multilabel.F1
-Expect test/f1 0.965, deviation 0.003 over 3 seeds.
+Expect test/f1 0.965 ± 0.003 over 3 seeds.
 """
 
 import torch

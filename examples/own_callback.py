@@ -2,7 +2,7 @@
 
 python train.py scheduler=constant epochs=20 +callbacks.plateau._target_=examples.own_callback.Plateau \
     +callbacks.plateau.patience=2
-Expect test/acc 0.973, deviation 0.006 over 3 seeds.
+Expect test/acc 0.973 ± 0.006 over 3 seeds.
 """
 
 from stoker.trainer import launch

@@ -1,7 +1,7 @@
 """Your own loss: the focal loss (Lin 2017, arXiv 1708.02002), for data with rare classes.
 
 python train.py loss._target_=examples.own_loss.FocalLoss +loss.gamma=1
-Expect test/acc 0.970, deviation 0.013 over 3 seeds.
+Expect test/acc 0.970 ± 0.013 over 3 seeds.
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
 """Your own metric: accuracy with the same weight for each class.
 
 python train.py +metrics.balanced._target_=examples.own_metric.BalancedAccuracy monitor=val/balanced
-Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
+Expect test/balanced 0.972 ± 0.016 over 3 seeds.
 """
 
 import torch

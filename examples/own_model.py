@@ -1,7 +1,7 @@
 """Your own model: MLP-Mixer (Tolstikhin 2021, arXiv 2105.01601), for images of any size.
 
 python train.py model._target_=examples.own_model.Mixer +model.width=64
-Expect test/acc 0.966, deviation 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
+Expect test/acc 0.966 ± 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
 """Your own Trainer: R-Drop (Liang 2021, arXiv 2106.14448) makes two passes with dropout agree.
 
 python train.py model.dropout=0.3 trainer._target_=examples.own_trainer.RDrop +trainer.alpha=0.5
-Expect test/acc 0.968, deviation 0.006 over 3 seeds.
+Expect test/acc 0.968 ± 0.006 over 3 seeds.
 """
 
 import torch

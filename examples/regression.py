@@ -2,7 +2,7 @@
 
 python -m examples.regression friedman.csv
 python train.py dataset=csv dataset.path=friedman.csv dataset.target=y dataset.ignore=[id] loss=mse epochs=40
-Expect test/mse 1.24, deviation 0.04 over 3 seeds; the noise alone is 1.
+Expect test/mse 1.24 ± 0.04 over 3 seeds; the noise alone is 1.
 """
 
 import csv
