@@ -51,8 +51,8 @@ def make_loaders(
     limit_train: Limit = None,
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Make ((train, val, test), why): a loader or None per split, and a phrase that says where the
-    data is. With several validation splits, val is {name: loader}.
+    """Return ((train, val, test), why): a loader or None per split, and a phrase that says where
+    the data is. With several validation splits, val is {name: loader}.
 
     `resident`: True, False, or "auto", which keeps the data on the device if all splits have
     `tensors` and fit in half of its free memory. If more than 64 MiB of images are not cached yet,

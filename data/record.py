@@ -27,7 +27,7 @@ from stoker.trainer.seeding import random_stream
 class Data:
     """The splits of a data set, and the facts that models, losses and metrics need.
 
-    Sizes, labels and numbers are checked once, here. `val` and `test` may be None; `more_val` has
+    Creating it checks sizes, labels and numbers. `val` and `test` may be None; `more_val` has
     further validation splits by name. Classification targets are int64: one class per sample (N,),
     per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore -100.
     `mean` and `std`, one number per channel for pixels in 0..1, apply to uint8 images; without
@@ -217,7 +217,7 @@ class Data:
 
     def check_classes(self) -> None:
         """Check that the training split has at least two classes, and all classes of the other
-        parts. Classes of tokens and pixels are not checked.
+        splits. Classes of tokens and pixels are not checked.
         """
         if self.kind != "classification" or self.target_shape:
             return

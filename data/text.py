@@ -76,7 +76,7 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows; the end of the file is the validation and then the test split.
+    """Cut a text file into windows; its end is the validation split, followed by the test split.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are mapped into it.

@@ -61,7 +61,7 @@ class Callback:
     def state_form(self, trainer: "Trainer") -> Any:
         """Return the form of the states that can be loaded, as in `trainer/state.py`.
 
-        Called before `load_state_dict`; a state that does not match is refused. Of a dict, only the
-        keys that `state_dict` returns count, so that a subclass may save others.
+        Called before `load_state_dict`; a state that does not match is refused. In a dict, only the
+        keys that `state_dict` returns are compared, so that a subclass may save others.
         """
         return self.state_forms or ANYTHING

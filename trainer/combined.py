@@ -14,7 +14,7 @@ from stoker.trainer.groups import Groups, divided
 class Combined(torch.optim.Optimizer):
     """Several torch optimizers as one, with the parameter groups and state of all of them.
 
-    A step takes one step with each. You can also call the `optimizers` one by one.
+    Its step calls the step of each. You can also call the `optimizers` one by one.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

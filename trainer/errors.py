@@ -95,7 +95,7 @@ def as_typed(value: Any) -> str:
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return `value` if it is one of `choices`, where 1 does not count as True.
+    """Return `value` if it is one of `choices`, where 1 is not accepted for True.
 
     Raises:
         UserError: It is not. The message has `key` and the choices.

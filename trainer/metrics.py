@@ -18,7 +18,7 @@ class Mean:
     """The mean of values, each weighted by its number of samples: `update(value, samples)`.
 
     If a value is a mean over something else, pass its weight: `update(value, samples, weight)`. The
-    weight is a number, or a tensor that stays on its device. Values with weight 0 do not count,
+    weight is a number, or a tensor that stays on its device. Values with weight 0 are ignored,
     even if they are NaN.
     """
 
@@ -136,8 +136,8 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
 def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return the class indices (N, ...) of the targets for outputs (N, C, ...).
 
-    As in CrossEntropyLoss, classes are the second dimension. Soft targets (N, C, ...), as mixup
-    makes them, count as their largest class.
+    As in CrossEntropyLoss, classes are the second dimension. Soft targets (N, C, ...), such
+    as those of mixup, are reduced to their largest class.
 
     Raises:
         UserError: The targets have neither form.
@@ -252,7 +252,7 @@ class Confusion(OfClasses):
 class MeanIoU(Confusion):
     """The intersection over union of true and predicted class, averaged over the classes.
 
-    A class that is neither true nor predicted anywhere does not count. Outputs are (N, C, ...),
+    A class that is neither true nor predicted anywhere is left out. Outputs are (N, C, ...),
     targets (N, ...).
     """
 
@@ -320,7 +320,7 @@ class R2(Sums):
     """The fraction of the targets' variance that is explained, averaged over targets.
 
     Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean. As in
-    scikit-learn, a constant target counts as 0, or as 1 if all predictions are exact, and fewer
+    scikit-learn, the value for a constant target is 0, or 1 if all predictions are exact, and fewer
     than two samples give NaN.
     """
 

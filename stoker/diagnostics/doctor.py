@@ -54,11 +54,11 @@ class Sample:
 class Doctor(Callback):
     """Warn, by layer, about what keeps a model from learning, and sum up at the end.
 
-    It samples the first steps and then one in `every`, at least FEWEST in a run: the gradient and
-    the update of each weight with two or more dimensions. A unit whose whole gradient is zero is
-    dead: no sample activates the ReLU behind it, even if that is not a module. If a whole layer is
-    dead, so are its neighbours. Other steps have no hooks, and no result changes. A sampled step
-    takes one more copy of the weights.
+    It samples the first steps and then one in `every`, at least FEWEST in a run. In these steps, it
+    inspects the gradient and the update of each weight with two or more dimensions. A unit is dead
+    if its whole gradient is zero: no sample activates its ReLU, even if that is not a module. If a
+    whole layer is dead, so are its neighbors. Other steps have no hooks, and results do not change.
+    A sampled step takes one more copy of the weights.
     """
 
     first_rank_only = True

@@ -65,16 +65,16 @@ class Span(AbstractContextManager[None]):
 
 
 class Timing(Callback):
-    """Split the time of a fit into STAGES; after the first epoch, say what to change.
+    """Divide the time of a fit into STAGES; after the first epoch, say what to change.
 
-    It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the drawing of the
-    live report are always timed. Steps are sampled: the first one of the fit, which counts only for
-    itself, the ALWAYS steps after it, and a random SHARE of the others. First steps of epochs are
-    sampled more often, since a loader may start workers there. A sampled step is divided by marks
-    in the work of the device (events on a GPU); nothing waits for them. A step that is one graph,
-    or a `train_step` that enters no spans, is the stage "step".
+    It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the writing of the
+    live report are always timed. Steps are sampled: the first one of the fit, which represents only
+    itself, the ALWAYS steps after it, and a random fraction SHARE of the others. The first steps of
+    epochs are sampled more often, since a loader may start workers there. Marks in the
+    queue of the device (events on a GPU) divide a sampled step; nothing waits for them. A step that
+    is one graph, or a `train_step` that enters no spans, is the stage "step".
 
-    Put it last in the list of callbacks: the time from it to the next batch counts as data.
+    Put it last in the list of callbacks: the time from it to the next batch is the stage "data".
     """
 
     first_rank_only = True

@@ -38,11 +38,11 @@ Row = dict[str, Any]
 class Trained(torch.nn.Module):
     """A trained model with its preprocessing: maps raw inputs to class scores or target values.
 
-    Images go in as uint8 pixels, (N, C, H, W). A table goes in as the numbers of `columns`, (N,
+    Pass images as uint8 pixels, (N, C, H, W). Pass a table as the numbers of `columns`, (N,
     columns), in their own units, with 0 or 1 for each category; they are processed in float64.
-    Other inputs go in unchanged. Scores come out as (N, classes), or target values in the data's
-    units, (N, targets). If the format of the data is not known, it takes and returns what the
-    module does.
+    Other inputs are passed to the module unchanged. It returns scores, (N, classes), or target
+    values in the data's units, (N, targets). If the format of the data is not known, it takes and
+    returns the same as the module.
 
     Attributes:
         classes: the names of the scores; None for a regression, or if they have no names.

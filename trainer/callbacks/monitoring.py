@@ -23,8 +23,8 @@ class Monitor(Callback):
     """A callback that monitors one logged number.
 
     `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
-    or else the validation loss, or else the training loss. The training loss counts as its mean
-    over an epoch.
+    or else the validation loss, or else the training loss. For the training loss,
+    this is the mean over an epoch.
 
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
