@@ -863,7 +863,9 @@ def test_differences_are_shown_as_they_are_typed():
         model={"_target_": "stoker.models.cnn.CNN", "channels": [8]}
     ).splitlines()
     assert first.endswith(
-        "different settings: model._target_=stoker.models.cnn.CNN (was stoker.models.mlp.MLP)."
+        "different settings: model._target_=stoker.models.cnn.CNN (was stoker.models.mlp.MLP), "
+        "model.channels=[8] (was null), model.dropout=null (was 0.0), "
+        "model.hidden=null (was [3,4])."
     )
     assert advice == [
         "To continue it, use its settings. For a new run, choose a different run_dir.",

@@ -259,27 +259,30 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
     has "value", in the data's units. Other outputs stay as the model returns them: the keys of a
     dict, or "output".
     """
-    if not card.is_usual(outputs, about):
-        if isinstance(outputs, Tensor) and about.get("tokens"):
-            for ids in outputs.argmax(1).tolist():
-                yield {"text": text_of(ids, about)}
-            return
+    is_usual = card.is_usual(outputs, about)
+    if is_usual and about["kind"] == "regression":
+        for values in outputs.tolist():
+            yield {"value": values[0] if len(values) == 1 else values}
+    elif is_usual:
+        names = about["classes"] or [str(i) for i in range(about["num_classes"])]
+        for values in outputs.softmax(1).tolist():
+            rounded = [float(f"{value:.9g}") for value in values]  # the digits of a float32
+            probabilities = dict(zip(names, rounded, strict=True))
+            name = max(probabilities, key=probabilities.__getitem__)
+            yield {
+                "class": name,
+                "probability": probabilities[name],
+                "probabilities": probabilities,
+            }
+    elif about.get("tokens") and isinstance(outputs, Tensor):
+        for ids in outputs.argmax(1).tolist():
+            yield {"text": text_of(ids, about)}
+    else:
         is_classes = about["kind"] == "classification" and isinstance(outputs, Tensor)
         if is_classes and outputs.ndim > 2 and outputs.shape[1] == about["num_classes"]:
             outputs = {"classes": outputs.argmax(1)}
         for sample in prediction.samples_of(outputs):
             yield finite(sample if isinstance(sample, dict) else {"output": sample})
-        return
-    if about["kind"] == "regression":
-        for values in outputs.tolist():
-            yield {"value": values[0] if len(values) == 1 else values}
-        return
-    names = about["classes"] or [str(i) for i in range(about["num_classes"])]
-    for values in outputs.softmax(1).tolist():
-        rounded = [float(f"{value:.9g}") for value in values]  # a float32 has 9 significant digits
-        probabilities = dict(zip(names, rounded, strict=True))
-        name = max(probabilities, key=probabilities.__getitem__)
-        yield {"class": name, "probability": probabilities[name], "probabilities": probabilities}
 
 
 def image_batches(

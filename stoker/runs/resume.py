@@ -35,6 +35,7 @@ def to_resume(
     if resume == "never":
         check_replaceable(folder, overwrite)
         return None
+    remove_partial(folder)
     newest = checkpoint.newest(folder / "checkpoints")
     if resume != "auto":
         settings.check_resume(resume)
@@ -51,15 +52,12 @@ def to_resume(
             except checkpoint.DamagedCheckpoint as error:
                 raise UserError(f"resume={resume}: {error}") from None
             check_same(f"resume={resume}", about(state).get("config"), cfg, longer=True)
-            remove_partial(folder)
             return given, state, origin
     if newest is None:
         check_beginning(folder, cfg)
-        remove_partial(folder)
         return None
     path, state = newest
     check_same(f"run_dir={folder}", about(state).get("config"), cfg)
-    remove_partial(folder)
     return path, state, about(state).get("origin")
 
 
@@ -132,10 +130,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         )
     followed = [for_reading(before), for_reading(now)]
     on = callbacks_on(followed[0]) | callbacks_on(followed[1])
-    # If a part's class differs, its arguments do not matter.
-    replaced: tuple[str, ...] = ()
     differences = []
-    for key in sorted({*before, *now}, key=lambda key: (not key.endswith("_target_"), key)):
+    for key in sorted({*before, *now}):
         is_off = key.startswith("callbacks.") and key.split(".")[1] not in on
         if (
             before.get(key) == now.get(key)
@@ -143,11 +139,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             or settings.may_differ(key, longer=longer)
             or is_off
             or key == SCRIPT
-            or key.startswith(replaced)
         ):
             continue
-        if key.endswith("._target_"):
-            replaced += (key.removesuffix("_target_"),)
         differences.append(f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})")
     if differences:
         raise UserError(

@@ -1,6 +1,6 @@
 """The report of a run: report.html, made only from the files in its directory.
 
-`python -m stoker.runs.report DIR [--open]` draws it again. The order of its parts is in
+`python -m stoker.runs.report DIR` draws it again. The order of its parts is in
 templates/report.html, which names the function that most of them come from. The directory is
 untrusted: whatever it contains is escaped as text.
 """
@@ -87,7 +87,7 @@ def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> di
 
 
 def main(arguments: list[str]) -> int:
-    """Run `python -m stoker.runs.report DIR [--open]`, and return the exit code."""
+    """Run `python -m stoker.runs.report DIR`, and return the exit code."""
 
     def draw(folder: Path) -> None:
         try:
@@ -95,13 +95,5 @@ def main(arguments: list[str]) -> int:
         except UserError as error:  # the error names a setting that the user did not type
             raise UserError(str(error).replace("run_dir=", "")) from None
         print(f"report   {path}")
-        if "--open" in arguments:
-            import webbrowser
 
-            webbrowser.open(path.resolve().as_uri())
-
-    usage = (
-        "python -m stoker.runs.report DIR, a run directory; --open opens the report in a browser."
-    )
-    names = [argument for argument in arguments if argument != "--open"]
-    return subcommand.run(names, usage, draw)
+    return subcommand.run(arguments, "python -m stoker.runs.report DIR, a run directory.", draw)
