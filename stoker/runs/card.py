@@ -104,10 +104,7 @@ def is_image(about: Description) -> bool:
 def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
     metrics = result.best_metrics()
-    texts = {
-        split: numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
-        for split in ("val", "test")
-    }
+    texts = {split: numbers(metrics, split) for split in ("val", "test")}
     return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
 
 

@@ -56,8 +56,7 @@ def make(folder: Path, key: str = "run_dir") -> bool:
     missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
     reason: object = "it is a file, or not writable"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
     except FileExistsError:
         missing = []
     except (OSError, ValueError) as error:

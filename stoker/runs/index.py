@@ -18,7 +18,7 @@ from typing import Any
 from stoker import project
 from stoker.command import subcommand
 from stoker.runs import directory, lock, status
-from stoker.runs.json_files import read_json
+from stoker.runs.json_files import read_json, read_text
 from stoker.runs.page import render
 from stoker.runs.readable import natural
 from stoker.runs.result import RunResult, are_overrides
@@ -81,20 +81,12 @@ def is_index(folder: Path) -> bool:
         return False
 
 
-def text_of(folder: Path) -> str:
-    """Return the text of a folder's index.html; "" if it has none, or one that is too large."""
-    try:
-        return files.read(folder / NAME, MOST_BYTES).decode()
-    except (OSError, ValueError):
-        return ""
-
-
 def write(folder: Path, *, draws: bool = True) -> Path:
     """Write the index of a folder and return its path; OSError if it cannot be written."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
         with contextlib.suppress(OSError):  # a file system without locks
             lock.wait_for(file, PATIENCE)
-        before, _, rest = text_of(folder).partition(START)
+        before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, after = rest.partition(END)
         if draws or not before:  # only the page's lines are reused
             before, _, after = render(NAME).partition(START + END)

@@ -1,4 +1,4 @@
-"""Untrusted JSON files: read with a limit on their size, written whole or not at all."""
+"""Untrusted JSON and text files: read with a limit on their size, written whole or not at all."""
 
 import contextlib
 import json
@@ -11,6 +11,14 @@ from stoker.trainer.typed import typed
 
 T = TypeVar("T")
 MOST_BYTES = 2**24  # a result.json takes 2 KB, a confusion matrix of 1,000 classes 8 MB
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+    """Return the text of a file; "" if it is missing, too large, or not UTF-8."""
+    try:
+        return files.read(path, most).decode()
+    except (OSError, ValueError):
+        return ""
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:

@@ -18,13 +18,13 @@ from typing import Any
 from stoker.command import invocation, settings
 from stoker.runs import index, status
 from stoker.runs.directory import ENDING, WRITTEN
-from stoker.runs.json_files import finite
+from stoker.runs.json_files import finite, read_text
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
 from stoker.runs.rows import Row, lines_of
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, first_line, log, printable
-from stoker.trainer.files import open_plain, read, replacing, write_text
+from stoker.trainer.files import open_plain, replacing, write_text
 from stoker.trainer.state import Either
 from stoker.trainer.trainer import Trainer
 
@@ -382,10 +382,7 @@ def name_of(folder: Path, group: str | None) -> str:
 
 def read_id(path: Path) -> str | None:
     """Return the id that `write_id` left, to continue that run; None if there is none."""
-    try:
-        text: str = read(path, 100).decode()
-    except (OSError, ValueError):
-        return None
+    text = read_text(path, 100)
     return text if re.fullmatch(r"[A-Za-z0-9-]+", text) else None
 
 

@@ -7,12 +7,13 @@ from typing import Any
 from stoker.trainer.readable import number
 
 
-def numbers(results: Mapping[str, Any]) -> str:
-    """Return "loss 0.0707  acc 0.9861" for {"test/loss": ..., "test/acc": ...}; only numbers."""
+def numbers(results: Mapping[str, Any], split: str) -> str:
+    """Return "loss 0.0707  acc 0.9861", the numbers of a split: {"test/loss": ..., ...}."""
     parts = []
     for name, value in results.items():
-        if isinstance(value, float):
-            parts.append(f"{name.partition('/')[2]} {number(value)}")
+        place, _, metric = name.partition("/")
+        if place == split and isinstance(value, float):
+            parts.append(f"{metric} {number(value)}")
     return "  ".join(parts)
 
 

@@ -234,7 +234,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     if result.best is not None:
         best = result.best
         yield f"best     {best.name} {number(best.value)} at step {best.step:,}"
-    tested = numbers({k: v for k, v in result.numbers.items() if k.startswith("test/")})
+    tested = numbers(result.numbers, "test")
     if tested:
         yield f"test     {tested}"
     assert result.seconds is not None
