@@ -10,14 +10,13 @@ from omegaconf import DictConfig
 from stoker.command import exit_codes, settings
 from stoker.command.dotted import is_interpolation
 from stoker.runs import directory, resume, saved_config
+from stoker.runs.json_files import read_text
 from stoker.runs.result import RunResult, finished
 from stoker.runs.rows import read_rows
-from stoker.trainer import files
 from stoker.trainer.errors import UserError
 
 MOST_CAUSES = 12
 MOST_DIFFERENCES = 3
-MOST_BYTES = 2**24  # size of a file in provenance/
 UNRECORDED = "something that runs do not record: the processor, its threads, an untracked file"
 OF_TIME = "/seconds"  # suffixes of entries that differ in every run
 
@@ -79,9 +78,9 @@ def facts(folder: Path) -> dict[str, Any]:
     newest = checkpoint.newest(folder / "checkpoints")
     about = {} if newest is None else resume.about(newest[1])
     result = result_of(folder)
-    lines = text_of(folder / directory.PACKAGES).splitlines()
+    lines = read_text(folder / directory.PACKAGES).splitlines()
     packages = dict(line.split("==", 1) for line in lines if "==" in line)
-    diff = text_of(folder / directory.CHANGES)
+    diff = read_text(folder / directory.CHANGES)
     values = saved_config.for_reading(about.get("config", {}))
     for key in list(values):
         if settings.may_differ(key) or is_interpolation(values[key]):
@@ -109,11 +108,3 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 def result_of(folder: Path) -> RunResult:
     """Return the result of a run, empty if there is none."""
     return RunResult.read(folder) or RunResult()
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a small file; "" if there is none."""
-    try:
-        return files.read(path, MOST_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
