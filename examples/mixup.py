@@ -16,7 +16,7 @@ from stoker.trainer.errors import check_number
 
 
 class MixupTrainer(Trainer):
-    """Mixes each sample and its label with another of the batch; the share is from Beta(m, m)."""
+    """Mixes each sample and its label with another one, by a fraction drawn from Beta(m, m)."""
 
     def __init__(self, model, *, mixup=0.2, **settings):
         super().__init__(model, **settings)

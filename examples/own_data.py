@@ -30,12 +30,12 @@ def tones(n=3000, length=64):
 
 
 class Tones:
-    """A split of a `Data`: its length, labels, size in bytes, and a batch for a list of indices."""
+    """A split: its length, labels and size in bytes, and the batch for a list of indices."""
 
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
         self.targets = self.numbers % 4
-        self.nbytes = 4 * length * len(self.numbers)  # as if it were all in memory
+        self.nbytes = 4 * length * len(self.numbers)  # as if all of it were in memory
 
     def __len__(self):
         return len(self.numbers)

@@ -13,7 +13,7 @@ class BalancedAccuracy(Sums):
     """Mean recall of the classes. Outputs are (N, C), targets are class indices (N,).
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
-    says what to add up and how to compute the value. The sums stay on the device, and are added up
+    defines what to sum and how to compute the value. The sums stay on the device, and are added
     over all processes.
     """
 

@@ -1,4 +1,4 @@
-"""Segmentation: a class for each pixel, and a small U-Net.
+"""Segmentation with a small U-Net: one class per pixel.
 
 python train.py dataset._target_=examples.segmentation.scattered_digits model._target_=examples.segmentation.UNet epochs=8 batch_size=16 optimizer.lr=0.01
 Expect test/acc 0.967 ± 0.009 over 3 seeds.
@@ -12,7 +12,7 @@ from stoker.data.datasets import Data, TensorSplit, digits
 
 def scattered_digits(n=1200, size=16, each=2):
     """Handwritten digits on a dark background; a pixel's class is 0 for the background, or else 1 +
-    the digit. The faint borders are -100: neither the loss nor the metrics count them.
+    the digit. The faint borders are -100: the loss and the metrics ignore them.
     """
     generator = torch.Generator().manual_seed(0)
     digit, label = digits().train.tensors()

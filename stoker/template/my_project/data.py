@@ -1,4 +1,4 @@
-"""The data set: a function that returns a Data. configs/dataset/spirals.yaml names it."""
+"""The data set: a function that returns a `Data` object. configs/dataset/spirals.yaml names it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Training gives the same weights as a loop written by hand."""
+"""Training gives the same weights as a hand-written loop."""
 
 import copy
 
