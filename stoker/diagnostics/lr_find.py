@@ -1,21 +1,21 @@
 """The learning-rate finder: raises the rate step by step, and suggests one."""
 
 import copy
-import itertools
+import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.trainer import checkpoint, copies, fitting, misuse, schedules, seeding
+from stoker.trainer import checkpoint, schedules, stopping
+from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.files import write_text
-from stoker.trainer.loading import seekable
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 FEWEST = 10  # steps in a curve
+MOST = 100  # steps in a curve, unless max_steps is lower
 DIVERGED = 4.0  # times the lowest smoothed loss
 SMOOTHING = 0.9
 
@@ -29,12 +29,39 @@ class Curve:
     suggestion: float
 
 
+class Watch(Callback):
+    """Note the rate and the smoothed loss of each step, stop a fit that diverges, and restore the
+    states of `parts` at its end.
+    """
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = parts
+        self.states = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.mean = 0.0
+
+    def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        loss = row["train/loss"]
+        if math.isfinite(loss):
+            self.mean = SMOOTHING * self.mean + (1 - SMOOTHING) * loss
+            self.rates.append(trainer.lr)
+            # corrects for a mean that starts at zero
+            self.losses.append(self.mean / (1 - SMOOTHING ** len(self.rates)))
+        if not math.isfinite(loss) or self.losses[-1] > DIVERGED * min(self.losses):
+            trainer.stop("diverged")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        for name, part in self.parts.items():
+            checkpoint.restore(part, self.states[name])
+
+
 def lr_find(
     trainer: Trainer,
-    train_loader: Iterable[Any],
+    train_loader: Any,
     lowest: float = 1e-6,
     highest: float = 1.0,
-    steps: int = 100,
+    steps: int = MOST,
 ) -> Curve:
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
@@ -42,64 +69,38 @@ def lr_find(
     1506.01186, section 3.3), and restores the trainer's state. UserError if there is no curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
-    loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
-    before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
-    special_step = trainer.special_step
-    if captures(trainer):  # a captured step would keep its first learning rate
-        trainer.special_step = None
-    trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
-    initial = [group["initial_lr"] for group in trainer.optimizer.param_groups]
-    shares = [one / initial[0] if initial[0] else 1.0 for one in initial]
-    rates: list[float] = []
-    losses: list[float] = []
-    mean = 0.0
-    batch = None
-    trainer.model.train()
-    with fitting.isolated(trainer):
-        try:
-            for batch in itertools.islice(endless(loader), steps):
-                rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
-                for group, share in zip(trainer.optimizer.param_groups, shares, strict=True):
-                    group["lr"] = rate * share
-                seed = seeding.mix_seed(trainer.seed, "step", len(rates))
-                seeding.seed_generators(trainer.device, seed, trainer.replica_indices)
-                batch = copies.move(batch, trainer.device)
-                loss = trainer.train_step(batch).item()
-                if not math.isfinite(loss):
-                    break
-                mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-                rates.append(rate)
-                # corrects for a mean that starts at zero
-                losses.append(mean / (1 - SMOOTHING ** len(rates)))
-                if losses[-1] > DIVERGED * min(losses):
-                    break
-        except (RuntimeError, ValueError, MemoryError) as error:
-            misuse.raise_if_explained(trainer, error, batch, trainer.micro_batch)
-            raise
-        finally:
-            trainer.scheduler = None
-            trainer.special_step = special_step
-            for name, part in trainer.stateful().items():
-                checkpoint.restore(part, before[name])
-    if len(rates) < FEWEST:
-        reason = "the loader ran out of batches, or the loss was no longer finite"
-        raise UserError(f"No curve after {len(rates)} steps: {reason}.")
+    schedules.reset(trainer.optimizer)  # without the schedule of an earlier fit
+    initial = float(trainer.optimizer.param_groups[0]["lr"])
+    if initial == 0:
+        raise UserError("optimizer.lr=0: the finder cannot scale it. Type any other rate.")
+
+    def factor(step: int) -> float:
+        return lowest / initial * (highest / lowest) ** (step / (steps - 1))
+
+    watch = Watch(trainer.stateful())
+    probe = copy.copy(trainer)  # keeps the trainer's own step, callbacks and schedule
+    probe.callbacks = [watch]
+    probe.make_scheduler = functools.partial(
+        schedules.Schedule, factor=factor, description="lr_find"
+    )
+    probe.epochs = None
+    probe.max_steps = steps
+    probe.log_every = 1
+    if captures(trainer):  # it would capture a graph for a few steps
+        probe.special_step = None
+    probe.fit(train_loader)
+    if stopping.received is not None:
+        raise stopping.Interrupted
+    if len(watch.rates) < FEWEST:
+        raise UserError(
+            f"No curve after {len(watch.rates)} steps: the loader ran out of batches, or the loss "
+            "was no longer finite."
+        )
     # A tenth of the rate with the lowest loss: within a factor of five of the best of seven rates
     # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and
     # fastai's "valley" were off by up to a hundred.
-    return Curve(rates, losses, rates[losses.index(min(losses))] / 10)
-
-
-def endless(loader: Any) -> Iterable[Any]:
-    """Yield the batches of one epoch after another, until one is empty."""
-    for epoch in itertools.count():
-        loader.seek(epoch, 0)
-        is_empty = True
-        for batch in loader:
-            is_empty = False
-            yield batch
-        if is_empty:
-            return
+    best = watch.rates[watch.losses.index(min(watch.losses))]
+    return Curve(watch.rates, watch.losses, best / 10)
 
 
 def write(curve: Curve, path: Path) -> None:

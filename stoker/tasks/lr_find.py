@@ -13,8 +13,9 @@ def lr_find(cfg: DictConfig) -> None:
     """Print a suggestion for `optimizer.lr`, and write the curve into the run directory."""
     from stoker.diagnostics import lr_find as search
 
+    steps = max(search.FEWEST, min(cfg.max_steps or search.MOST, search.MOST))
     with building(cfg) as parts:
-        curve = search.lr_find(parts.trainer, parts.loaders[0])
+        curve = search.lr_find(parts.trainer, parts.loaders[0], steps=steps)
     path = Path(run_directory(cfg)) / "lr_find.csv"
     search.write(curve, path)
     lowest = f"{curve.rates[0]:.1g}"
