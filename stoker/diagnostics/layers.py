@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from stoker.diagnostics import flops
+from stoker.runs.readable import aligned
 from stoker.trainer.modes import modes_restored
 
 HEADER = ("layer", "type", "output", "parameters", "FLOPs")
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
-    """Yield a table of the modules that have no submodules, or have weights of their own.
+    """Return a table of the modules that have no submodules, or have weights of their own.
 
     Shapes and FLOPs are of the forward pass of one sample. They are missing if the shape of a
     sample is not known, or if the model rejects a single sample.
@@ -28,11 +29,7 @@ def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: boo
             rows.append((name or "model", kind, shape, quantity(parameters), count))
     total = sum(weight.numel() for weight in module.parameters())
     rows.append(("total", "", "", quantity(total), quantity(counts.get("", 0))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        texts = [text.ljust(width) for text, width in zip(row[:3], widths[:3], strict=True)]
-        numbers = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
-        yield "  ".join([*texts, *numbers]).rstrip()
+    return aligned(rows, slice(3, None))
 
 
 def quantity(value: int) -> str:

@@ -1,7 +1,7 @@
 """Results and times as people read them: loss 0.0707  acc 0.9861, 4 min 10 s."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.trainer.readable import number
@@ -15,6 +15,15 @@ def numbers(results: Mapping[str, Any], split: str) -> str:
         if place == split and isinstance(value, float):
             parts.append(f"{metric} {number(value)}")
     return "  ".join(parts)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: slice) -> Iterator[str]:
+    """Yield the rows as lines with aligned columns, those in `right` aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = list(map(str.ljust, row, widths))
+        cells[right] = map(str.rjust, row[right], widths[right])
+        yield "  ".join(cells).rstrip()
 
 
 def seconds(value: float) -> str:

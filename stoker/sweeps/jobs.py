@@ -5,6 +5,7 @@ whatever is malformed counts as missing.
 """
 
 import contextlib
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from stoker.trainer.errors import UserError, as_typed
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
+DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 
 
@@ -46,6 +48,17 @@ class Job:
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.overrides)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The best value of the monitored metric and the test results, by name."""
+        best = {self.best.name: self.best.value} if self.best else {}
+        return best | self.test
+
+    @property
+    def reason(self) -> str:
+        """The first line of the note."""
+        return self.note.partition("\n")[0]
 
 
 @dataclass
@@ -130,15 +143,8 @@ def settings_of(overrides: list[str]) -> dict[str, str]:
 
 def varied(jobs: list[dict[str, str]]) -> list[str]:
     """Return the keys in which the settings of several jobs differ, in the order typed."""
-    keys: dict[str, str] = {}
-    for job in jobs:
-        keys |= job
-    differing = []
-    for key in keys:
-        values = {job.get(key) for job in jobs}
-        if len(values) > 1:
-            differing.append(key)
-    return differing
+    keys = dict.fromkeys(itertools.chain(*jobs))
+    return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
 def check_same(
@@ -151,12 +157,12 @@ def check_same(
     """
     now = settings_of(typed)
     old = settings_of(before)
-    for key in {**now, **old}:
+    for key in now | old:
         matters = key in (*varied, "eval_every", "max_minutes") or not settings.may_differ(key)
-        if matters and now.get(key) != old.get(key):
-            is_now = as_typed(now.get(key, "(default)"))
-            was = old.get(key, "(default)")
-            reason = f"its job {name} has different settings: {key}={is_now} (was {was})"
+        is_now = now.get(key, DEFAULT)
+        was = old.get(key, DEFAULT)
+        if matters and is_now != was:
+            reason = f"its job {name} has different settings: {key}={as_typed(is_now)} (was {was})"
             raise of_another_sweep(folder, reason)
 
 

@@ -16,7 +16,7 @@ from stoker.runs.plots import thin
 from stoker.runs.readable import natural
 from stoker.runs.rows import metrics_in, read_rows
 from stoker.sweeps import table
-from stoker.sweeps.jobs import Job
+from stoker.sweeps.jobs import DEFAULT, Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
@@ -25,7 +25,6 @@ from stoker.trainer.typed import is_number
 MOST_SETTINGS = 24  # curves plotted
 MOST_POINTS = 20_000  # points in all curves together
 BINS = 5  # groups, for a numeric setting with more values
-DEFAULT = "(default)"  # shown for a setting that was not typed
 
 
 def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> str:
@@ -63,35 +62,32 @@ def plots(sweep: Sweep) -> dict[str, Any]:
 
     It has only numbers, and text without control characters.
     """
-    rows = [*sweep.groups, *([job] for job in sweep.unfinished)]
-    ended = []
-    for i, group in enumerate(rows):
-        for job in group:
-            if job.status in ("done", "pruned", "failed"):
-                ended.append((i, job))
-    keys = sweep.keys[:MOST_SETTINGS] if ended else []
+    choices = {key: values_of(sweep, key) for key in sweep.keys[:MOST_SETTINGS]}
+    most = MOST_POINTS // max(1, len(sweep.jobs))
     records = []
-    choices = [values_of(sweep, key) for key in keys]
-    for row, job in ended:
-        value = sweep.value(job) if job.status == "done" else None
-        settings = [job.settings.get(key, DEFAULT) for key in keys]
-        record = {
-            "name": printable(job.name),
-            "link": link_of(sweep, job),
-            "row": row,
-            "status": job.status,
-            "value": value if value is not None and math.isfinite(value) else None,
-            "shown": "" if value is None else number(value),
-            "settings": [
-                values.index(text) for values, text in zip(choices, settings, strict=True)
-            ],
-            "curve": curve_of(sweep, job, MOST_POINTS // len(ended)),
-        }
-        records.append(record)
+    for row, group in enumerate([*sweep.groups, *([job] for job in sweep.unfinished)]):
+        for job in group:
+            if job.status not in ("done", "pruned", "failed"):
+                continue
+            value = sweep.value(job) if job.status == "done" else None
+            places = [
+                values.index(job.settings.get(key, DEFAULT)) for key, values in choices.items()
+            ]
+            record = {
+                "name": printable(job.name),
+                "link": link_of(sweep, job),
+                "row": row,
+                "status": job.status,
+                "value": value if value is not None and math.isfinite(value) else None,
+                "shown": "" if value is None else number(value),
+                "settings": places,
+                "curve": curve_of(sweep, job, most),
+            }
+            records.append(record)
     return {
         "metric": printable(sweep.name or "result"),
         "high": sweep.high,
-        "keys": [axis(key, values) for key, values in zip(keys, choices, strict=True)],
+        "keys": [axis(key, values) for key, values in choices.items()] if records else [],
         "jobs": records,
     }
 
@@ -106,11 +102,11 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
 
 def axis(key: str, values: list[str]) -> dict[str, Any]:
     """Return the record of a setting; its `numbers` are None if its values are choices."""
-    numbers = table.present(map(table.as_number, values))
+    numbers = list(map(table.as_number, values))
     return {
         "name": printable(key),
         "values": [printable(table.short(value)) for value in values],
-        "numbers": numbers if len(numbers) == len(values) else None,
+        "numbers": None if None in numbers else numbers,
     }
 
 
@@ -128,7 +124,7 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
     """Return (setting, `importance`) of each setting, the most important one first."""
     done = [job for job in plots["jobs"] if job["value"] is not None]
     values = [job["value"] for job in done]
-    shares = []
+    fractions = []
     for i, key in enumerate(plots["keys"]):
         places = [job["settings"][i] for job in done]
         numbers = key["numbers"]
@@ -136,12 +132,12 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
             typed = [numbers[place] for place in places]
             edges = numpy.quantile(typed, numpy.linspace(0, 1, BINS + 1)[1:-1])
             places = list(numpy.searchsorted(edges, typed))
-        shares.append((key["name"], importance(places, values)))
-    return sorted(shares, key=lambda pair: pair[1], reverse=True)
+        fractions.append((key["name"], importance(places, values)))
+    return sorted(fractions, key=lambda pair: pair[1], reverse=True)
 
 
 def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
-    """Return the share of the variance of the values' ranks that their groups explain.
+    """Return the fraction of the variance of the values' ranks that their groups explain.
 
     It is adjusted for chance, so about 0 for a setting that does nothing (the epsilon squared of
     Kelley 1935). Ranks keep a diverged job from hiding all others.

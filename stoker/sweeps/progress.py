@@ -15,6 +15,10 @@ from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
+# columns of a line, if the texts are no longer
+OUTCOME = 14
+BEST = 21
+LEFT = 12
 OUTPUT = "jobs"  # the sweep's folder for its jobs' output and for locks
 
 
@@ -29,14 +33,11 @@ class Ends:
         self.folder = folder
         self.total = total
         self.keys = keys
-        self.best: Job | None = None
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
-        self.names: set[str] = set()
-        for job in read_jobs(folder):
-            if job.status in ("done", "pruned"):
-                self.add(job)
-        self.earlier = len(self.names)
+        jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
+        self.jobs = {job.name: job for job in jobs}
+        self.earlier = len(jobs)
 
     def results(self) -> list[Path]:
         return sorted(self.folder.glob(f"*/{RESULT}"))
@@ -53,29 +54,35 @@ class Ends:
                     terminal.show(self.line(ended[-1]))
         return ended
 
-    def add(self, job: Job) -> None:
-        """Count a job that has ended, and keep it if it is the best so far."""
-        self.names.add(job.name)
-        new = job.best
-        if job.status != "done" or new is None:
-            return
-        best = self.best.best if self.best else None
-        sign = 1 if new.mode == "min" else -1
-        if best is None or (best.name == new.name and sign * new.value < sign * best.value):
-            self.best = job
+    @property
+    def best(self) -> Job | None:
+        """The best job so far. Jobs with another metric than the first one do not count."""
+        done = [job for job in self.jobs.values() if job.status == "done" and job.best]
+        if not done:
+            return None
+        first = done[0].best
+        assert first is not None
+        values = {job.name: job.numbers[first.name] for job in done if first.name in job.numbers}
+        pick = min if first.mode == "min" else max
+        return self.jobs[pick(values, key=values.__getitem__)]
 
     def line(self, job: Job) -> str:
         """Return the line for a job that has ended: '7/12  val/acc 0.98  best 0.99 (job 3)'."""
-        self.add(job)
-        count = str(len(self.names))
-        parts = [f"{count}/{self.total}" if self.total else count, outcome(job)]
-        if self.best is not None and self.best.best is not None:
-            parts.append(f"best {number(self.best.best.value)} (job {self.best.name})")
-        to_go = (self.total or 0) - len(self.names)
-        if to_go > 0:
-            ended = max(1, len(self.names) - self.earlier)  # a job may end more than once
+        self.jobs[job.name] = job
+        count = len(self.jobs)
+        total = self.total or count
+        width = len(str(total))
+        of_total = f"/{total}" if self.total else ""
+        parts = [f"{count:>{width}}{of_total}", outcome(job).ljust(OUTCOME)]
+        best = self.best
+        if best is job:
+            parts.append("the best so far".ljust(BEST))
+        elif best is not None and best.best is not None:
+            parts.append(f"best {number(best.best.value)} (job {best.name})".ljust(BEST))
+        if count < total:
+            ended = max(1, count - self.earlier)  # a job may end more than once
             each = (time.monotonic() - self.start) / ended
-            parts.append(f"{seconds(each * to_go)} left")
+            parts.append(f"{seconds(each * (total - count))} left".rjust(LEFT))
         parts.append(" ".join(typed_for(job, self.keys, short)) or f"job {job.name}")
         return printable("  ".join(parts))
 
@@ -86,8 +93,7 @@ def outcome(job: Job) -> str:
         return job.note
     if job.best:
         return f"{job.best.name} {number(job.best.value)}"
-    reason, _, _ = job.note.partition("\n")
-    return f"{job.status}, {reason}" if reason else job.status
+    return ", ".join(filter(None, [job.status, job.reason]))
 
 
 ends: Ends | None = None  # set once this process has checked its sweep against the directory
@@ -105,8 +111,7 @@ def announce(
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them done earlier" if ends.earlier else ""
-    jobs = "jobs" if count is None else f"{count} jobs"
-    terminal.show(f"sweep    {jobs}{done}; their output is in {folder / OUTPUT}")
+    terminal.show(f"sweep    {count or ''} jobs{done}; their output is in {folder / OUTPUT}")
 
 
 def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:

@@ -30,7 +30,8 @@ from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
-REPORTS = 0.05  # share of the jobs' time to spend on drawing their reports
+REPORTS = 0.05  # fraction of the jobs' time to spend on drawing their reports,
+FEWEST_SECONDS = 10.0  # or this long, if that is more
 
 
 class SweepCallback(Callback):
@@ -49,15 +50,14 @@ class SweepCallback(Callback):
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = folder_of(config)
         planned = jobs_of_grid(config)
-        check_goes_on(folder, planned or [])
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             # Hydra knows only the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
-            count = len(planned) if planned else None
-            varied = jobs.varied([jobs.settings_of(typed) for typed in planned or []])
-            progress.announce(folder, count, varied)
+            varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
+            check_goes_on(folder, planned, varied)
+            progress.announce(folder, len(planned) or None, varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Write the output of a run in this process to its file."""
@@ -108,10 +108,10 @@ def folder_of(config: DictConfig) -> Path:
     return folder
 
 
-def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
-    """Return the overrides of each job of a grid, in order; None for a search."""
+def jobs_of_grid(config: DictConfig) -> list[list[str]]:
+    """Return the overrides of each job of a grid, in order; none for a search."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
-        return None
+        return []
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = config.hydra.sweeper.params or {}
     more = [f"{key}={value}" for key, value in params.items()]
@@ -121,13 +121,12 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
     return [list(typed) for typed in planned]
 
 
-def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
+def check_goes_on(folder: Path, planned: list[list[str]], varied: list[str]) -> None:
     """Raise UserError if the directory of one of these jobs belongs to another job.
 
     A directory without a run is available. Settings that change no result may differ, unless the
     sweep varies them.
     """
-    varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
     for name, typed in enumerate(planned):
         place = folder / str(name)
         before = jobs.overrides_in(place)
@@ -170,13 +169,13 @@ def best_command(sweep: Sweep) -> str | None:
     """Return the command of the best configuration, without a swept seed or fold; None if there is
     none.
     """
-    best = sweep.groups[0][0] if sweep.groups else None
-    if best is None or sweep.value(best) is None:
+    if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
         return None
     left_out = {"run_dir", *sweep.left_out}
     if "dataset.fold" in left_out:  # without folds, nothing is held back from the training
         left_out.add("dataset.folds")
-    return command([typed for typed in best.overrides if typed.partition("=")[0] not in left_out])
+    overrides = sweep.groups[0][0].overrides
+    return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
@@ -192,11 +191,12 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw the missing reports of the finished jobs, best first, within REPORTS of their time."""
+    """Draw the missing reports of the finished jobs, best first, until the time is up."""
     from stoker.runs import report
 
     done = list(itertools.chain(*sweep.groups))
-    until = time.perf_counter() + REPORTS * sum(job.seconds or 0.0 for job in done)
+    budget = max(FEWEST_SECONDS, REPORTS * sum(job.seconds or 0.0 for job in done))
+    until = time.perf_counter() + budget
     for job in done:
         folder = sweep.folder / job.name
         # A link may point outside the sweep.

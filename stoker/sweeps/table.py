@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.runs.readable import aligned
 from stoker.runs.result import tests_in
 from stoker.sweeps.jobs import (
     STATUSES,
@@ -50,9 +51,8 @@ class Sweep:
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
         self.group_keys = [key for key in self.keys if key not in REPEATS]
-        bests = [(job.best.name, job.best.mode) for job in self.jobs if job.best]
-        most_common = Counter(bests).most_common(1)
-        self.name, mode = most_common[0][0] if most_common else ("", "max")
+        bests = Counter((job.best.name, job.best.mode) for job in self.jobs if job.best)
+        self.name, mode = max(bests, key=bests.__getitem__, default=("", "max"))
         self.high = mode == "max"
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in self.of("done"):
@@ -66,21 +66,19 @@ class Sweep:
 
     def value(self, job: Job) -> float | None:
         """Return the job's value of the monitored metric; None if it lacks it."""
-        if job.best is None or job.best.name != self.name:
-            return None
-        return job.best.value
+        return job.numbers.get(self.name)
 
     def rank(self, group: list[Job]) -> float:
         """Return the sort key of a group: the best mean first, no value last."""
-        values = present(map(self.value, group))
+        values = values_of(group, self.name)
         if not values:
             return math.inf
-        mean = statistics.fmean(values)
-        return -mean if self.high else mean
+        return statistics.fmean(values) * (-1 if self.high else 1)
 
 
-def present(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def values_of(jobs: Iterable[Job], name: str) -> list[float]:
+    """Return the values of a metric in the jobs that have it."""
+    return [job.numbers[name] for job in jobs if name in job.numbers]
 
 
 def short(setting: str) -> str:
@@ -102,30 +100,18 @@ def as_number(setting: str) -> float | None:
     return value if is_number(value) else None  # neither nan nor huge
 
 
-def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
-    """'0.9888 +- 0.0012'; no deviation for one value, '' for none."""
-    numbers = present(values)
-    if not numbers:
+def mean_of(jobs: list[Job], name: str, sign: str = "+-") -> str:
+    """'0.9888 +- 0.0012', the mean of a metric; no deviation for one value, '' for none."""
+    values = values_of(jobs, name)
+    if not values:
         return ""
-    mean = statistics.fmean(numbers)
-    if len(numbers) == 1:
-        return number(mean)
-    return f"{number(mean)} {sign} {number(statistics.stdev(numbers))}"
-
-
-def value_of(sweep: Sweep, jobs: list[Job], sign: str = "+-") -> str:
-    """Return the mean of the monitored metric."""
-    return mean_and_deviation(map(sweep.value, jobs), sign)
-
-
-def test_of(jobs: list[Job], test: str, sign: str = "+-") -> str:
-    """Return the mean of a test metric."""
-    return mean_and_deviation([job.test.get(test) for job in jobs], sign)
+    mean = number(statistics.fmean(values))
+    return f"{mean} {sign} {number(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def seconds_of(jobs: list[Job]) -> str:
     """Return the mean seconds of the jobs; '' if none has any."""
-    times = present(job.seconds for job in jobs)
+    times = [job.seconds for job in jobs if job.seconds is not None]
     return f"{statistics.fmean(times):.1f}" if times else ""
 
 
@@ -150,27 +136,21 @@ def lines(sweep: Sweep) -> list[str]:
         keys = sweep.group_keys or [key for key in group[0].settings if key not in sweep.left_out]
         row = [
             names_of(group),
-            value_of(sweep, group),
-            test_of(group, test),
+            mean_of(group, sweep.name),
+            mean_of(group, test),
             seconds_of(group),
             " ".join(typed_for(group[0], keys, short)),
         ]
         rows.append(row)
     for job in sweep.unfinished:
-        reason, _, _ = job.note.partition("\n")
         typed = typed_for(job, sweep.keys, short)
-        settings = " ".join(one for one in typed if not reason.startswith(f"{one}:"))
-        rows.append([job.name, job.status, "", "", ": ".join(filter(None, [settings, reason]))])
+        settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
+        parts = filter(None, [settings, job.reason])
+        rows.append([job.name, job.status, "", "", ": ".join(parts)])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
         rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = list(map(str.ljust, row, widths))
-        cells[1:4] = map(str.rjust, row[1:4], widths[1:4])  # the numbers
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return list(aligned(rows, slice(1, 4)))
 
 
 def names_of(jobs: list[Job]) -> str:
@@ -181,12 +161,11 @@ def names_of(jobs: list[Job]) -> str:
 
 def write_csv(sweep: Sweep, path: Path) -> None:
     """Write sweep.csv: a row for each job, in their order."""
-    bests = [{job.best.name: job.best.value} if job.best else {} for job in sweep.jobs]
-    names = dict.fromkeys(name for best in bests for name in best)
+    names = dict.fromkeys(job.best.name for job in sweep.jobs if job.best)
     columns = [*sweep.keys, *names, *tests_of(sweep)]
     rows: list[list[Any]] = [["job", "status", *columns, "seconds", "error"]]
-    for job, best in zip(sweep.jobs, bests, strict=True):
-        values: dict[str, Any] = {**job.settings, **best, **job.test}
+    for job in sweep.jobs:
+        values: dict[str, Any] = {**job.settings, **job.numbers}
         cells = [values.get(column) for column in columns]
         rows.append([job.name, job.status, *cells, job.seconds, job.note])
     with (
