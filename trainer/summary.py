@@ -44,10 +44,12 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if there is a single epoch."""
+    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if that is the length of an epoch."""
     total = counted(trainer.total_steps, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
         return total
+    if trainer.total_steps < trainer.steps_per_epoch:
+        return f"{trainer.total_steps:,} of {counted(trainer.steps_per_epoch, 'step')}"
     epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
     return f"{counted(epochs, 'epoch')} of {counted(trainer.steps_per_epoch, 'step')} = {total}"
 
