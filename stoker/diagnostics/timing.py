@@ -87,7 +87,6 @@ class Timing(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self.took = {}
         self.said = None
-        self.is_new = True
         self.device = trainer.device
         self.first_step = trainer.step
         self.whole = dict.fromkeys(WHOLE, 0.0)  # seconds
@@ -123,27 +122,23 @@ class Timing(Callback):
             if trainer.step == self.sample_start:  # a resumed run evaluates before its first step
                 return
             self.end_sample(trainer)
-        if trainer.step % trainer.steps_per_epoch == 0:
+        starts = trainer.step % trainer.steps_per_epoch == 0
+        if starts:
             self.say(trainer)
         # At random, since a loader may do more work in every fourth step, for example.
-        starts = trainer.step % trainer.steps_per_epoch == 0
         share = SHARE * trainer.steps_per_epoch if starts else SHARE  # SHARE of all steps each
         if trainer.step - self.first_step < ALWAYS or self.random.random() < share:
             self.begin_sample(trainer, "epoch" if starts else "other")
 
     def say(self, trainer: Trainer) -> None:
         """Write the sentence once, after the line of the first whole epoch."""
-        if not self.is_new or trainer.step == trainer.total_steps:
+        is_whole = trainer.step - self.first_step >= trainer.steps_per_epoch
+        if self.said is not None or not is_whole or trainer.step == trainer.total_steps:
             return
-        if trainer.step - self.first_step < trainer.steps_per_epoch:
-            return
-        text = self.sentence(trainer, self.split(trainer))
-        if text is None:
-            return
-        self.is_new = False
+        self.said = self.sentence(trainer, self.split(trainer))
         for callback in trainer.callbacks:
-            if isinstance(callback, Progress):
-                callback.write(f"speed    {text}")
+            if isinstance(callback, Progress) and self.said is not None:
+                callback.write(f"speed    {self.said}")
 
     def enter(self, name: str) -> None:
         """Note that a span has started."""
