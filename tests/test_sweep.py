@@ -200,6 +200,8 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     assert rows[2][2] == f"{failed}: {reason}"
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
     assert line_of(swept.out, "best") == f"{PROGRAM} {shlex.join(JOB)} {expected[0][1][-1]}"
+    reports = {path.parent.name for path in swept.folder.glob("*/report.html")}
+    assert reports == {str(i) for i in (0, 2, 4, 6, 8, 10)}  # ten seconds are enough for short jobs
 
 
 def test_a_row_of_the_csv_is_a_job(swept):
@@ -328,6 +330,13 @@ def test_the_result_of_a_job_is_written_once(swept):
         f"{job}/result.json" for job in range(12)
     )
     assert all("git" in job for job in swept.jobs if "best" in job)
+
+
+def test_the_learning_rate_finder_takes_no_more_than_max_steps(forks, tmp_path):
+    done = forks.run(tmp_path, *JOB[:3], "task=lr_find", "max_steps=12", "run_dir=found")
+    assert done.code == 0, done.err
+    curve = (tmp_path / "found" / "lr_find.csv").read_text().splitlines()
+    assert len(curve) == 13 and curve[-1].startswith("1,")  # it still ends at the highest rate
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
