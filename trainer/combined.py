@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from stoker.trainer.errors import check_number
 from stoker.trainer.groups import Groups, divided
 
 
@@ -86,7 +85,6 @@ def muon(
         foreach: As for torch.optim.AdamW.
         module: The model, used to find embeddings and the last matrix.
     """
-    check_number("optimizer.lr", lr, least=0)
     others: set[torch.Tensor] = set()
     if module is not None:
         every_name = module.named_parameters(remove_duplicate=False)

@@ -78,9 +78,9 @@ def compare(state: Any, form: Any, name: str) -> None:
         UserError: They differ; the message says where.
     """
     if isinstance(form, Either):
-        for other in form[:-1]:
+        for option in form[:-1]:
             with contextlib.suppress(UserError):
-                return compare(state, other, name)
+                return compare(state, option, name)
         form = form[-1]
     if isinstance(form, dict) and isinstance(state, dict):
         for key in {**form, **state}:

@@ -107,8 +107,8 @@ class Progress(Callback):
             self.table.close()
             self.table = None
         # A program that handles signals prints its own message.
-        is_told = trainer.interrupted and stopping.received is not None
-        if trainer.stop_reason and not is_told:
+        is_reported = trainer.interrupted and stopping.received is not None
+        if trainer.stop_reason and not is_reported:
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     def line(self, trainer: "Trainer") -> None:
