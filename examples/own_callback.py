@@ -18,6 +18,8 @@ class Plateau(Monitor):
     watches a number: `monitor` and `mode` mean the same as in configs/train.yaml.
     """
 
+    state_forms = Monitor.state_forms | {"waited": int}  # saved, because a resumed run needs it
+
     def __init__(self, patience=3, factor=0.5, monitor="auto", mode="auto"):
         super().__init__(monitor, mode)
         self.patience = check_number("callbacks.plateau.patience", patience, whole=True, least=1)
@@ -45,11 +47,3 @@ class Plateau(Monitor):
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"
                 )
-
-    def state_dict(self):
-        """Return what a resumed run needs."""
-        return {**super().state_dict(), "waited": self.waited}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.waited = state["waited"]

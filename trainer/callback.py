@@ -1,8 +1,7 @@
 """The base class of all callbacks, which run between steps."""
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.trainer.state import ANYTHING
 
@@ -26,7 +25,9 @@ class Callback:
     """
 
     first_rank_only: bool = False
-    state_forms: Mapping[str, Any] = {}  # {attribute: form of its value, as in trainer/state.py}
+    state_forms: ClassVar[
+        dict[str, Any]
+    ] = {}  # {attribute: form of its value, as in trainer/state.py}
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Called before the first step; `trainer.step` is above 0 in a resumed run."""

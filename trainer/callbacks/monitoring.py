@@ -4,8 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback, Row
@@ -29,7 +28,7 @@ class Monitor(Callback):
     With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
     """
 
-    state_forms: Mapping[str, Any] = {
+    state_forms: ClassVar[dict[str, Any]] = {
         "best": Either([Exactly([None]), {"step": int, "value": 0.0}]),
         "epoch": {"loss": 0.0, "weight": 0.0},
     }
@@ -137,7 +136,7 @@ class Monitor(Callback):
 class EarlyStopping(Monitor):
     """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
 
-    state_forms: Mapping[str, Any] = {**Monitor.state_forms, "waited": int}
+    state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"waited": int}
 
     def __init__(
         self,

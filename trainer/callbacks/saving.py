@@ -1,9 +1,8 @@
 """The callback that saves checkpoints."""
 
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Row, State
@@ -24,7 +23,7 @@ class Checkpoint(Monitor):
     with it.
     """
 
-    state_forms: Mapping[str, Any] = {**Monitor.state_forms, "metrics": dict}
+    state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"metrics": dict}
     saved: int  # the step of the last copy
 
     def __init__(
