@@ -159,7 +159,7 @@ def test_tied_and_non_contiguous_tensors(tmp_path):
 
 
 def test_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UserError, match=r"state/a/1: .* not set"):
+    with pytest.raises(UserError, match=r"state/a/1: .* not a set"):
         save(tmp_path / "new" / "state.ckpt", {"a": [1, {2}]})
     assert list(tmp_path.iterdir()) == []
 

@@ -132,6 +132,16 @@ def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_bat
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
 
 
+@pytest.mark.parametrize("change", [lambda loss: None, float, lambda loss: (loss, {})])
+def test_a_train_step_that_returns_something_else_is_explained(change):
+    class Odd(Trainer):
+        def train_step(self, batch):
+            return change(super().train_step(batch))
+
+    with pytest.raises(UserError, match="Odd.train_step must return the mean loss of the batch"):
+        make_trainer(kind=Odd, epochs=1).fit(loader())
+
+
 def test_errors_of_other_code_stay_as_they_are():
     class Broken(torch.nn.Sequential):
         def forward(self, inputs):

@@ -238,9 +238,21 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
         def state_dict(self):
             return {"generator": random.Random(0)}
 
-    trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=2)
-    with pytest.raises(UserError, match="state/loader/loader/generator: .* not Random"):
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=3)
+    with pytest.raises(UserError, match="loader Odd/loader/generator: .* not a Random"):
         trainer.fit(Odd(Stream(), 5))
+    assert trainer.step == 1
+
+
+def test_a_part_without_a_state_is_refused_before_the_first_step():
+    class Odd(Trainer):
+        def stateful(self):
+            return {**super().stateful(), "rate": 0.5}
+
+    trainer = make_trainer(kind=Odd, max_steps=3)
+    with pytest.raises(UserError, match="Odd.stateful: 'rate' is a float, which has no state_dict"):
+        trainer.fit(StatefulLoader(Stream(), 5))
+    assert trainer.step == 0
 
 
 @pytest.mark.parametrize(

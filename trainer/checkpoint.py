@@ -18,7 +18,7 @@ from stoker.trainer import copies, launch, parallel, stopping
 from stoker.trainer import device as devices
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
-from stoker.trainer.errors import TrainingError, UserError, first_line, log
+from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
@@ -209,7 +209,8 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(
-        f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}."
+        f"{name}: a checkpoint holds tensors and plain values, not {kind_of(value)}.\n"
+        "Return int(...), float(...), .tolist() or a tensor from that part's state_dict."
     )
 
 

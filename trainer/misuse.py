@@ -148,6 +148,13 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
     check_loss(trainer, "fit")
+    for name, part in trainer.stateful().items():
+        if not hasattr(part, "state_dict"):
+            raise UserError(
+                f"{type(trainer).__name__}.stateful: {name!r} is {kind_of(part)}, which has no "
+                "state_dict.\nReturn objects with state_dict and load_state_dict, or make a number "
+                "a buffer of the model."
+            )
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
@@ -321,7 +328,13 @@ def unpaired(
 def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
-    """Return an error if `compute_loss` did not return (loss, outputs)."""
+    """Return an error if `compute_loss` did not return (loss, outputs), or `train_step` a loss."""
+    is_recording = any("window.loss.update(loss" in str(frame.line) for frame in frames)
+    if is_recording and isinstance(error, AttributeError):  # it is not a tensor
+        return UserError(
+            f"{type(trainer).__name__}.train_step must return the mean loss of the batch, a "
+            "tensor with a single number: return loss.detach()."
+        )
     outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
     at_the_call = "compute_loss(" in str(outside_torch[-1].line)
     is_unpacked = at_the_call and isinstance(error, (TypeError, ValueError))

@@ -48,6 +48,7 @@ class Checkpoint(Monitor):
         self.due = False
         self.metrics: Row = {}  # the last value of each logged number
         self.last_time = 0.0  # of the last copy, by `trainer.agreement`'s clock
+        self.is_checked = False  # whether the state can be saved
         self.writer: ThreadPoolExecutor | None = None
         self.writing: Future[None] | None = None
 
@@ -64,6 +65,7 @@ class Checkpoint(Monitor):
             self.best = None  # it belongs to another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.saved = trainer.step
+        self.is_checked = False
         self.due = False
         self.last_time = trainer.agreement.now()
         if not trainer.step:
@@ -83,6 +85,13 @@ class Checkpoint(Monitor):
                 "away."
             )
 
+    def check_state(self, trainer: "Trainer") -> None:
+        """Raise UserError if the state cannot be saved, instead of hours later."""
+        owners = {**trainer.stateful(), "loader": getattr(trainer.train_loader, "loader", None)}
+        for name, value in trainer.state_dict().items():
+            kind = type(owners[name]).__name__ if name in owners else ""
+            checkpoint.pack(value, {}, f"{name} {kind}".strip())
+
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.improved(trainer, row):
             self.due = True
@@ -97,6 +106,9 @@ class Checkpoint(Monitor):
             self.due = True
 
     def on_step_end(self, trainer: "Trainer") -> None:
+        if not self.is_checked:  # the loader and the optimizer have a state after their first step
+            self.check_state(trainer)
+            self.is_checked = True
         if self.writing is not None and self.writing.done():
             self.wait()  # raises its error
         waited = trainer.agreement.now() - self.last_time
