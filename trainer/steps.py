@@ -102,7 +102,7 @@ def scale_of(trainer: "Trainer") -> torch.Tensor:
 
 def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients of parameters without an optimizer, which the norm also covers."""
-    for parameter in trainer.unoptimized:
+    for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale_of(trainer)
 
