@@ -62,14 +62,13 @@ class NaNGuard(Callback):
                     f"{symptom}, and all weights are finite.\n"
                     f"Check the data and the targets of {split}."
                 )
-            raise NotFinite(f"{symptom} {rate(trainer)}.\n{ADVICE}", symptom)
+            raise NotFinite(f"{symptom} {rate(trainer)}.\n{advice(trainer)}", symptom)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if any(saver.saved > self.first_step for saver in savers(trainer)):
                 self.first_state = None
 
 
-ADVICE = "Type a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
 SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop training or write files
 
 
@@ -207,7 +206,13 @@ def examine(
         place += f" on rank {rank}"
     if position == 0:
         return f"{place}, {text}.\nCheck these samples, or remove them."
-    return f"{place}, {text} {rate(trainer)}.\n{ADVICE}"
+    return f"{place}, {text} {rate(trainer)}.\n{advice(trainer)}"
+
+
+def advice(trainer: "Trainer") -> str:
+    if trainer.dtype is torch.float16:
+        return "Type a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
+    return "Type a lower optimizer.lr, or max_grad_norm=1."
 
 
 def rate(trainer: "Trainer") -> str:
