@@ -287,7 +287,7 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match=r"(?s)run=.*nets_of_mine\.Net: this target is not allowed.*trusted=\[nets_of_mine\] if",
+        match=r'(?s)run=.*nets_of_mine\.Net: this target is not allowed.*trusted=\["nets_of_mine"\] if',
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules

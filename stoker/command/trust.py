@@ -6,6 +6,7 @@ The second gate is PART_CLASSES and PART_PACKAGES in build.py: is it the right p
 import contextlib
 import fnmatch
 import inspect
+import json
 import re
 import sys
 import traceback
@@ -109,6 +110,13 @@ def own_packages(typed: Sequence[str]) -> list[str]:
     return sorted(packages - {package.partition(".")[0] for package in known})
 
 
+def trust_setting(packages: Sequence[str]) -> str:
+    """Return the setting that trusts these packages, as you type it here: in a shell or Python."""
+    if HydraConfig.initialized():
+        return f"trusted=[{','.join(packages)}]"
+    return f"trusted={json.dumps(packages)}"
+
+
 def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
@@ -118,13 +126,11 @@ def locate(key: str, target: str) -> Any:
     place = f"{key}._target_={target}"
     top = target.partition(".")[0]
     trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
-    both = ",".join([*own_packages(trusted), top])
+    advice = trust_setting([*own_packages(trusted), top])
     is_listed = target.startswith(tuple(f"{package}." for package in TRUSTED))
     is_trusted = is_trusted_by_user(target)
     if not is_trusted and not is_listed:
-        raise UserError(
-            f"{place}: this target is not allowed.\nType trusted=[{both}] if it is your own."
-        )
+        raise UserError(f"{place}: this target is not allowed.\nType {advice} if it is your own.")
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
@@ -142,7 +148,7 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
     if not is_trusted and not is_of_kind(located):
         raise UserError(
-            f"{place}: this target is not allowed.\nType trusted=[{both}] if you know what it does."
+            f"{place}: this target is not allowed.\nType {advice} if you know what it does."
         )
     return located
 
