@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stoker.command.shell import command
-from stoker.command.trust import own_packages
+from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory
 from stoker.runs.confusion import classes_of
 from stoker.runs.evaluation import Evaluation
@@ -89,7 +89,7 @@ def is_usual(outputs: Any, about: Description) -> bool:
 def load_arguments(folder: str | Path, typed: list[str]) -> str:
     """Return the arguments of stoker.load for a run that needs what is trusted in `typed`."""
     arguments = json.dumps(str(folder))
-    packages = own_packages(typed)
+    packages = sorted({*own_packages(typed), *of_project()})
     if packages:
         arguments += f", trusted={json.dumps(packages)}"
     return arguments
