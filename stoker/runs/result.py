@@ -251,7 +251,8 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
         again = command(
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )
-    if (result.steps or 0) < (result.total_steps or 0):
+    was_decided = result.stopped_by("early_stopping") or result.stopped_by("pruned")
+    if (result.steps or 0) < (result.total_steps or 0) and not was_decided:
         yield f"resume   {again}"
 
 

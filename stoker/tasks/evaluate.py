@@ -39,8 +39,9 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     with building(config, state=state, about=about, split=cfg.split) as parts:
         parts.trainer.load_state_dict(state)
         part, loader = next(iter(by_split(parts.loaders).items()))
-        if cfg.split is None:
-            warn_of_other_data(parts.data, state, part)
+        if cfg.split != "all":
+            can_be_whole = "test_fraction" in config.dataset
+            warn_of_other_data(parts.data, state, part, can_be_whole)
         yield path, parts, part, loader
 
 
@@ -56,14 +57,16 @@ def leave_uncut(config: DictConfig) -> None:
         config.dataset[name] = 0
 
 
-def warn_of_other_data(data: Any, state: dict[str, Any], split: str) -> None:
-    """Warn if the run was trained on other data."""
+def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
+    """Warn if the run was trained on other data, and say how to use all of it if possible."""
     from stoker.data.record import fingerprint
 
-    if resume.about(state).get("data") not in (None, fingerprint(data)):
-        log.warning(
-            "%s: the run was trained on other data, or the data has changed since. "
-            "The data was split again, and this is its %s split. Type split=all to use all of it.",
-            data.name,
-            split,
+    if resume.about(state).get("data") in (None, fingerprint(data)):
+        return
+    text = f"{data.name}: the run was trained on other data, or the data has changed since."
+    if can_be_whole:
+        text += (
+            f" The data was split again, and this is its {split} split. "
+            "Type split=all to use all of it."
         )
+    log.warning(text)
