@@ -5,7 +5,7 @@ Curves keep their values in `data-points`, which templates/script.js shows and s
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from markupsafe import Markup
@@ -165,7 +165,10 @@ def curves(
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
     values = [y for points in drawn.values() for _, y in points]
-    plot = Plot(linear([0, *steps]), scale(values, far), label, "step", epochs=epochs)
+    x = linear([0, *steps])
+    last = float(max(0, *steps)) or x.high
+    x = replace(x, high=last, ticks=[tick for tick in x.ticks if tick[0] <= last])
+    plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
     if warmup:
         plot.box("warmup", 0, min(warmup, plot.x.high), plot.y.high)
     for name, points in drawn.items():

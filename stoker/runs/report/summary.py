@@ -10,7 +10,6 @@ from stoker.runs.report.inputs import SPLITS, Run
 from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.typed import is_number
 
-PLACES = ("dataset.path", "dataset.root")  # keys that locate the user's own data
 MOST_ERROR = 600  # characters in an error, whose last line says what to type
 
 
@@ -72,11 +71,12 @@ def target_name(run: Run, group: str) -> str:
 
 def data_name(run: Run) -> str:
     """Return the name of your own data's file or folder, or that of the data set."""
-    for key in PLACES:
-        place = run.config.get(key)
-        if isinstance(place, str) and Path(place).name and "${" not in place:
-            return one_line(Path(place).name)
-    return target_name(run, "dataset")
+    name = target_name(run, "dataset")
+    # The root of another data set is only where it was downloaded to.
+    place = run.config.get("dataset.root" if name == "image_folder" else "dataset.path")
+    if isinstance(place, str) and Path(place).name and "${" not in place:
+        return one_line(Path(place).name)
+    return name
 
 
 def quality_verdict(run: Run) -> str:
