@@ -393,13 +393,13 @@ def test_the_curves_of_two_classes_are_scikit_learns(tmp_path):
     area = roc_auc_score(targets, second)
     drawn = evaluation.probabilities(seen)
     assert [plot["title"] for plot in drawn] == ["calibration", "ROC", "precision and recall"]
-    assert drawn[1]["note"] == f"of yes, area {area:.3f}"
+    assert drawn[1]["note"] == f"of yes, area {area:.3f}; gray: guessing"
     best = torch.maximum(second, 1 - second)
     is_right = (second > 0.5) == targets
     expected = []
     for low in range(10):
         rows = (best * 10).long() == low
-        if rows.any():
+        if rows.sum() >= evaluation.FEWEST:
             expected.append((best[rows].mean().item(), is_right[rows].float().mean().item()))
     points = evaluation.calibration(seen.confidence)
     assert np.allclose(points, expected, atol=1e-6)
@@ -966,7 +966,7 @@ def test_any_bins_are_drawn(bins):
     seen = {"kind": "classification", "split": "test", "samples": 9, "classes": ["a", "b"]}
     seen |= {"confidence": bins, "second": bins}
     drawn = evaluation.probabilities(report.inputs.evaluation_of(seen))
-    assert len(drawn) == (3 if any(bins[1]) else 1)
+    assert len(drawn) == (3 if any(bins[1]) else 0)
 
 
 def test_a_thin_curve_keeps_its_ends_and_its_extremes():
@@ -1421,9 +1421,10 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     for sample in seen.worst:
         area, *others, price = lines[sample.line - 1].split(",")
         shown = evaluation.shown(sample, seen)
-        line, true, _, *columns = shown["cells"].values()
+        line, true, _, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
         assert true == readable.number(float(price))
+        assert error == readable.number(sample.predicted[0] - float(price))
         assert columns == [area.removesuffix(".0"), *others]
 
 

@@ -408,7 +408,7 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
-    slower = ["Train it with a tenth of the learning rate"]
+    slower = ["Train it with a lower learning rate"]
     replay = ["To replay that step"]
     for error, code, offered in (
         (TrainingError("the disk is full"), 3, ["Resume it once the cause is fixed"]),
@@ -425,5 +425,5 @@ def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
         assert started[0] == "Started by" and [purpose for purpose, _ in others] == offered
         assert started[1].endswith("seed=1 run_dir=x")
         if offered and isinstance(error, NotFinite):
-            assert others[0][1].endswith("seed=1 optimizer.lr=1000")
+            assert others[0][1].endswith("seed=1 optimizer.lr=0.003")  # the default
             assert others[1][1] == "stoker resume=x"

@@ -189,7 +189,7 @@ def fractions(
     """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` one."""
     plot = Plot(linear([0, 1]), linear([0, 1]), f"{ylabel} by {xlabel}", xlabel, ylabel)
     if ideal:
-        plot.line("", ideal, "line")
+        plot.line("", ideal, "c7")
     plot.line(name, points, "val")
     return plot.svg()
 

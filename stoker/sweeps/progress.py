@@ -79,10 +79,11 @@ class Ends:
             parts.append("the best so far".ljust(BEST))
         elif best is not None and best.best is not None:
             parts.append(f"best {number(best.best.value)} (job {best.name})".ljust(BEST))
-        if count < total:
+        if self.total:
             ended = max(1, count - self.earlier)  # a job may end more than once
             each = (time.monotonic() - self.start) / ended
-            parts.append(f"{seconds(each * (total - count))} left".rjust(LEFT))
+            left = f"{seconds(each * (total - count))} left" if count < total else ""
+            parts.append(left.rjust(LEFT))
         parts.append(" ".join(typed_for(job, self.keys, short)) or f"job {job.name}")
         return printable("  ".join(parts))
 

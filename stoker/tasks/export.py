@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 from stoker.command import arguments, settings
 from stoker.command.dotted import plain
 from stoker.runs import saved_config
+from stoker.trainer import terminal
 from stoker.trainer.errors import UserError
 
 
@@ -29,8 +30,8 @@ def export(cfg: DictConfig) -> None:
     path, difference, largest = exporting.export(
         model, cfg.run, cfg.format, inputs, whose, cfg.output
     )
-    print(f"export   {path}; {path.name}.md beside it says how to use it")
-    print(
+    terminal.show(f"export   {path}; {path.name}.md beside it says how to use it")
+    terminal.show(
         f"check    its outputs differ by at most {difference:.2g}, "
         f"on a scale of {largest:.2g}, from PyTorch's on {whose}"
     )

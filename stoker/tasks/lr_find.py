@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from stoker.command import shell
 from stoker.tasks.current_job import run_directory, typed_for_run
 from stoker.tasks.parts import building
+from stoker.trainer import terminal
 
 
 def lr_find(cfg: DictConfig) -> None:
@@ -20,9 +21,11 @@ def lr_find(cfg: DictConfig) -> None:
     search.write(curve, path)
     lowest = f"{curve.rates[0]:.1g}"
     highest = f"{curve.rates[-1]:.1g}"
-    print(
+    terminal.show(
         f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss in "
         f"{len(curve.rates)} steps from {lowest} to {highest}"
     )
-    print(f"curve    {path}")
-    print(f"use it   {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}")
+    terminal.show(f"curve    {path}")
+    terminal.show(
+        f"use it   {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}"
+    )

@@ -70,7 +70,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
     )
     return {
         "title": title,
-        "keys": colours if len(lines) > 1 or "val" in lines else {},
+        "keys": {} if title in lines else colours,
         "best": f"step {best[0]:,}" if best else None,
         "warmup": warmup,
         "svg": svg,

@@ -13,6 +13,8 @@ MOST_TARGETS = 4  # targets of a regression that are drawn
 MOST_NUMBERS = 8  # numbers shown for several targets
 MOST_PICTURES = 200_000  # characters in all pictures together
 MOST_TOKENS = 200  # tokens of a sequence that are shown
+FEWEST = 10  # samples in a tenth of the calibration
+HIGH_LOSS = 8.0  # loss of a token with the strongest color: its probability was 1 in 3,000
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in a list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
@@ -50,8 +52,10 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
     elif evaluation.unit == "samples":
         labels = [evaluation.classes[label] for label in labels]
-    line = f"index {sample.index:,}" if sample.line is None else f"line {sample.line}"
+    line = f"index {sample.index:,}" if sample.line is None else f"line {sample.line:,}"
     cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
+    if evaluation.kind == "regression" and evaluation.targets == 1:
+        cells["error"] = number(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
         cells["probability"] = percent(sample.probability)
     for name, value in sample.columns.items():
@@ -68,12 +72,12 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def tokens_of(sample: Sample) -> list[tuple[str, int]]:
-    """Return the tokens of a sample, and how improbable each was, in percent."""
+    """Return the tokens of a sample, and the strength of each one's color, in percent."""
     tokens = []
     for token, loss in zip(sample.tokens, sample.losses, strict=True):
         text = "↵" if token == "\n" else shortened(printable(token), 20)
-        improbability = 1 - math.exp(-max(loss or 0, 0))
-        tokens.append((text, round(100 * improbability)))
+        share = min(max(loss or 0, 0) / HIGH_LOSS, 1)
+        tokens.append((text, round(100 * share)))
     return tokens[:MOST_TOKENS]
 
 
@@ -87,16 +91,18 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
     drawn = []
+    points: list[tuple[float, float]] = []
     if evaluation.confidence is not None:
         points = calibration(evaluation.confidence)
+    if points:
         svg = plots.fractions(
             "correct", points, "probability of the answer", "fraction correct", ideal=diagonal
         )
-        drawn.append(figure("calibration", svg))
+        drawn.append(figure("calibration", svg, "gray: perfect"))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
-        note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}"
+        note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}; gray: guessing"
         svg = plots.fractions("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
         drawn.append(figure("ROC", svg, note))
         svg = plots.fractions("precision", precision.tolist(), "recall", "precision")
@@ -105,14 +111,17 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 
 
 def calibration(counts: list[list[int]]) -> Any:
-    """Return (mean probability, fraction correct) of tenths of the probability."""
+    """Return (mean probability, fraction correct) of tenths of the probability.
+
+    Tenths with fewer than FEWEST samples are left out: their fractions would be noise.
+    """
     import numpy
 
     samples, right = numpy.array(counts, dtype=float).reshape(2, 10, -1)
     middles = (numpy.arange(samples.size) + 0.5) / samples.size
     probabilities = (samples * middles.reshape(samples.shape)).sum(1)
     totals = samples.sum(1)
-    points = numpy.stack([probabilities, right.sum(1), totals], 1)[totals > 0]
+    points = numpy.stack([probabilities, right.sum(1), totals], 1)[totals >= FEWEST]
     return (points[:, :2] / points[:, 2:]).tolist()
 
 

@@ -63,14 +63,17 @@ def origin(run: Run) -> list[tuple[str, str]]:
         return [("Started by a script, which also resumes it", script)]
     if run.overrides is None:
         return []
-    commands = [("Started by", command(run.overrides))]
     again = command(run.overrides, setting("run_dir", run.folder))
+    if run.state == "stopped" and again == command(run.overrides):
+        return [("Started by this command, which also resumes it", again)]
+    commands = [("Started by", command(run.overrides))]
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
         anew = [override for override in run.overrides if not override.startswith("run_dir=")]
-        tenth = significant(rate / 10, 6)
-        slower = command(anew, f"optimizer.lr={tenth}")
-        commands.append(("Train it with a tenth of the learning rate", slower))
+        default = defaults_of(run.overrides).get("optimizer.lr")
+        lower = min(rate / 10, default) if is_number(default) else rate / 10
+        slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
+        commands.append(("Train it with a lower learning rate", slower))
     elif run.state == "failed" and run.result.code == exit_codes.TRAINING_ERROR:
         commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":

@@ -19,12 +19,18 @@ function scale(numbers, steps, least = 0) {
   const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];
   const log = low > 0 && high > 30 * low && middle < (low + high) / 4, turn = log ? Math.log10 : value => value;
   low = turn(low); high = turn(high);
-  const size = high - low || Math.abs(high) || 1, margin = 0.04;
+  let size = high - low || Math.abs(high) || 1;
+  const margin = 0.04;
   const at = value => high > low ? margin + (1 - 2 * margin) * (turn(value) - low) / size : 0.5;
   let step = 10 ** Math.floor(Math.log10(size / steps));
   step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
   if (log) step = Math.max(1, Math.round(step));
   else if (size >= least) step = Math.max(least, step);
+  if (!log && high > low) { // both ends have a tick
+    low = Math.floor(low / step + 1e-9) * step;
+    high = Math.ceil(high / step - 1e-9) * step;
+    size = high - low;
+  }
   const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size && ticks.length < 50; i++) {
     const value = log ? 10 ** (i * step) : i * step;
