@@ -1062,6 +1062,14 @@ def test_a_step_near_zero_leaves_the_time_unknown():
     assert report.summary.progress(run, 1e9) == "running, step 0 of 40 (0%)"
 
 
+def test_numbers_of_your_own_and_of_further_groups_are_drawn():
+    names = ("train/loss", "val/loss", "val/acc", "train/acc", "train/lr", "train/seconds")
+    own = ("train/lr/head", "my/norm", "hard/loss")
+    rows = [{"step": i, "epoch": i, **dict.fromkeys((*names, *own), i)} for i in (1, 2)]
+    titles = [frame["title"] for frame in curves.frames(run_with(rows))]
+    assert titles == ["loss", "acc", "learning rate", "my/norm", "hard/loss", "train/lr/head"]
+
+
 def test_the_train_loss_is_drawn_without_rows_of_few_samples():
     windows = [(1, 0.9, 640), (1.2, 0.1, 64), (2.2, 0.8, 640), (2.7, 0.7, 192), (3, 0.9, 128)]
     rows = [
