@@ -82,7 +82,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
         best=best,
         warmup=warmup,
         far=far,
-        epochs=last["epoch"] / max(1, last["step"]),
+        epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
     )
     return {
         "title": title,
