@@ -165,11 +165,15 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = Fal
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
-        count = "?" if samples is None else f"{samples:,}"
+        if samples is None:
+            continue
+        count = f"{samples:,}"
         if getattr(loader, "whole", samples) != samples:
             count += f" of {loader.whole:,}"
         counts.append(f"all {count}" if whole else f"{count} {name}")
-    line = f"data     {data.name}: {', '.join(counts)} samples"
+    line = f"data     {data.name}"
+    if counts:
+        line += f": {', '.join(counts)} samples"
     if data.kind == "other":
         return line
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"

@@ -19,8 +19,6 @@ from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
-MOST = 10**6  # most samples to read from a stream without a length in an evaluation
-
 Collate = Callable[[list[Any]], Any]
 
 
@@ -145,7 +143,7 @@ def make_loader(
     if limit is not None:
         steps = batches_in(part, limit, "train" if is_training else "val")
         return IterableLoader(part, steps_per_epoch=steps)
-    return part if is_training or length_of(part) is not None else EndingBatches(part, name)
+    return part
 
 
 def batches_in(loader: Any, limit: Limit, part: str) -> int:
@@ -168,29 +166,6 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         "A fraction needs a loader with a length; a number of samples needs a batch_size, and "
         "must not exceed the length."
     )
-
-
-class EndingBatches:
-    """The batches of a stream for an evaluation, which must end.
-
-    Raises:
-        UserError: The stream has more than MOST samples.
-    """
-
-    def __init__(self, loader: Any, name: str) -> None:
-        self.loader = loader
-        self.name = name
-        self.batch_size: int | None = getattr(loader, "batch_size", None)
-
-    def __iter__(self) -> Iterator[Any]:
-        most = MOST // (self.batch_size or 100)
-        for count, batch in enumerate(self.loader):
-            if count == most:
-                raise UserError(
-                    f"{self.name}: this stream continues after {most:,} batches. "
-                    "End it with itertools.islice, or type limit_val=N for validation."
-                )
-            yield batch
 
 
 class SampleLoader(Ordered):

@@ -1,7 +1,7 @@
 """A GAN (Goodfellow 2014, arXiv 1406.2661): a Trainer whose step trains two models in turn.
 
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
-    optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 \
+    optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 precision=fp32 \
     'groups=[{match: "judge.*", scheduler: constant}]'
 Expect test/loss 1.00 ± 0.16 over 5 seeds, an energy distance that starts at 5 (after one epoch).
 """

@@ -326,6 +326,18 @@ def test_mistakes_in_what_is_frozen_are_named():
         Freeze("0.*", "soon")
 
 
+def test_a_thaw_at_that_the_run_does_not_reach_is_a_warning(caplog):
+    for thaw_at in (7, "7 steps", "1 epoch", "never", "8 steps"):
+        assert not caplog.records
+        model = make_model(dtype=torch.float64)
+        make_trainer(model, callbacks=[Freeze("0.*", thaw_at)], max_steps=8).fit(batches())
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "thaw_at: the run ends at step 8, so thawing after step 8 has no effect. Lower thaw_at, or "
+        "type never."
+    )
+
+
 def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=[{"match": "3.*", "lr": 0.5}], scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]

@@ -133,6 +133,10 @@ def test_which_index_a_run_updates(runs, tmp_path):
     (runs / "begun").mkdir()
     index.update(runs / "begun")  # without a config no run has begun, so nothing is left behind
     assert sorted(os.listdir(runs)) == ["a", "begun"]
+    index.update(runs / "a")
+    shutil.rmtree(runs / "a")
+    index.update(runs / "a")
+    assert list(read(runs)) == []
 
 
 def test_a_page_of_another_kind_and_a_folder_that_cannot_be_written_stay(runs, capsys):

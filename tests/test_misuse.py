@@ -16,7 +16,7 @@ from stoker.command.exit_codes import exit_code
 from stoker.command.messages import message
 from stoker.runs.loggers import JSONL
 from stoker.runs.rows import read_rows
-from stoker.trainer import checkpoint
+from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
@@ -337,6 +337,69 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     caplog.clear()
     model = make_model()
     make_trainer(model, kind=Two, optimizer=last, epochs=1).fit(loader())
+    assert not caplog.records
+
+
+class Careless(Trainer):
+    def train_step(self, batch):
+        loss, _ = self.compute_loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def clip(trainer):
+    if trainer.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
+
+
+class Careful(Trainer):
+    def train_step(self, batch):
+        def backward(part):
+            with self.autocast:
+                loss, _ = self.compute_loss(part)
+            loss.backward()
+            return loss.detach()
+
+        losses = [backward(part) for part, _ in self.cut(batch)]
+        clip(self)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return sum(losses) / len(losses)
+
+
+class Calling(Trainer):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored"),
+    [
+        (Careless, ["max_grad_norm", "cut", "autocast", "scheduler"]),
+        (Careful, []),
+        (Calling, []),
+    ],
+)
+def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignored):
+    settings = {
+        "max_grad_norm=1.0": "max_grad_norm",
+        "grad_accum_steps=2": "cut",
+        "precision=bf16": "autocast",
+        "scheduler (cosine)": "scheduler",
+    }
+    options = {"max_grad_norm": 1.0, "grad_accum_steps": 2, "precision": "bf16"}
+    make_trainer(kind=kind, epochs=1, scheduler=schedules.cosine, **options).fit(loader())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{kind.__name__}.train_step ignores {setting}, because it does not use self.{name}; "
+        "'Bring your own' in the documentation shows how."
+        for setting, name in settings.items()
+        if name in ignored
+    ]
+    caplog.clear()
+    make_trainer(kind=kind, epochs=1, scheduler=schedules.constant).fit(loader())
     assert not caplog.records
 
 

@@ -1055,11 +1055,32 @@ def test_the_warmup_is_that_of_our_schedules():
         assert curves.warmup_of(run_with(config=config | odd, result=result)) == 0
 
 
+def test_a_stream_s_verdict_names_steps():
+    best = Best("val/loss", "min", 40, 1.0)
+    rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
+    fields = {"result": RunResult(best=best), "has_ended": True}
+    for config, moments in (
+        ({"max_steps": 40}, ("step 10", "step 40")),
+        ({}, ("epoch 0.25", "epoch 1")),
+    ):
+        verdict = report.summary.quality_verdict(run_with(rows, config=config, **fields))
+        first, last = moments
+        assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
+
+
 def test_a_step_near_zero_leaves_the_time_unknown():
     status = Status(resumed=0.0, total_steps=40)
     rows = [{"step": 1e-320, "epoch": 1.0}]
     run = run_with(rows, state="running", status=status)
     assert report.summary.progress(run, 1e9) == "running, step 0 of 40 (0%)"
+
+
+def test_numbers_of_your_own_and_of_further_groups_are_drawn():
+    names = ("train/loss", "val/loss", "val/acc", "train/acc", "train/lr", "train/seconds")
+    own = ("train/lr/head", "my/norm", "hard/loss")
+    rows = [{"step": i, "epoch": i, **dict.fromkeys((*names, *own), i)} for i in (1, 2)]
+    titles = [frame["title"] for frame in curves.frames(run_with(rows))]
+    assert titles == ["loss", "acc", "learning rate", "my/norm", "hard/loss", "train/lr/head"]
 
 
 def test_the_train_loss_is_drawn_without_rows_of_few_samples():

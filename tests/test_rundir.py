@@ -49,6 +49,15 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Failing(Callback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.at:
+            raise UserError("at: give another number.")
+
+
 @pytest.fixture(scope="module")
 def whole(forks, tmp_path_factory):
     """The folder of the uninterrupted run `run`."""
@@ -95,6 +104,15 @@ def test_a_file_of_another_run_begins_no_run_in_its_place(forks, whole, tmp_path
     assert "did not start with" in refused(
         forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}"
     )
+
+
+def test_a_mistake_that_a_step_finds_ends_the_run_as_failed(forks, tmp_path):
+    fail = ("+callbacks.fail._target_=test_rundir.Failing", "+callbacks.fail.at=7")
+    assert forks.run(tmp_path, *JOB, *fail, "run_dir=runs/run").code == 2
+    result = RunResult.read(tmp_path / "runs" / "run")
+    assert (result.error, result.code) == ("at: give another number.", 2)
+    assert (tmp_path / "runs/run/report.html").exists()
+    assert '"status":"failed"' in (tmp_path / "runs/index.html").read_text()
 
 
 def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whole, tmp_path):

@@ -288,7 +288,8 @@ def test_an_iterable_data_set_is_batched():
     (train, _, _), _ = make_loaders(data, batch_size=4)
     assert [len(batch) for batch in train] == [4, 4, 2]
     line = data_line(data, {"train": train, "val": [1], "test": sample_loader()}, "")
-    assert line == "data     mine: ? train, ? val, 23 test samples"
+    assert line == "data     mine: 23 test samples"
+    assert data_line(data, {"train": train, "val": [1]}, "") == "data     mine"
     assert fingerprint(data) == fingerprint(data_of("mine", {"train": Stream(), "val": [[1]]}))
     assert fingerprint(data) != fingerprint(data_of("mine", {"train": Stream(), "val": [1, 2]}))
 

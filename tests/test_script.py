@@ -248,6 +248,20 @@ def test_a_failure_is_in_the_result_and_the_callbacks_are_the_script_s_own(tmp_p
     assert trainer.callbacks == before
 
 
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (KeyError, 1)])
+def test_any_error_after_the_first_step_is_in_the_result(tmp_path, kind, code):
+    class Failing(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 4:
+                raise kind("give 2")
+
+    with pytest.raises(kind):
+        stoker.fit(begun(Failing()), *loaders(), run_dir=tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["code"] == code and "give 2" in result["error"]
+    assert (tmp_path / "report.html").exists()
+
+
 def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *given: seen.append(given))
@@ -257,6 +271,13 @@ def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
             sys.excepthook(type(error), error, None)
         assert end.value.code == code
         assert capsys.readouterr().err == f"error: {error}\n"
+    with pytest.raises(TypeError) as unknown:
+        stoker.Trainer(torch.nn.Linear(2, 2), max_step=3)
+    with pytest.raises(SystemExit):
+        sys.excepthook(TypeError, unknown.value, None)
+    assert capsys.readouterr().err.startswith(
+        "error: Trainer has no argument max_step. Did you mean 'max_steps'?\nIt has model, loss, "
+    )
     error = KeyError("x")
     sys.excepthook(KeyError, error, None)
     assert seen == [(KeyError, error, None)]

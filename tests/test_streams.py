@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from stoker import Trainer
-from stoker.data import samples
-from stoker.trainer import schedules
+from stoker.trainer import loading, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import UserError
@@ -175,10 +174,15 @@ def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
 
 
 def test_an_evaluation_of_an_endless_stream_is_refused(monkeypatch):
-    monkeypatch.setattr(samples, "MOST", 1000)  # samples, or 10 batches of an unknown size
-    assert list(samples.make_loader(iter(range(10)), "val", 5)) == [*range(10)]
-    with pytest.raises(UserError, match="val: this stream continues after 10 batches.*limit_val=N"):
-        list(samples.make_loader(itertools.count(), "val", 5))
+    monkeypatch.setattr(loading, "MOST", 1000)  # samples, or 10 batches of an unknown size
+    batches = [*DataLoader(Stream(), 5)]
+    trainer = make_trainer(max_steps=2)
+    assert trainer.fit(loader(), iter(batches)).last()["val/loss"] > 0
+    with pytest.raises(UserError, match="val: this loader has no len.* continues after 10 batches"):
+        trainer.fit(loader(), itertools.cycle(batches))
+    first = trainer.evaluate(batches[:3])
+    endless = IterableLoader(itertools.cycle(batches), steps_per_epoch=3)
+    assert trainer.evaluate(endless) == first
 
 
 def test_epochs_of_a_stream_go_on_where_it_stands():

@@ -9,11 +9,20 @@ from torch import nn
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
 from stoker.diagnostics import timing as timing_module
-from stoker.diagnostics.timing import ALWAYS, SHARE, SOON, STAGES, Timing, speed_verdict
+from stoker.diagnostics.timing import (
+    ALWAYS,
+    SHARE,
+    SOON,
+    STAGES,
+    Timing,
+    advice_on_data,
+    speed_verdict,
+)
 from stoker.runs import live, report
 from stoker.runs.loggers import Logger
-from stoker.trainer import fitting
+from stoker.trainer import fitting, launch
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.loading import IterableLoader
 from stoker.trainer.spans import silent_spans
 from stoker.trainer.trainer import Trainer
 
@@ -140,8 +149,17 @@ def test_a_slow_loader():
     assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
     share = 100 * timing.took["data"] / total
     assert timing.said.startswith(
-        f"the CPU waited {share:.0f}% of the time for data: give the DataLoader num_workers="
+        f"the CPU waited {share:.0f}% of the time for data: make your Slow faster, or use a DataLoader "
+        f"with num_workers={launch.cores()}"
     )
+
+
+def test_a_data_loader_is_given_workers():
+    loader = IterableLoader(torch.utils.data.DataLoader([(torch.ones(6), 0)]))
+    assert advice_on_data(loader, torch.device("cpu")) == {
+        "data": f"give the DataLoader num_workers={launch.cores()} and persistent_workers=True",
+        "transfer": "give the DataLoader pin_memory=True",
+    }
 
 
 def test_a_slow_stream_is_not_read_several_times():
@@ -191,7 +209,7 @@ def test_a_slow_way_to_the_device():
     sends = Clock(at_least=0.015)
     timing, total = fitted(Slow(60, Clock(), sends=sends), epochs=1, trainer=OnItsWay)
     assert abs(timing.took["transfer"] - sends.seconds) <= POINTS * total
-    assert "for batches to be copied: give the DataLoader pin_memory=True" in timing.said
+    assert "for batches to be copied: call pin_memory() on the tensors" in timing.said
 
 
 def test_too_many_evaluations():

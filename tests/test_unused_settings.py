@@ -110,6 +110,10 @@ class Ignores(Trainer):
 
     def train_step(self, batch):
         return super().train_step(batch)
+
+
+def data(n=40, workers=0):
+    return {"train": [(torch.ones(2), i % 2) for i in range(n)]}
 """
 
 
@@ -120,6 +124,21 @@ def test_an_argument_that_no_parent_takes_is_named(tmp_path, monkeypatch):
     message = r"trainer \(misspelt.Ignores\): .* 'log_evry'"
     with trust.trusting(["misspelt"]), pytest.raises(UserError, match=message):
         build.build("trainer", node, model=torch.nn.Linear(2, 2))
+
+
+def test_a_setting_of_the_loader_is_no_argument_of_the_data_set(processed, tmp_path, monkeypatch):
+    (tmp_path / "reading.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = ["dataset._target_=reading.data", "trainer._target_=reading.Ignores"]
+    typed += ["model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"]
+    with trust.trusting(["reading"]):
+        check(processed(*typed, "device=cpu"))
+        with pytest.raises(UserError) as error:
+            check(processed(*typed, "device=cpu", "dataset.workers=1"))
+    assert str(error.value) == (
+        "dataset.workers=1: this sets the loader, not the argument workers of reading.data. "
+        "Rename the argument."
+    )
 
 
 def test_a_step_of_your_own_is_not_judged_by_its_loss(processed, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import copies, losses, memory, misuse, optimizers, parallel, seeding
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import by_name, dealt
+from stoker.trainer.loading import by_name, dealt, ending
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import EvaluationInterrupted
@@ -42,7 +42,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         # Not inference_mode, which does not allow in-place copies of sharded parameters.
         with evaluating(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
-            for batch in loader:
+            for batch in ending(loader, split):
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = copies.move(batch, trainer.device)

@@ -63,6 +63,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
     misuse.warn_of_untrained(trainer)
+    misuse.warn_of_own_step(trainer)
     warn_of_stream(trainer, loader)
     trainer.rates = trainer.scheduler.get_last_lr()
     trainer.history = History()

@@ -4,6 +4,18 @@ from typing import Any
 
 Row = dict[str, Any]
 
+# The names of a window's numbers. Learning rates of more groups are train/lr/1 or train/lr/NAME.
+NUMBERS = (
+    "train/loss",
+    "train/lr",
+    "train/samples",
+    "train/weight",
+    "train/seconds",
+    "train/skipped_steps",
+    "train/grad_norm",
+    "device/memory_mib",
+)
+
 
 def weight_of(row: Row) -> float:
     """Return the weight of a row's training loss in a mean over rows."""

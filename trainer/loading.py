@@ -18,6 +18,7 @@ from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
 
+MOST = 10**6  # most samples that an evaluation reads from a loader without a length
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes that hold inner samplers
 
@@ -91,6 +92,23 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
             "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
+
+
+def ending(loader: Any, split: str) -> Iterator[Any]:
+    """Yield the batches of a loader for an evaluation, which must end.
+
+    Raises:
+        UserError: The loader has no length, and more than MOST samples.
+    """
+    most = MOST // (getattr(loader, "batch_size", None) or 100)
+    for number, batch in enumerate(loader):
+        if number == most and length_of(loader) is None:
+            raise UserError(
+                f"{split}: this loader has no len() and continues after {most:,} batches.\n"
+                "Type limit_val=N for validation; in a script, pass "
+                "IterableLoader(loader, steps_per_epoch=N) to evaluate on its first N batches."
+            )
+        yield batch
 
 
 class Seekable:

@@ -1,9 +1,12 @@
 """Check what a script passes to the Trainer, and say what to pass instead."""
 
+import inspect
 import re
+import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,7 @@ from stoker.trainer import (
     settings,
     step_errors,
     steps,
+    summary,
 )
 from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks import nonfinite
@@ -272,6 +276,44 @@ def warn_of_untrained(trainer: "Trainer") -> None:
             "the optimizer, or return a second optimizer from stateful()."
         )
     trainer.untrained = set(names)
+
+
+def warn_of_own_step(trainer: "Trainer") -> None:
+    """Warn about settings that your own train_step ignores: its code does not name their use."""
+    kind = type(trainer)
+    cut = "micro_batch" if trainer.micro_batch.adapts else "cut"
+    cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
+    schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
+    uses = {
+        "max_grad_norm": trainer.max_grad_norm and f"max_grad_norm={trainer.max_grad_norm}",
+        cut: trainer.micro_batch.cut_by(),
+        cast: trainer.dtype and f"precision={summary.precision(trainer)}",
+        "scheduler": schedule != "constant" and f"scheduler ({schedule})",
+    }
+    if is_usual(kind, "train_step") or not any(uses.values()):
+        return
+    names = names_in(kind)
+    for name, setting in uses.items():
+        if setting and not names & {name, "train_step"}:  # it may call super().train_step
+            launch.warn(
+                f"{kind.__name__}.train_step ignores {setting}, because it does not use "
+                f"self.{name}; {HOW}."
+            )
+
+
+def names_in(kind: type) -> set[str]:
+    """Return the names in the code of your own classes and of the functions that they call."""
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("stoker.trainer.")]
+    methods = [inspect.unwrap(value) for one in own for value in vars(one).values()]
+    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
+    names: set[str] = set()
+    for code in codes:  # the list grows during the loop
+        names.update(code.co_names)
+        parts = list(code.co_consts)  # has the code of nested functions
+        for name in code.co_names:
+            parts.append(getattr(getattr(sys.modules.get(kind.__module__), name, 0), "__code__", 0))
+        codes += [part for part in parts if isinstance(part, CodeType) and part not in codes]
+    return names
 
 
 def raise_if_explained(

@@ -7,9 +7,8 @@ from typing import Any
 
 from stoker.trainer import memory, misuse, parallel, steps, summary
 from stoker.trainer.groups import labels
-from stoker.trainer.history import History
+from stoker.trainer.history import NUMBERS, History
 from stoker.trainer.stateful import Stateful
-from stoker.trainer.window import NUMBERS
 
 
 class Reporting(Stateful):

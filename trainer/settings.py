@@ -105,10 +105,13 @@ def check_groups(rules: Any) -> Any:
 
 
 def check_thaw_at(value: Any) -> tuple[float, bool]:
-    """Parse 500 or "2 epochs" as (number, whether it counts epochs), "never" as (inf, False)."""
+    """Parse 500, "500 steps" or "2 epochs" as (number, whether it counts epochs).
+
+    "never" is (inf, False).
+    """
     if value is None:  # the callback is off
         return math.inf, False
-    match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
+    match = re.fullmatch(r"never|(\d{1,18})(?: steps?|( epochs?))?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
             f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, epochs as in "

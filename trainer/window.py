@@ -8,18 +8,6 @@ import torch
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
 
-# The names of a window's numbers. Learning rates of more groups are train/lr/1 or train/lr/NAME.
-NUMBERS = (
-    "train/loss",
-    "train/lr",
-    "train/samples",
-    "train/weight",
-    "train/seconds",
-    "train/skipped_steps",
-    "train/grad_norm",
-    "device/memory_mib",
-)
-
 
 class Window:
     """Collects the numbers of steps until the next logged row.

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.data.samples import SampleLoader, is_stream
@@ -303,8 +304,14 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
         return {}
     cores = launch.cores()
     if not isinstance(loader, (HostLoader, SampleLoader)):
+        given = getattr(loader, "loader", loader)
+        if not isinstance(given, DataLoader):
+            name = type(given).__name__
+            change = f"make your {name} faster, or use a DataLoader with num_workers={cores}"
+            pin = f"call pin_memory() on the tensors that your {name} yields"
+            return {"data": change, "transfer": pin}
         change = f"give the DataLoader num_workers={cores} and persistent_workers=True"
-        if is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
+        if is_stream(given.dataset):
             # Unless samples are shared, each worker reads the whole stream.
             change = (
                 f"set dataset.workers={cores} (in a script, the DataLoader's num_workers) if the "

@@ -52,11 +52,12 @@ def update(run: str | Path, *, draws: bool = True) -> None:
     Without `draws` only a page that is already there changes, which takes milliseconds.
     """
     run = Path(run).absolute()
-    if (run / JOB).exists() or not any((run / name).exists() for name in (directory.CONFIG, SWEEP)):
+    is_listed = any((run / name).exists() for name in (directory.CONFIG, SWEEP))
+    if (run / JOB).exists() or (run.exists() and not is_listed):
         return  # a sweep is listed, but not its jobs, nor a run that has not begun
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
-        begins = draws and folder == usual and not os.path.lexists(folder / NAME)
+        begins = draws and is_listed and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
             with contextlib.suppress(Exception):  # an index must never make a run fail
                 write(folder, draws=draws)

@@ -173,7 +173,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
-    """Write why training failed into the run directory, and draw its report.
+    """Write why a run failed after its first step into its directory, and draw its report.
 
     For a job of a sweep, also write why it did not begin.
     """
@@ -183,8 +183,8 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
         if code == exit_codes.IN_USE:
             return
-    elif not folder or code != exit_codes.TRAINING_ERROR or not (folder / CONFIG).is_file():
-        return  # nothing was started, or rank 0 is on another machine
+    elif not folder or not (folder / CONFIG).is_file():
+        return  # nothing was trained, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed like a killed one
     running.leave_reason(folder, error, code, draws=draws_report(cfg))

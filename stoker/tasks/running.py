@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.command import arguments, exit_codes, signals
+from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
 from stoker.runs import directory, status
 from stoker.runs.provenance import Code, versions
@@ -71,6 +71,7 @@ class Run:
         except Exception as error:
             begin = self.state["step"] if self.state else 0
             if self.parts.trainer.step == begin and not isinstance(error, TrainingError):
+                begun = None
                 directory.remove_untrained(self.folder)
             raise
 
@@ -206,8 +207,8 @@ class Run:
 def leave_reason(
     folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
 ) -> None:
-    """Write why a run failed into its directory, and draw its report if it failed in training."""
+    """Write why a run failed into its directory, and draw its report if it had begun."""
     warnings = status.Status.read(folder).doctor
     written = write_failure(folder, error, code, warnings, script)
-    if written and draws and code == exit_codes.TRAINING_ERROR:
+    if written and draws and (folder / directory.CONFIG).is_file():
         draw_report(folder)

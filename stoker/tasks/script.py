@@ -26,7 +26,7 @@ from stoker.tasks import running
 from stoker.tasks.parts import Parts
 from stoker.trainer import checkpoint, launch, misuse, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import length_of
 from stoker.trainer.state import WAYS
@@ -54,7 +54,8 @@ def fit(
 
     Raises:
         UserError: The directory holds a run with other settings, or another process is using it.
-        TrainingError: The training failed; result.json has the reason.
+        TrainingError: The training failed. result.json has the reason, as for any other error
+            after the first step.
         SystemExit: A signal stopped the run.
     """
     started = time.perf_counter()
@@ -67,9 +68,10 @@ def fit(
         signals.for_script(command()),
     ):
         outer = trainer.callbacks
+        running.begun = None
         try:
             train(trainer, (train_loader, val_loader, test_loader), folder, started)
-        except TrainingError as error:
+        except Exception as error:
             is_begun = running.begun == folder and (folder / directory.CONFIG).is_file()
             if launch.is_first() and is_begun:
                 code = exit_codes.exit_code(error)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import arguments
-from stoker.command.settings import SETTINGS
+from stoker.command.build import arguments_of
+from stoker.command.settings import LOADER_KEYS, SETTINGS
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
             f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove it, "
             "or type dataset.val_fraction=0.1."
         )
+    check_own_function(cfg, typed)
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
 
@@ -41,6 +43,20 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
             raise UserError(
                 f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} overrides this. Leave "
                 "one of them out."
+            )
+
+
+def check_own_function(cfg: DictConfig, typed: set[str]) -> None:
+    """Raise UserError for a typed setting of the loader that is also an argument of the data set,
+    which does not get it.
+    """
+    target = cfg.dataset._target_
+    for name in arguments_of("dataset", target)[0]:
+        key = f"dataset.{name}"
+        if key in typed and name in LOADER_KEYS:
+            raise UserError(
+                f"{key}={OmegaConf.select(cfg, key)}: this sets the loader, not the argument "
+                f"{name} of {target}. Rename the argument."
             )
 
 

@@ -1,11 +1,12 @@
 """Freeze parameters for part or all of training."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import settings
+from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.groups import matching, named
@@ -54,6 +55,11 @@ class Freeze(Callback):
         self.set_trained(is_thawed)
         if is_thawed:
             return
+        if trainer.total_steps <= self.thaw_step < math.inf:
+            launch.warn(
+                f"thaw_at: the run ends at step {trainer.total_steps:,}, so thawing after step "
+                f"{self.thaw_step:,} has no effect. Lower thaw_at, or type never."
+            )
         for module in trainer.module.modules():
             weights = list(module.parameters(recurse=False))
             if isinstance(module, NORMS) and weights and self.frozen.issuperset(weights):

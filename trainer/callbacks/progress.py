@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer import stopping, summary, terminal
 from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks.monitoring import Monitor
-from stoker.trainer.history import weight_of
+from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.readable import number
-from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
     from stoker.trainer.callbacks.table import Table

@@ -6,10 +6,10 @@ from typing import Any
 from stoker.runs import plots
 from stoker.runs.report.inputs import Row, Run
 from stoker.runs.report.words import shortened
-from stoker.trainer.history import weight_of
+from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # metrics drawn beside the loss
+MOST_METRICS = 6  # metrics drawn beside the loss, and numbers that you log yourself
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -38,13 +38,29 @@ def frames(run: Run) -> list[dict[str, Any]]:
         drawn.append(frame(run, shortened(metric), lines, far))
     for name, title in MEASURED.items():
         drawn.append(frame(run, title, {title: series(rows, name)}))
+    for name in others(rows, split)[:MOST_METRICS]:
+        title = shortened(name)
+        drawn.append(frame(run, title, {title: series(rows, name)}))
     return [one for one in drawn if one is not None]
 
 
 def metrics_of(rows: list[Row], split: str) -> list[str]:
     """Return the metrics of a validation set that are not the loss, in their order."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = names_in(rows)
     return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
+
+
+def others(rows: list[Row], split: str) -> list[str]:
+    """Return the other numbers: your own, and those of further validation sets and groups."""
+    drawn = {*NUMBERS, f"{split}/loss", *metrics_of(rows, split)}
+    drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
+    names = [name for name in names_in(rows) if "/" in name and name not in drawn]
+    return sorted(names, key=lambda name: name.startswith("train/"))
+
+
+def names_in(rows: list[Row]) -> list[str]:
+    """Return the names in the rows, in their order."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
@@ -66,7 +82,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
         best=best,
         warmup=warmup,
         far=far,
-        epochs=last["epoch"] / max(1, last["step"]),
+        epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
     )
     return {
         "title": title,

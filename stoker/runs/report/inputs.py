@@ -78,6 +78,13 @@ class Run:
         return self.result.total_steps or self.status.total_steps
 
     @property
+    def is_one_epoch(self) -> bool:
+        """Whether `max_steps` make a single epoch, as for a stream."""
+        most = self.config.get("max_steps")
+        last = self.rows[-1] if self.rows else None
+        return bool(last and is_number(most) and abs(last["epoch"] * most - last["step"]) < 0.5)
+
+    @property
     def step(self) -> float:
         """The step of the last row, or of an interrupted run's checkpoint if that is later."""
         if self.result.steps is not None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from stoker.runs.page import render
 from stoker.runs.readable import seconds
 from stoker.runs.report import words
-from stoker.runs.report.inputs import SPLITS, Run
+from stoker.runs.report.inputs import SPLITS, Row, Run
 from stoker.runs.report.words import one_line, shortened
+from stoker.trainer.readable import brief
 from stoker.trainer.typed import is_number
 
 MOST_ERROR = 600  # characters in an error, whose last line says what to type
@@ -95,11 +96,16 @@ def quality_verdict(run: Run) -> str:
         tests=run.result.tests(),
         best=best,
         first=evaluated[0] if evaluated else None,
-        epochs={row["step"]: row["epoch"] for row in reversed(evaluated)},
+        moments={row["step"]: moment(run, row) for row in reversed(evaluated)},
         evaluations=len(evaluated),
     )
     parts = text.splitlines()
     return f"{'; '.join(parts)}." if parts else "No verdict yet."
+
+
+def moment(run: Run, row: Row) -> str:
+    """Return 'epoch 2', or 'step 500' if the whole run is a single epoch."""
+    return f"step {row['step']:,.0f}" if run.is_one_epoch else f"epoch {brief(row['epoch'])}"
 
 
 def scores(run: Run) -> dict[str, float]:
