@@ -383,6 +383,9 @@ def test_any_prompt_is_text():
     for prompt in ("true", "1e3", 'it\'s, a: {b} [c] "d"', "back\\", "\\' \\\\'", "Ännä\nB"):
         override = arguments.for_hydra([f"prompt={prompt}"])[0]
         assert OverridesParser.create().parse_override(override).value() == prompt
+    for typed in ("dataset.delimiter=;", "dataset.delimiter=';'"):
+        [override, *_] = arguments.for_hydra([typed])
+        assert override == "dataset.delimiter=';'"
     assert shell.setting("run_dir", "a/b c") == "run_dir=a/b c"
 
 
