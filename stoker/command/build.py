@@ -73,9 +73,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        plus = "+" if "." in key else ""  # the metric or callback may be new
         raise UserError(
             f"{key}: this needs a _target_: the dotted name of a class or function. Type "
-            f"{key}._target_=..."
+            f"{plus}{key}._target_=..."
         )
     target = node["_target_"]
     part = key if key in FACTORIES else key.partition(".")[0]

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -87,6 +88,11 @@ def key_mistake(error: BaseException) -> str | None:
     if "is not in struct" in str(cause):
         usual = of_choices(arguments.choices(sys.argv[1:]))
         return no_such_key(str(getattr(cause, "full_key", "")), usual)
+    if "incompatible container" in str(cause):
+        key, _, value = first_line(error).removeprefix("Error merging override ").partition("=")
+        if value.startswith("{"):
+            return f"{key}: this is a list. Type {shlex.quote(f'{key}=[{value}]')}."
+        return f"{key}: this is a group of keys. Type {key}.KEY=VALUE."
     if isinstance(error.__cause__, OmegaConfBaseException):
         return f"{first_line(error)}\n{first_line(cause)}"
     return None
@@ -146,6 +152,9 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
+    if group in ("metrics", settings.GROUP_OF_MANY):
+        to_add = f" Type +{key}._target_=... to add your own."
+        anywhere = siblings
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
@@ -154,4 +163,4 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) else ""
+    return to_add if f"{group}._target_" in flat(config) or anywhere is siblings else ""
