@@ -329,7 +329,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
-        f"error: run={TRAIN}: there is no such folder.",
+        f"error: run={TRAIN}: this is a file.",
         "Type run=DIR.",
     ),
     (
@@ -890,7 +890,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: there is no such folder. Type run=DIR."
+    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
     assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
     assert "since it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 

@@ -78,7 +78,9 @@ def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
 
 def test_the_keys_in_a_pyproject_file_need_their_header(folder):
     write(folder / "pyproject.toml", '[stoker]\ntrusted = ["mine"]\n')
-    with pytest.raises(UserError, match=r"write \[tool.stoker\] above the keys of Stoker\. The keys"):
+    with pytest.raises(
+        UserError, match=r"write \[tool.stoker\] above the keys of Stoker\. The keys"
+    ):
         arguments.for_hydra([])
 
 

@@ -26,6 +26,7 @@ from stoker.trainer.errors import (
 )
 
 LONGEST = 500  # characters in a line: a value or a path may have any length
+FOR_EXPERIMENT = "The files of this group begin with '# @package _global_'."
 # Failures of a disk or file system. Any other OSError means that a path is wrong.
 FAILING = {
     getattr(errno, name, None)
@@ -64,7 +65,10 @@ def explanation(error: BaseException) -> str:
         text = explain(error)
         if text is not None:
             return text
-    return re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
+    text = re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
+    if re.search(r"No earlier Group Default for '\S+@experiment\.", text):
+        text += f"\n{FOR_EXPERIMENT}"
+    return text
 
 
 def no_such_option(error: BaseException) -> str | None:
@@ -78,7 +82,7 @@ def no_such_option(error: BaseException) -> str | None:
         return f"sweep=optuna needs the Hydra plugin of that name.\nType {install}."
     options = getattr(error, "options", None)  # Hydra does not name the options of a list
     options = options or [path.stem for path in configs.options(group)]
-    hint = did_you_mean(choice, options)
+    hint = did_you_mean(choice.removesuffix(".yaml"), options)
     return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
 
 
@@ -130,7 +134,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     """Explain a misspelled key, with a hint about the right one."""
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
-        hint = " The files of this group begin with '# @package _global_'."
+        hint = f" {FOR_EXPERIMENT}"
     command = " ".join(invocation.program())
     return f"{key}: there is no such key.{hint}\nType {command} --help to see the keys."
 
