@@ -405,6 +405,8 @@ def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     for name, weight in load_file(tmp_path / "one" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-7)
 
+    card = (tmp_path / "one" / "model.md").read_text(encoding="utf-8")
+    assert " generate run=one prompt=TEXT`.\n" in card
     samples = tmp_path / "one" / "samples.jsonl"
     page = html.unescape(report.html(tmp_path / "one"))
     for line in samples.open():
