@@ -21,6 +21,8 @@ IN_SIGNS = (
 )
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
+# A date in another notation, such as 1/31/2024, which could be in two orders.
+OTHER_DATE = r"^(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./]\d{1,2}[./]\d{1,2})\b"
 CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float can hold
 MICROSECONDS = 86_400e6  # microseconds in a day
 
@@ -75,9 +77,10 @@ class Notation:
 
 
 def dates(texts: Texts) -> Any:
-    """Parse dates such as 2024-01-31 or 2024-01-31 12:00 as days since 1970-01-01, float64; other
-    texts become null.
+    """Parse dates such as 2024-01-31, 31.01.2024 or 2024-01-31 12:00 as days since 1970-01-01,
+    float64; other texts become null.
     """
+    texts = compute.replace_substring_regex(texts, r"^(\d\d)\.(\d\d)\.(\d{4})", r"\3-\2-\1")
     texts = only(compute.match_substring_regex(texts, DATE), texts)
     days = compute.utf8_slice_codeunits(texts, 0, 10)
     # strptime reads February 30 as March 1.
@@ -89,11 +92,12 @@ def dates(texts: Texts) -> Any:
 
 
 def are_numbers(texts: Texts) -> bool:
-    """Return whether nearly all of these distinct texts are numbers in some notation.
+    """Return whether nearly all of these distinct texts are numbers or dates in some notation.
 
     Letters count as a unit, as in 12 kg, only if there are more than a few texts: 1st and 2nd are
     names.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
-    matches = compute.match_substring_regex(texts, IN_SIGNS.replace("UNITS", units))
+    pattern = f"{IN_SIGNS.replace('UNITS', units)}|{OTHER_DATE}"
+    matches = compute.match_substring_regex(texts, pattern)
     return bool(compute.mean(matches).as_py() >= 1 - FEW)

@@ -5,6 +5,8 @@ pyarrow reads the file; columns are converted to numbers one at a time.
 
 import contextlib
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ EMPTY = ("", "?")  # a missing value, in any column
 WORDS = ("na", "n/a", "nan", "null", "none")  # also these, except in a text target
 MISSING = (*EMPTY, *WORDS)
 CORRECT = (
-    "Write numbers as 1234.5 (at most 1e38) and dates as 2024-01-31, and leave missing values empty"
+    "Write numbers as 1234.5 (at most 1e38), dates as 2024-01-31 or 31.01.2024, and leave missing "
+    "values empty"
 )
 
 
@@ -66,8 +69,8 @@ def csv(
 
     Numbers are standardized and categories are one-hot encoded, using only the training rows. A
     column is numeric if every value is a number and it is not listed in `categorical`; if only a
-    few values are not numbers, or nearly all are numbers in another notation, it is an error. Dates
-    become days. A category that does not occur in the training rows is all zeros.
+    few values are not numbers or dates, or nearly all are in another notation, it is an error.
+    Dates become days. A category that does not occur in the training rows is all zeros.
 
     `kind`: "auto" treats these targets as classes: text, codes such as 007, and up to 20 distinct
     whole numbers if that is less than a tenth of the rows. Other targets are a regression. Classes
@@ -90,6 +93,11 @@ def csv(
         "marks": marks,
     }
     table = Table(str(path), reading)
+    if trained is not None and trained["table"] is not None and target not in table.names:
+        raise UserError(
+            f"{table.shown} has no column {target!r} to compare the predictions with.\n"
+            f"To predict it, type task=predict run=DIR {shlex.quote(f'input={path}')}."
+        )
     table.check("dataset.target=", target)
     divided_by: list[str] = []
     for key, name in (("split_group", split_group), ("split_time", split_time)):
@@ -99,6 +107,7 @@ def csv(
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
         ignore = table.check("dataset.ignore=", ignore)
+        table.lists = {"ignore": ignore, "categorical": categorical}
         left_out = {target, *ignore, *divided_by}
         names = [name for name in table.names if name not in left_out]
     else:
@@ -193,6 +202,7 @@ class Table:
         notation: The notation of its numbers.
         shown: The path, as shown in messages.
         warned: The columns that need no further warning about unknown categories.
+        lists: The columns of dataset.ignore and dataset.categorical.
     """
 
     def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
@@ -200,6 +210,7 @@ class Table:
         self.shown = printable(path)
         self.key = key
         self.warned: set[str] = set()
+        self.lists: dict[str, list[str]] = {"ignore": [], "categorical": []}
         if pyarrow is None:
             raise UserError(
                 f"{key}={self.shown}: reading tables needs pyarrow.\nInstall it with pip install "
@@ -254,7 +265,9 @@ class Table:
             raise UserError(
                 f"{self.key}={self.shown}: cannot be read as a table "
                 f"({printable(error)[:300]}).\n"
-                "A table is a csv file in UTF-8 with a header, or a parquet file."
+                "A table is a csv file in UTF-8 with a header, or a parquet file. If its separator "
+                "is not a comma, type 'dataset.delimiter=;' or tab.\n"
+                "To convert another encoding, type iconv -f latin1 -t utf-8 OLD.csv > NEW.csv."
             ) from None
 
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, Texts]]:
@@ -280,7 +293,7 @@ class Table:
         except pyarrow.ArrowException:
             raise UserError(
                 f"{self.shown}: the column {name!r} holds {printable(column.type)}, "
-                f"which is neither numbers nor text.\nType dataset.ignore=[{name}]."
+                f"which is neither numbers nor text.\nType {self.adding('ignore', name)}."
             ) from None
         if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
             texts = compute.replace_substring(texts, ".", self.notation.decimal)
@@ -320,7 +333,7 @@ class Table:
                 raise UserError(
                     f"{where}{name}: {self.shown} has no such column."
                     f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}.\n"
-                    "If these are not separate columns, type \"dataset.delimiter=';'\" or tab."
+                    "If these are not separate columns, type 'dataset.delimiter=;' or tab."
                 )
         return names
 
@@ -328,6 +341,14 @@ class Table:
         """Return the names of the columns a run was trained on; UserError if one is missing."""
         names = [column["name"] for column in columns]
         return self.check("The run was trained on the column ", names)
+
+    def adding(self, key: str, name: str) -> str:
+        """Return the setting that adds a column to the list `key`, as you type it in a shell."""
+        names = []
+        for one in (*self.lists[key], name):
+            is_plain = re.fullmatch(r"[A-Za-z_]\w*", one, re.ASCII)
+            names.append(one if is_plain else '"' + one.replace('"', '\\"') + '"')
+        return shlex.quote(f"dataset.{key}=[{','.join(names)}]")
 
     def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
         """Return the indices of the rows to use: all, or those without missing values."""
@@ -369,25 +390,35 @@ class Table:
         if learned.null_count == len(learned):
             raise UserError(
                 f"Column {name!r} has no values in the training split. "
-                f"Type dataset.ignore=[{name}]."
+                f"Type {self.adding('ignore', name)}."
             )
         for is_date in () if categorical else (False, True):
             amounts = self.amounts(values, is_date)
             if amounts.isnan().sum() == values.null_count:
+                if not is_date and is_count(amounts):
+                    log.warning(
+                        "%s: the column %r numbers the rows. If it is only an id, type %s.",
+                        self.shown,
+                        name,
+                        self.adding("ignore", name),
+                    )
                 mean, std = mean_and_std(amounts[train])
                 return {"name": name, "mean": mean, "std": std, "date": is_date}
         categories = sorted(learned.unique().drop_null().to_pylist())
         if not categorical:
             is_text = len(categories) <= max(FEW_KINDS, len(train) / 2)
-            instead = f"dataset.ignore=[{name}] or dataset.categorical=[{name}]"
+            instead = f"{self.adding('ignore', name)} or {self.adding('categorical', name)}"
             self.check_text(f"Column {name!r}", values, is_text, instead)
         return {"name": name, "categories": categories}
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
-        """Raise UserError if values look like numbers with typos or in another notation, or if not
-        `is_text`.
+        """Raise UserError if values look like numbers or dates with typos or in another notation,
+        or if not `is_text`.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
+        is_wrong = is_odd & self.amounts(texts, is_date=True).isnan()
+        if is_wrong.any():
+            is_odd = is_wrong
         odd = texts.filter(pyarrow.array(is_odd.numpy()))
         present = len(texts) - texts.null_count
         is_few = len(odd) <= max(1, FEW * present) or len(texts.unique()) > FEW_KINDS
@@ -443,6 +474,12 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
 def numbered(values: Any) -> Tensor:
     """Number the distinct values, and return the number of each value."""
     return tensor_of(values.dictionary_encode().indices.fill_null(-1))
+
+
+def is_count(numbers: Tensor) -> bool:
+    """Return whether the numbers are consecutive, in any order, and many enough for no accident."""
+    places = (numbers - numbers.min()).sort().values
+    return len(places) > FEW_KINDS and torch.equal(places, torch.arange(len(places)).double())
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:

@@ -20,7 +20,7 @@ def check_image(model: str, in_shape: Sequence[int]) -> tuple[int, int, int]:
     if len(in_shape) != 3:
         raise UserError(
             f"model: {model} takes images, but these inputs have shape {tuple(in_shape)}.\n"
-            "Type model=mlp or model=linear."
+            "Type model=mlp or model=linear, or model=gpt for text."
         )
     channels, height, width = in_shape
     return channels, height, width

@@ -41,12 +41,16 @@ def of_folder(folder: Path) -> Project:
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
             if file.name == "pyproject.toml":
+                if not table.keys().isdisjoint({"stoker", *vars(Project())}):
+                    raise UserError(f"{file}: write [tool.stoker] above the keys of Stoker. {KEYS}")
                 table = table.get("tool", {}).get("stoker")
             if table is None:
                 continue
             for key in table:
                 if not hasattr(Project, key):
                     hint = did_you_mean(key, vars(Project()))
+                    if isinstance(table[key], dict):
+                        hint = " Write the keys without a [header]."
                     raise UserError(f"{file}: there is no key {key}.{hint} {KEYS}")
             project: Project = typed(table, Project, str(file))
         except TypeError as error:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from hydra.errors import ConfigCompositionException
 
+from stoker.command import messages
 from stoker.trainer.errors import UserError
 
 SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
@@ -56,6 +58,12 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
         words = f"^{key}.*: there is no such key. The files of this group begin with '# @package _"
         with pytest.raises(UserError, match=words):
             processed(typed)
+    project("experiment/override", "defaults:\n  - override /model: cnn\n")
+    with pytest.raises(ConfigCompositionException) as caught:
+        processed("experiment=override")
+    answer = messages.explanation(caught.value).splitlines()
+    assert answer[0].startswith("In 'experiment/override': Invalid Defaults List override")
+    assert answer[2] == "The files of this group begin with '# @package _global_'."
 
 
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):
@@ -69,7 +77,10 @@ def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, 
 def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     project("experiment/mine", "# @package _global_\nloss: {_target_: torch.nn.L1Loss}\n")
     typed = ("experiment=mine", "loss=mse")
-    words = "^loss=mse: another file sets loss._target_=torch.nn.L1Loss. Remove it there"
+    words = (
+        "^loss=mse: another config file, such as your experiment's, sets "
+        "loss._target_=torch.nn.L1Loss.\nRemove it there, or type loss._target_=torch.nn.MSELoss as"
+    )
     with pytest.raises(UserError, match=words):
         processed(*typed)
     target = "loss._target_=torch.nn.MSELoss"

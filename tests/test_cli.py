@@ -187,8 +187,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("evalute run=x", "error: evalute: this cannot be parsed. Did you mean 'evaluate'?", ""),
     ("tran", "error: tran: this cannot be parsed. Did you mean 'train'?", ""),
     (
-        "dataset=csv dataset.decimal=,",
-        "error: dataset.decimal=,: this cannot be parsed.",
+        "run_dir=,",
+        "error: run_dir=,: this cannot be parsed.",
         "inside the shell's quotes",
     ),
     ("epochs=${nope}", "error: epochs=${nope}: Interpolation key 'nope' not found", ""),
@@ -329,7 +329,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
-        f"error: run={TRAIN}: there is no such folder.",
+        f"error: run={TRAIN}: this is a file.",
         "Type run=DIR.",
     ),
     (
@@ -457,7 +457,15 @@ LATE = [
     ("model._target_=stoker.models.mpl.MLP", "mpl", "No module named"),
     ("model._target_=modells.TinyNet", "modells", "start Python in the folder that contains it"),
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
-    ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
+    ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type +metrics.a._target_=..."),
+    ("+metrics.a._target_=", "_target_=: give the dotted name of a class", "as in mine.Name."),
+    (
+        "metrics.a=3",
+        "error: metrics.a: there is no such key.",
+        "Type +metrics.a._target_=... to add",
+    ),
+    ("groups={match:a}", "error: groups: this is a list.", "Type 'groups=[{match:a}]'."),
+    ("checkpoint=[1]", "error: checkpoint: this is a group of keys.", "checkpoint.KEY=VALUE."),
 ]
 
 # One process imports what each command needs, and a fork of it answers each, two at a time: 0.5 s
@@ -882,7 +890,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: there is no such folder. Type run=DIR."
+    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
     assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
     assert "since it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 

@@ -175,6 +175,11 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
 def test_the_card_of_the_weights_says_what_its_modules_take():
     """The arithmetic on its line, done by hand, gives what the module is given."""
     inputs = torch.randint(0, 256, (3, 2, 4, 4), dtype=torch.uint8)
+    part = TensorSplit(inputs, torch.arange(3))
+    about = Data("noise", part, None, None, (2, 4, 4), 3, classes=["a,b", " ", "c"]).description()
+    assert "- Classes, in order: 'a,b', ' ', c\n" in render(
+        "weights.md.jinja", about=about, usual=True, is_image=False, places=()
+    )
     for dtype, norms, says in (
         (torch.uint8, {}, "float32 of shape (N, 2, 4, 4), pixel / 255"),
         (torch.uint8, {"mean": [0.25, 0.5]}, "mean [0.25, 0.5], std 1"),

@@ -460,7 +460,7 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     write_table(runs / "all.csv", rows[::-1], ("size", "town", "age"), delimiter=";")
     first = predicted(forks, runs, "run=prices", "input=houses.csv")
     err = refused(forks, runs, "task=predict", "run=prices", "input=all.csv")
-    [typed] = re.findall(r"dataset\.delimiter=.*(?=\")", err)  # within the shell's own quotes
+    [typed] = re.findall(r"'(dataset\.delimiter=.*)'", err)  # within the shell's own quotes
     second = predicted(forks, runs, "run=prices", "input=all.csv", typed)
     assert [row["line"] for row in first] == list(range(2, 302))
     assert [row["value"] for row in second[::-1]] == pytest.approx(

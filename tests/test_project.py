@@ -65,6 +65,7 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
         ('trusted = "mine"', ".trusted: expected tuple[str, ...], not 'mine'. The keys are trusted = "),
         ("experiment = 1", ".experiment: expected "),
         ("runs = ", ": this is not valid TOML ("),
+        ("[tool.stoker]", ": there is no key tool. Write the keys without a [header]. The keys are "),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
@@ -73,6 +74,14 @@ def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
         arguments.for_hydra([])
     assert str(caught.value).startswith(f"{folder / 'stoker.toml'}{answer}")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_keys_in_a_pyproject_file_need_their_header(folder):
+    write(folder / "pyproject.toml", '[stoker]\ntrusted = ["mine"]\n')
+    with pytest.raises(
+        UserError, match=r"write \[tool.stoker\] above the keys of Stoker\. The keys"
+    ):
+        arguments.for_hydra([])
 
 
 def test_the_command_is_found_again_from_where_it_was_typed(folder, monkeypatch):

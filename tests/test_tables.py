@@ -4,6 +4,7 @@ import csv
 import datetime
 import io
 import re
+import shlex
 import statistics
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("pyarrow")
 
 import pandas
 import pyarrow
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from pyarrow import parquet
 from sklearn import model_selection
 
@@ -237,7 +239,7 @@ def test_a_column_without_any_value_is_to_be_ignored(table):
     with pytest.raises(UserError, match=r"line 2: the column 'z' has no value"):
         table(text, target="y")
     for categorical in ([], ["z"]):
-        with pytest.raises(UserError, match=r"'z' has no value.*Type dataset.ignore=\[z\]"):
+        with pytest.raises(UserError, match=r"'z' has no value.*Type 'dataset.ignore=\[z\]'"):
             table(text, target="y", missing="mean", categorical=categorical)
     assert len(labels_in_file(table(text, target="y", ignore="z"))) == 60
 
@@ -274,7 +276,7 @@ def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table
     advice = r"in line \d\.\n.* dataset.decimal=',' .*\"dataset.marks='%\$'\" .*\n.*, or type "
     with pytest.raises(UserError, match=f"target=y: .* the first is .*{advice}dataset.kind="):
         table(text, target="y", ignore=["z", "x"], **options)
-    with pytest.raises(UserError, match=rf"^Column 'y': .*{advice}.*\[y\]\.$"):
+    with pytest.raises(UserError, match=rf"^Column 'y': .*{advice}.*\[y\]'\.$"):
         table(text, target="c", **options)
     data = table(text, target="y", ignore="x", kind="regression", **options, **settings)
     plain = [number.replace(",", "_") for number in written]
@@ -359,12 +361,13 @@ def test_dates_count_in_days_as_pandas_counts_them(table):
         "day": days.strftime("%Y-%m-%d"),
         "time": days.strftime("%Y-%m-%d %H:%M"),
         "iso": days.strftime("%Y-%m-%dT%H:%M:%S.250Z"),
+        "german": days.strftime("%d.%m.%Y"),
     }
     frame = pandas.DataFrame({**written, "y": ["a", "b", "c"] * 30})
     data = table(frame.to_csv(index=False), target="y")
     since = days - pandas.Timestamp("1970-01-01")
     exact = torch.tensor(since / pandas.Timedelta(days=1)).double()
-    expected = torch.stack([exact.floor(), exact, exact + 0.25 / 86_400], 1)
+    expected = torch.stack([exact.floor(), exact, exact + 0.25 / 86_400, exact.floor()], 1)
     about = data.description()["table"]
     [(lines, batch)] = tables.read_batches(str(table.path), about, 1000)
     torch.testing.assert_close(batch, expected, rtol=0, atol=1e-9)
@@ -372,9 +375,38 @@ def test_dates_count_in_days_as_pandas_counts_them(table):
     mean = torch.tensor([column["mean"] for column in about["columns"]])
     std = torch.tensor([column["std"] for column in about["columns"]])
     torch.testing.assert_close(data.train.inputs * std + mean, expected[rows].float())
-    wrong = frame.to_csv(index=False).replace("1970-01-01,", "01.01.1970,", 1)
-    with pytest.raises(UserError, match="'01.01.1970' in the column 'day' is not a number or date"):
+    wrong = frame.to_csv(index=False).replace("1970-01-01,", "01/01/1970,", 1)
+    with pytest.raises(UserError, match="'01/01/1970' in the column 'day' is not a number or date"):
         table(wrong, target="y", trained=data.description())
+
+
+@pytest.mark.parametrize("notation", ["%m/%d/%Y", "%Y/%m/%d", "%d.%m.%Y x"])
+def test_dates_in_another_notation_are_no_categories(table, notation):
+    days = pandas.date_range("2024-01-01", periods=30).strftime(notation)
+    lines = [f"{days[i % 30]},{'ab'[i % 2]}" for i in range(300)]
+    with pytest.raises(UserError, match=r"300 of 300 .*\n.*\n.*dates as 2024-01-31 or 31.01.2024"):
+        table("day,y\n" + "\n".join(lines), target="y")
+    lines = [f"2024-02-{i % 28 + 1:02d},{'ab'[i % 2]}" for i in range(299)]
+    with pytest.raises(UserError, match=r"1 of 300 .*; the first is '2024-02-30' in line 301\."):
+        table("day,y\n" + "\n".join([*lines, "2024-02-30,a"]), target="y")
+
+
+def test_advice_is_to_be_typed_as_it_is_and_keeps_what_is_ignored(table, caplog):
+    lines = [f"K{i}x,{(i * 7) % 100 + 5},b,{'yn'[i % 2]}" for i in range(100)]
+    text = "Umsatz 'netto' (EUR),nr,id,y\n" + "\n".join(lines)
+    with pytest.raises(UserError) as caught:
+        table(text, target="y", ignore=["id"])
+    advice = str(caught.value).split("or type ")[1]
+    [ignore, *_] = shlex.split(advice)
+    assert ignore == "dataset.ignore=[id,\"Umsatz 'netto' (EUR)\"]"
+    ignored = OverridesParser.create().parse_override(ignore).value()
+    assert [str(name) for name in ignored] == ["id", "Umsatz 'netto' (EUR)"]
+    table(text, target="y", ignore=["Umsatz 'netto' (EUR)"])
+    [warning] = caplog.messages
+    assert warning == (
+        f"{table.path}: the column 'nr' numbers the rows. If it is only an id, type "
+        "'dataset.ignore=[\"Umsatz '\"'\"'netto'\"'\"' (EUR)\",nr]'."
+    )
 
 
 def test_any_day_that_there_is_counts_and_no_other(tmp_path):
@@ -462,7 +494,7 @@ def test_a_column_of_lists_or_bytes_is_named(tmp_path, value, kind):
     columns = {"a": [value] * 40, "x": [i / 4 for i in range(40)], "y": range(40)}
     parquet.write_table(pyarrow.table({name: list(v) for name, v in columns.items()}), path)
     words = f"the column 'a' holds {kind}, which is neither numbers nor text.\n"
-    with pytest.raises(UserError, match=f"{words}Type dataset.ignore=.a.\\.$"):
+    with pytest.raises(UserError, match=f"{words}Type 'dataset.ignore=.a.'\\.$"):
         tables.csv(str(path), "y")
     assert tables.csv(str(path), "y", ignore=["a"]).in_shape == (1,)
 
@@ -658,6 +690,9 @@ def test_a_column_that_is_added_without_values_is_filled_in(table):
     without = "\n".join(line.partition(",")[2] for line in text.split("\n"))
     with pytest.raises(UserError, match=r"trained on the column age: .* has no such column"):
         table(without, target="price", trained=about)
+    unlabelled = "\n".join(line.rpartition(",")[0] for line in text.split("\n"))
+    with pytest.raises(UserError, match=r"no column 'price' to .*\n.* task=predict run=DIR input="):
+        table(unlabelled, target="price", trained=about)
     added = "age,city" + without.removeprefix("city").replace("\n", "\n,")
     found = table(added, target="price", missing="mean", trained=about)
     assert all((part.inputs[:, 0] == 0).all() for part in parts_of(found))

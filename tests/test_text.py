@@ -383,6 +383,9 @@ def test_any_prompt_is_text():
     for prompt in ("true", "1e3", 'it\'s, a: {b} [c] "d"', "back\\", "\\' \\\\'", "Ännä\nB"):
         override = arguments.for_hydra([f"prompt={prompt}"])[0]
         assert OverridesParser.create().parse_override(override).value() == prompt
+    for typed in ("dataset.delimiter=;", "dataset.delimiter=';'"):
+        [override, *_] = arguments.for_hydra([typed])
+        assert override == "dataset.delimiter=';'"
     assert shell.setting("run_dir", "a/b c") == "run_dir=a/b c"
 
 
@@ -402,6 +405,8 @@ def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     for name, weight in load_file(tmp_path / "one" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-7)
 
+    card = (tmp_path / "one" / "model.md").read_text(encoding="utf-8")
+    assert " generate run=one prompt=TEXT`.\n" in card
     samples = tmp_path / "one" / "samples.jsonl"
     page = html.unescape(report.html(tmp_path / "one"))
     for line in samples.open():

@@ -111,13 +111,16 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
     """Return (metadata, tensors) from a safetensors file whose header is within the limits."""
     try:
         with open_plain(path) as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            raise ValueError(
-                f"its header has {length:,} bytes. If torch.save wrote it, call "
-                "model.load_state_dict(torch.load(FILE))"
-            )
+            reason = f"its header has {length:,} bytes"
+            if start.startswith((b"PK\3\4", b"\x80\2")):  # a zip file or a pickle
+                reason = (
+                    "torch.save wrote it. In Python, call model.load_state_dict(torch.load(FILE))"
+                )
+            raise ValueError(reason)
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}

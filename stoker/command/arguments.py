@@ -22,6 +22,8 @@ VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--con
 VALUED |= {"--config-name", "--experimental-rerun"}
 NO_EXPERIMENT = "experiment=null"
 DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
+# A setting whose value Hydra does not read without quotes of its own.
+AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that count as typed when there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
@@ -72,17 +74,17 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra needs them.
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
-    The project adds its experiment, its `configs/` and its folder for runs. A prompt is kept
-    character for character. Hydra's own spelling replaces null for a group. `stoker plan` is short
-    for `stoker task=plan`, and so on for each task.
+    The project adds its experiment, its `configs/` and its folder for runs. A prompt and a table's
+    punctuation are kept character for character. Hydra's own spelling replaces null for a group.
+    `stoker plan` is short for `stoker task=plan`, and so on for each task.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key == "prompt" and value:
-            argument = f"prompt={quoted(value)}"
+        if re.fullmatch(AS_TYPED, argument):
+            argument = f"{key}={quoted(value)}"
         given.append(DELETE_EXPERIMENT if argument == NO_EXPERIMENT else argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]

@@ -73,9 +73,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        plus = "+" if "." in key else ""  # the metric or callback may be new
         raise UserError(
             f"{key}: this needs a _target_: the dotted name of a class or function. Type "
-            f"{key}._target_=..."
+            f"{plus}{key}._target_=..."
         )
     target = node["_target_"]
     part = key if key in FACTORIES else key.partition(".")[0]
@@ -92,7 +93,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # Built as a partial and called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        reason = first_line(error.__cause__ or error)
+        cause = error.__cause__  # None for a target that Hydra never calls
+        reason = "this target is never allowed." if cause is None else first_line(cause)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_augmentation = key == "dataset.augment" and isinstance(located, type)
     if (key in FACTORIES and not is_augmentation) or (key == "loss" and is_loss_function(node)):

@@ -81,8 +81,12 @@ def check_choices(given: Mapping[str, Any]) -> None:
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
         target = settings.value_of(given, key)
-        if key not in typed and target != settings.value_of(of_choices([choice]), key):
-            raise UserError(f"{choice}: another file sets {key}={target}. Remove it there.")
+        chosen_target = settings.value_of(of_choices([choice]), key)
+        if key not in typed and target != chosen_target:
+            raise UserError(
+                f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
+                f"Remove it there, or type {key}={chosen_target} as well."
+            )
 
 
 def check_length(given: Mapping[str, Any]) -> None:

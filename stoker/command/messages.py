@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from stoker.trainer.errors import (
 )
 
 LONGEST = 500  # characters in a line: a value or a path may have any length
+FOR_EXPERIMENT = "The files of this group begin with '# @package _global_'."
 # Failures of a disk or file system. Any other OSError means that a path is wrong.
 FAILING = {
     getattr(errno, name, None)
@@ -63,7 +65,10 @@ def explanation(error: BaseException) -> str:
         text = explain(error)
         if text is not None:
             return text
-    return re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
+    text = re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
+    if re.search(r"No earlier Group Default for '\S+@experiment\.", text):
+        text += f"\n{FOR_EXPERIMENT}"
+    return text
 
 
 def no_such_option(error: BaseException) -> str | None:
@@ -77,7 +82,7 @@ def no_such_option(error: BaseException) -> str | None:
         return f"sweep=optuna needs the Hydra plugin of that name.\nType {install}."
     options = getattr(error, "options", None)  # Hydra does not name the options of a list
     options = options or [path.stem for path in configs.options(group)]
-    hint = did_you_mean(choice, options)
+    hint = did_you_mean(choice.removesuffix(".yaml"), options)
     return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
 
 
@@ -87,6 +92,11 @@ def key_mistake(error: BaseException) -> str | None:
     if "is not in struct" in str(cause):
         usual = of_choices(arguments.choices(sys.argv[1:]))
         return no_such_key(str(getattr(cause, "full_key", "")), usual)
+    if "incompatible container" in str(cause):
+        key, _, value = first_line(error).removeprefix("Error merging override ").partition("=")
+        if value.startswith("{"):
+            return f"{key}: this is a list. Type {shlex.quote(f'{key}=[{value}]')}."
+        return f"{key}: this is a group of keys. Type {key}.KEY=VALUE."
     if isinstance(error.__cause__, OmegaConfBaseException):
         return f"{first_line(error)}\n{first_line(cause)}"
     return None
@@ -124,7 +134,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     """Explain a misspelled key, with a hint about the right one."""
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
-        hint = " The files of this group begin with '# @package _global_'."
+        hint = f" {FOR_EXPERIMENT}"
     command = " ".join(invocation.program())
     return f"{key}: there is no such key.{hint}\nType {command} --help to see the keys."
 
@@ -146,6 +156,9 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
+    if group in ("metrics", settings.GROUP_OF_MANY):
+        to_add = f" Type +{key}._target_=... to add your own."
+        anywhere = siblings
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
@@ -154,4 +167,4 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) else ""
+    return to_add if f"{group}._target_" in flat(config) or anywhere is siblings else ""

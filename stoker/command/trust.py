@@ -124,6 +124,8 @@ def locate(key: str, target: str) -> Any:
         UserError: it does not exist, or is not trusted; then it is not imported either.
     """
     place = f"{key}._target_={target}"
+    if "." not in target:
+        raise UserError(f"{place}: give the dotted name of a class or function, as in mine.Name.")
     top = target.partition(".")[0]
     trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
     advice = trust_setting([*own_packages(trusted), top])

@@ -14,7 +14,7 @@ from stoker.runs.confusion import classes_of
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.readable import numbers
-from stoker.runs.result import RunResult
+from stoker.runs.result import RunResult, command_for
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer
@@ -64,6 +64,8 @@ def write(
         result=result,
         command=result.script or command(overrides),
         load=load_arguments(folder, overrides),
+        generate=command_for("generate", folder, own_packages(overrides), "prompt=TEXT"),
+        can_generate=data.tokens is not None and hasattr(module, "generate"),
     )
     write_text(folder / "model.md", f"{text}\n")
 

@@ -56,8 +56,11 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     """Return inputs to compare outputs on, and a name for them.
 
     They are some of the run's test data, or the first rows of its table. If `dataset`, the node of
-    the run's data set, cannot be read, they are generated.
+    the run's data set, cannot be read, they are generated. Data of unknown shape
+    has none.
     """
+    if about["kind"] == "other":
+        return torch.empty(0), ""
     try:
         if about["table"] is not None:
             from stoker.data import tables  # it imports pyarrow
@@ -110,6 +113,7 @@ def export(
     """Write a `Trained` model, and path.md, which says how to use it.
 
     The outputs for batches of 1, of 3 and of all `inputs` are compared with the eager model's.
+    Without inputs, only format=safetensors is possible, and nothing is compared.
 
     Returns:
         The path, the largest difference between outputs, and the largest output.
@@ -121,18 +125,23 @@ def export(
     """
     check_tested(model, Path(folder))
     path = place(folder, form, output)
+    outputs = None
+    difference = 0.0
+    largest = 0.0
     with replacing(path) as partial:
         try:
             with warnings.catch_warnings(), quiet():
                 warnings.simplefilter("ignore")
-                with torch.inference_mode():
-                    outputs = model(inputs[:1])
+                if len(inputs):
+                    with torch.inference_mode():
+                        outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, Tensor):
                     raise TypeError(
                         f"it returns {kind_of(outputs)}, but an exported model must return a tensor"
                     )
                 run = WRITERS[form](model, inputs, partial)
-                difference, largest = compare(model, run, inputs)
+                if len(inputs):
+                    difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise all kinds of errors for unsupported models
@@ -276,7 +285,7 @@ def write_card(
         places=(),
         form=form,
         file=path.name,
-        row=inputs[0].tolist(),
+        row=inputs[:1].flatten().tolist(),
         outputs=outputs,
         date=time.strftime("%Y-%m-%d"),
         versions={"python": platform.python_version(), "torch": torch.__version__},

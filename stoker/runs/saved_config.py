@@ -214,7 +214,8 @@ def load_config(key: str, folder: str | Path) -> Config:
     if not path.is_file():
         reason = "this is not a run directory, since it has no config.yaml"
         if not os.path.isdir(folder):
-            reason = "there is no such folder"
+            is_file = os.path.isfile(folder)
+            reason = "this is a file" if is_file else "there is no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()

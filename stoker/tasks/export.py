@@ -18,11 +18,13 @@ def export(cfg: DictConfig) -> None:
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
-    if model.about["kind"] == "other":
+    if model.about["kind"] == "other" and cfg.format != "safetensors":
+        exporter = "torch.onnx.export" if cfg.format == "onnx" else "torch.export.export"
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"run={cfg.run}: an export needs example inputs, and {model.about['dataset']} does not "
-            f"give their shape.\nCall torch.onnx.export with stoker.load({loading}) and an input."
+            f"run={cfg.run}: format={cfg.format} needs example inputs, but the data does not give "
+            "their shape.\nType format=safetensors for the weights alone, or call "
+            f"{exporter} with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
@@ -31,7 +33,8 @@ def export(cfg: DictConfig) -> None:
         model, cfg.run, cfg.format, inputs, whose, cfg.output
     )
     terminal.show(f"export   {path}; {path.name}.md beside it says how to use it")
-    terminal.show(
-        f"check    its outputs differ by at most {difference:.2g}, "
-        f"on a scale of {largest:.2g}, from PyTorch's on {whose}"
-    )
+    if len(inputs):
+        terminal.show(
+            f"check    its outputs differ by at most {difference:.2g}, "
+            f"on a scale of {largest:.2g}, from PyTorch's on {whose}"
+        )
