@@ -24,10 +24,10 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import checkpoint, optimizers, parallel, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.copies import move
 from stoker.trainer.device import choose
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.trainer import Trainer
+from stoker.trainer.transfer import move
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

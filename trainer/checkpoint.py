@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from stoker.trainer import copies, launch, parallel, stopping
 from stoker.trainer import device as devices
+from stoker.trainer import launch, parallel, stopping, transfer
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log
@@ -153,7 +153,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
             if not launch.is_first() and not everywhere:
                 return None
             sources.add(value.device)
-            return copies.to_host(value.detach())
+            return transfer.to_host(value.detach())
         if isinstance(value, dict):
             return {key: copied(item) for key, item in value.items()}
         if isinstance(value, list):

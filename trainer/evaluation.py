@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import copies, losses, memory, misuse, optimizers, parallel, seeding
 from stoker.trainer import device as devices
+from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import by_name, dealt
 from stoker.trainer.metrics import Mean, OfClasses
@@ -45,7 +45,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
-                batch = copies.move(batch, trainer.device)
+                batch = transfer.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(compute, batch)
                 if not parallel.has_samples(loader):
                     continue

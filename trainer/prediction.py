@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import copies, evaluation, misuse, parallel
+from stoker.trainer import evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt
@@ -62,7 +62,7 @@ class Predicting(Batching):
         try:
             with evaluation.evaluating(trainer):
                 for batch in loader:
-                    batch = copies.move(batch, trainer.device)
+                    batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.ranks() > 1:

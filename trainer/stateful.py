@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import checkpoint, copies, schedules
+from stoker.trainer import checkpoint, schedules, transfer
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.loading import IterableLoader
@@ -137,7 +137,7 @@ class Stateful:
                 callback.load_state_dict(state["callbacks"][name])
         for name in SAVED:
             setattr(self, name, state[name])
-        self.carried = copies.move(state.get("carried", {}), self.device)
+        self.carried = transfer.move(state.get("carried", {}), self.device)
 
     def resume_from(self, state: Any, loader: Any = None) -> None:
         """Load a state and freeze the parameters that were frozen in it, to continue training."""

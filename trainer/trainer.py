@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from stoker.trainer import device as devices
 from stoker.trainer import (
-    copies,
     evaluation,
     fitting,
     launch,
@@ -20,8 +20,8 @@ from stoker.trainer import (
     seeding,
     settings,
     steps,
+    transfer,
 )
-from stoker.trainer import device as devices
 from stoker.trainer.callback import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
@@ -168,7 +168,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                     self.model.train()
                     for batch in self.train_loader:
                         with self.spans["transfer"]:
-                            batch = copies.move(batch, self.device)
+                            batch = transfer.move(batch, self.device)
                         self.begin_step(batch)
                         loss = self.train_step(batch)
                         self.step += 1

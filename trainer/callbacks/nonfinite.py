@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, copies, launch, parallel
+from stoker.trainer import checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
 from stoker.trainer.callbacks.saving import Checkpoint
@@ -168,7 +168,7 @@ def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
         epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
         trainer.train_loader.seek(trainer.epochs_before + epoch, position)
         for batch in trainer.train_loader:
-            yield copies.move(batch, trainer.device)
+            yield transfer.move(batch, trainer.device)
             if trainer.step == last:
                 return
 
