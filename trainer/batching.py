@@ -80,7 +80,7 @@ class Batching:
             self.step_weight = sum(map(self.loss_weight, batch.parts))
         else:
             self.step_weight = self.loss_weight(batch)
-        if parallel.joined > 1:
+        if parallel.process_count > 1:
             samples = self.train_loader.global_size
             parallel.check_size(samples)
             self.micro_batch.global_samples = samples

@@ -82,7 +82,7 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return IterableLoader(
             loader.loader, seed, sample_dim, loader.steps_per_epoch, loader.accumulate
         )
-    if parallel.ranks() == 1 or hasattr(loader, "global_size"):
+    if parallel.process_count == 1 or hasattr(loader, "global_size"):
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
@@ -221,7 +221,7 @@ class IterableLoader(Seekable):
                 place.number += 1
                 if place.number <= place.drop:
                     continue
-                if parallel.joined > 1:
+                if parallel.process_count > 1:
                     size, batch = batches.deal(
                         batch, launch.rank(), launch.world_size(), self.sample_dim
                     )

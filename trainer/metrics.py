@@ -64,7 +64,7 @@ class Mean:
 
     def over_ranks(self) -> "Mean":
         """Return the Mean over all processes; all processes must call this."""
-        if parallel.ranks() == 1:
+        if parallel.process_count == 1:
             return self
         mean = Mean()
         total = parallel.add_up(float(self.total))
@@ -121,13 +121,13 @@ class Sums:
 
 def check_over_ranks(metrics: Mapping[str, Any]) -> None:
     """Raise UserError for a metric that cannot be summed over several processes."""
-    if parallel.ranks() == 1:
+    if parallel.process_count == 1:
         return
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
                 f"metrics.{name}: {type(metric).__name__} cannot be summed over "
-                f"{parallel.ranks()} processes.\n"
+                f"{parallel.process_count} processes.\n"
                 "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or remove it."
             )

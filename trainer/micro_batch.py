@@ -43,7 +43,7 @@ class MicroBatch:
         settings.check("grad_accum_steps", parts)
         settings.check_micro_batch(size, parts)
         self.adapts: bool = size == "auto"
-        if self.adapts and parallel.ranks() > 1:
+        if self.adapts and parallel.process_count > 1:
             raise UserError(
                 "micro_batch=auto: several processes must split a batch in the same way. Type "
                 "micro_batch=N."
@@ -75,11 +75,11 @@ class MicroBatch:
         parts = self.parts
         if self.size is not None:
             samples = self.global_samples or batches.size(batch, self.sample_dim)
-            parts = math.ceil(samples / (parallel.ranks() * self.size))
+            parts = math.ceil(samples / (parallel.process_count * self.size))
         if parts == 1:
             return [batch]
         if self.global_samples is not None:  # the fewest that a process has
-            parts = min(parts, self.global_samples // parallel.ranks())
+            parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 
     def work(

@@ -174,7 +174,7 @@ def check_uncut(trainer: "Trainer", loader: Any) -> None:
     setting = trainer.micro_batch.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
-    if carried and (parallel.ranks() > 1 or trainer.replica_indices):
+    if carried and (parallel.process_count > 1 or trainer.replica_indices):
         setting = f"strategy={trainer.strategy}"
     if setting is not None and (carried or accumulates):
         reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"

@@ -36,7 +36,7 @@ DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between the exchanges of an Agreement
 MOST_CALLS = 64  # at most this many calls between exchanges, because the next steps may be slow
 
-joined: int = 1  # the number of processes that train together, set by `start`
+process_count: int = 1  # the number of processes that train together, set by `start`
 
 
 def start(strategy: str, device: torch.device) -> str:
@@ -47,7 +47,7 @@ def start(strategy: str, device: torch.device) -> str:
     Raises:
         UserError: The strategy supports only one process, and there are several.
     """
-    global joined
+    global process_count
     name, listed = check_strategy(strategy)
     if launch.world_size() == 1:
         return "single" if name == "auto" else strategy
@@ -68,7 +68,7 @@ def start(strategy: str, device: torch.device) -> str:
             world_size=launch.world_size(),
             timeout=timedelta(seconds=launch.timeout),
         )
-    joined = dist.get_world_size()
+    process_count = dist.get_world_size()
     return "ddp" if name == "auto" else name
 
 
@@ -85,15 +85,10 @@ def exchange_for(strategy: str, device: torch.device) -> str:
 
 def leave() -> None:
     """Leave the process group at the end of a successful run."""
-    global joined
+    global process_count
     if dist.is_initialized():
         dist.destroy_process_group()
-        joined = 1
-
-
-def ranks() -> int:
-    """Return how many processes train together."""
-    return joined
+        process_count = 1
 
 
 # Wrap a model
@@ -115,7 +110,7 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
         return module
     if name == "dp":
         return replicated(module, strategy, device, listed)
-    if ranks() == 1:
+    if process_count == 1:
         log.warning("strategy=%s has no effect with a single process.", name)
         return module
     unwrap(module)  # from an earlier Trainer
@@ -374,11 +369,11 @@ def plain_text(module: torch.nn.Module) -> str:
 
 def description(trainer: Any) -> str:
     """Return ", 16 on each of 4 processes (ddp)" for the plan, "" for one process."""
-    if ranks() == 1:
+    if process_count == 1:
         return ""
     size = getattr(trainer.train_loader, "batch_size", None)
-    each = f", {math.ceil(size / ranks())} on each of" if size else " on"
-    return f"{each} {ranks()} processes ({trainer.strategy})"
+    each = f", {math.ceil(size / process_count)} on each of" if size else " on"
+    return f"{each} {process_count} processes ({trainer.strategy})"
 
 
 # In a step
@@ -396,7 +391,7 @@ def gradient_sync(
 
     Only the last micro-batch of a step needs to exchange them.
     """
-    if joined == 1:
+    if process_count == 1:
         return NOTHING
     set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
     if set_sync is not None:
@@ -413,12 +408,12 @@ def average_gradients(module: torch.nn.Module) -> None:
     Call it in your own step if the step calls parts of `trainer.module`, such as one of several
     models. If it calls `trainer.model`, the backward pass averages them.
     """
-    if joined == 1:
+    if process_count == 1:
         return
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
-            parameter.grad /= joined
+            parameter.grad /= process_count
 
 
 def broadcast_weights(model: torch.nn.Module) -> None:
@@ -459,7 +454,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 def add_up(value: Summable) -> Summable:
     """Return the sum of a number or a tensor over all processes; None adds nothing."""
-    if ranks() == 1:
+    if process_count == 1:
         return value
     values = [part for part in from_all(value) if part is not None]
     total: Any = sum(values[1:], values[0]) if values else None
@@ -471,11 +466,11 @@ def add_up(value: Summable) -> Summable:
 
 def from_all(value: Any) -> list[Any]:
     """Return the values of all processes, by rank: plain values, or tensors on the CPU."""
-    if ranks() == 1:
+    if process_count == 1:
         return [value]
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-    values = [None] * ranks()
+    values = [None] * process_count
     dist.all_gather_object(values, value)
     return values
 
@@ -491,9 +486,9 @@ def check_sampler(loader: Any) -> None:
 
 def check_size(samples: int) -> None:
     """Raise UserError for a batch with fewer samples than processes."""
-    if samples < ranks():
+    if samples < process_count:
         raise UserError(
-            f"A batch of {samples} is too small to split among {ranks()} processes.\n"
+            f"A batch of {samples} is too small to split among {process_count} processes.\n"
             "Type a larger batch_size."
         )
 
@@ -507,16 +502,16 @@ def weight(
     known.
     """
     if total is not None:
-        return float(here) * ranks() / total
+        return float(here) * process_count / total
     part = losses.on_device(here, device)
     whole = part.clone()
     dist.all_reduce(whole)
-    return losses.fraction(part * ranks(), whole)
+    return losses.fraction(part * process_count, whole)
 
 
 def has_samples(loader: Any) -> bool:
     """Return whether this process has its own part of the last batch, not a borrowed sample."""
-    return joined == 1 or launch.rank() < loader.global_size
+    return process_count == 1 or launch.rank() < loader.global_size
 
 
 # Sharded tensors
@@ -567,11 +562,11 @@ class Agreement:
         self.calls = 0  # calls since the last exchange
         self.soonest = 1  # the call at which to exchange
         # A single process exchanges nothing: this costs one C call per step.
-        self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
+        self.is_asked: Callable[[Any], bool] = bool if process_count == 1 else self.any_is_asked
 
     def now(self) -> float:
         """Return the seconds since the start, on the slowest clock."""
-        return time.monotonic() - self.start if ranks() == 1 else self.agreed
+        return time.monotonic() - self.start if process_count == 1 else self.agreed
 
     def exchange_next(self) -> None:
         """Exchange at the next call, because the next operation may take longer than a step."""

@@ -65,7 +65,7 @@ class Predicting(Batching):
                     batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
-                    if parallel.ranks() > 1:
+                    if parallel.process_count > 1:
                         # A rank without samples has computed a borrowed one.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None

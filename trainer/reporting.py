@@ -70,7 +70,7 @@ class Reporting(Stateful):
         misuse.warn_of_untrained(trainer)
         self.log(self.training_numbers())
         steps.check_scale(trainer)
-        self.window.restart()
+        self.window.start_clock()
 
     def memory_report(self) -> dict[str, float]:
         """Return MiB by use; `peak` is for the device, or on the CPU and mps, for the process."""

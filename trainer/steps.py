@@ -39,7 +39,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
         step = adaptive_step
     if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
         return step
-    if step is not None or parallel.ranks() > 1:
+    if step is not None or parallel.process_count > 1:
         raise UserError(
             f"optimizer: {type(trainer.optimizer).__name__} evaluates the loss several times per "
             "step: use one process, without compile=graph, precision=fp16 and micro_batch=auto."
@@ -174,7 +174,7 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
             if fraction is not None:
                 loss = losses.scaled(loss, fraction, outputs)
             terms.append(loss.detach())
-            if parallel.joined > 1:
+            if parallel.process_count > 1:
                 loss = losses.scaled(loss, trainer.process_weight, outputs)
             with trainer.spans["backward"]:
                 trainer.scaler.scale(loss).backward()

@@ -159,7 +159,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             try:
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
-                self.window.restart()
+                self.window.start_clock()
                 if self.evaluation_due:  # the run was interrupted during an evaluation
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
@@ -209,7 +209,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 if fraction is not None:
                     loss = losses.scaled(loss, fraction, outputs)
                 terms.append(loss.detach())
-                if parallel.joined > 1:  # which average their gradients
+                if parallel.process_count > 1:  # which average their gradients
                     loss = losses.scaled(loss, self.process_weight, outputs)
                 with self.spans["backward"]:
                     loss.backward()

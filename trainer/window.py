@@ -43,7 +43,7 @@ class Window:
         for mean in (self.loss, self.grad_norm, self.skipped):
             mean.reset()
 
-    def restart(self) -> None:
+    def start_clock(self) -> None:
         """Start the clock."""
         self.start = time.perf_counter()
 

@@ -202,7 +202,7 @@ def examine(
     rank, report = min(reports, key=lambda item: item[1][0][0])
     position, text = report[0]
     place = f"in step {trainer.step:,}"
-    if parallel.ranks() > 1:
+    if parallel.process_count > 1:
         place += f" on rank {rank}"
     if position == 0:
         return f"{place}, {text}.\nCheck these samples, or remove them."
