@@ -71,7 +71,7 @@ class Batching:
         """Return the number of samples in a batch."""
         return batches.size(batch, self.sample_dims)
 
-    def weigh(self, batch: Any) -> None:
+    def measure_batch(self, batch: Any) -> None:
         """Record the samples and the weight of this process's part of a step's batch."""
         self.step_samples = batches.size(batch, self.sample_dims)  # `samples` inlined
         if self.weighs_samples:
@@ -87,7 +87,7 @@ class Batching:
             total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
-    def cut(self, batch: Any) -> MicroBatches:
+    def split_with_fractions(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their fractions of its weight."""
         is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
         if is_whole and not self.may_weigh_nothing and not isinstance(batch, batches.Accumulated):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 
-def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
+def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
 
     The loss is left out if `compute_loss` returns None for it.
@@ -40,7 +40,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     try:
         reset(trainer)
         # Not inference_mode, which does not allow in-place copies of sharded parameters.
-        with evaluating(trainer), torch.no_grad(), losses.examined(trainer):
+        with eval_mode(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
@@ -66,7 +66,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     return {name: misuse.number(name, loss_mean.compute()), **values}
 
 
-def of_fit(trainer: "Trainer") -> dict[str, Any]:
+def validate(trainer: "Trainer") -> dict[str, Any]:
     """Return the results for all validation loaders of a fit."""
     results = {}
     for split, loader in by_name(trainer.val_loader).items():
@@ -95,7 +95,7 @@ def reset(trainer: "Trainer") -> None:
 
 
 @contextlib.contextmanager
-def evaluating(trainer: "Trainer") -> Iterator[None]:
+def eval_mode(trainer: "Trainer") -> Iterator[None]:
     """Put the model in evaluation mode and call the hooks; restore everything at the end."""
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)

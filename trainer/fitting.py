@@ -73,7 +73,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 
 @contextlib.contextmanager
-def isolated(trainer: "Trainer") -> Iterator[None]:
+def setup_and_cleanup(trainer: "Trainer") -> Iterator[None]:
     """Isolate a fit: clear the gradients before and after it, and restore the random states."""
     trainer.unoptimized = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)

@@ -60,7 +60,7 @@ class Predicting(Batching):
             return results
 
         try:
-            with evaluation.evaluating(trainer):
+            with evaluation.eval_mode(trainer):
                 for batch in loader:
                     batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_micro_batch.work(compute, batch)

@@ -75,7 +75,7 @@ class Trainer(Predicting, Stoppable, Reporting):
     """
 
     # The rest is in the base classes:
-    # - Batching: a batch's samples and weight; weigh, cut, process_weight
+    # - Batching: a batch's samples and weight; measure_batch, split_with_fractions
     # - Stateful: what a checkpoint saves; step, epochs_before (those of earlier fits), is_due
     # - Reporting: hooks and rows; call, log, check_and_log
     # - Stoppable: stop, interrupt, stop_reason, poll_interruption
@@ -155,7 +155,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
         batch = None
-        with fitting.isolated(self):
+        with fitting.setup_and_cleanup(self):
             try:
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
@@ -200,7 +200,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
         terms = []  # `steps.accumulate` repeats this loop for special steps
-        micro_batches = self.cut(batch)
+        micro_batches = self.split_with_fractions(batch)
         for i, (micro_batch, fraction) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
@@ -239,11 +239,11 @@ class Trainer(Predicting, Stoppable, Reporting):
     def evaluate(self, loader: Any, split: str = "val") -> dict[str, Any]:
         """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader."""
         with self.spans["evaluation"]:
-            return evaluation.evaluate(self, loader, split)
+            return evaluation.run(self, loader, split)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in evaluation mode, with averaged weights if there is an EMA."""
-        return evaluation.evaluating(self)
+        return evaluation.eval_mode(self)
 
     def close(self) -> None:
         """Drop the model, the optimizer and the data, and free their memory."""
@@ -269,7 +269,7 @@ class Trainer(Predicting, Stoppable, Reporting):
     def begin_step(self, batch: Any) -> None:
         """Record the learning rates, and seed the step so that it depends only on (seed, step)."""
         self.rates = self.scheduler.get_last_lr()
-        self.weigh(batch)
+        self.measure_batch(batch)
         self.seed_generators("step")
 
     def seed_generators(self, use: str) -> None:
@@ -285,7 +285,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             with self.spans["evaluation"]:  # includes the row, unlike that of `evaluate`
                 # It may take long, so the processes exchange interruptions at its start and end.
                 self.agreement.exchange_next()
-                results = evaluation.of_fit(self)
+                results = evaluation.validate(self)
                 self.agreement.exchange_next()
                 self.evaluation_due = False
                 self.log(results)
