@@ -249,7 +249,7 @@ def test_a_number_that_is_not_finite_is_never_the_best(tmp_path, caplog, value):
     assert stopping.best == saver.best == {"step": 2, "value": 0.25}
     assert trainer.step == 4
     assert caplog.messages == [
-        f"{name}: val/score is {value} at step 1, which never counts as the best."
+        f"{name}: val/score is {value} at step 1, which is never the best value."
         for name in ("EarlyStopping", "Checkpoint")
     ]
 
@@ -822,6 +822,6 @@ def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_is_explain
     val.inputs[:] = math.nan
     resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
     with pytest.raises(
-        TrainingError, match="all weights are finite.\nCheck the data and the targets of val"
+        TrainingError, match="all weights are finite.\nCheck the inputs and the targets of val"
     ):
         resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

@@ -354,7 +354,7 @@ def test_explain_names_what_is_in_the_wrong_place(text):
     explained = step_errors.explain(caught.value, net, batch, CPU)
     assert (
         isinstance(explained, UserError)
-        and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+        and str(explained) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
     )
 
 
@@ -498,7 +498,7 @@ def test_the_trainer_explains_it(text, doing):
         WRONG[text](own.module)
         with pytest.raises(UserError) as caught:
             getattr(own, doing)(loader())
-        assert str(caught.value) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+        assert str(caught.value) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
         assert "device" in str(caught.value.__cause__)  # torch's own words are not lost
 
 

@@ -210,7 +210,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
             "result.json, which was not written by a run. Choose a different run_dir.",
         ),
         ({"test_loader": 3}, "evaluate: this int is not a loader"),
-        ({"val_loader": {"train": []}}, "a validation loader is named 'train'"),
+        ({"val_loader": {"train": []}}, "'train' is not a valid name"),
     ],
 )
 def test_a_mistake_is_found_before_the_training(tmp_path, monkeypatch, given, words):
