@@ -228,7 +228,7 @@ def test_a_mistake_that_the_first_step_finds_leaves_no_run_directory(tmp_path):
     trainer = begun()
     trainer.loss = torch.nn.MSELoss()
     batch = (torch.zeros(4, 6), torch.zeros(4))
-    with pytest.raises(UserError, match="the loss would broadcast them"):
+    with pytest.raises(UserError, match="The loss would broadcast them"):
         stoker.fit(trainer, [batch] * 3, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
