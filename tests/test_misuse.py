@@ -67,7 +67,7 @@ class Endless(IterableDataset):
         ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
         ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
         ({"callbacks": [Callback]}, "Callback: pass an instance"),
-        ({"callbacks": [STILL, STILL]}, "callbacks: the list has the same callback twice."),
+        ({"callbacks": [STILL, STILL]}, "callbacks: the list contains the same callback twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):

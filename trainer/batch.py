@@ -118,7 +118,7 @@ def resolved(sample_dim: SampleDimOf, auto: int | None) -> DimOf:
 def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
     """Return {name: number of samples} for everything in a batch that has samples.
 
-    The number is None if samples cannot be counted, in an object that is not a tensor.
+    The number is None for objects other than tensors and lists, whose samples cannot be counted.
     """
     counted: dict[str, int | None] = {}
 
@@ -134,7 +134,7 @@ def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
 
 
 def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], DimOf, bool]:
-    """Decide how to read lists: return ({name: number of samples}, dimensions, is unambiguous).
+    """Return ({name: number of samples}, sample dimensions, whether there is only one reading).
 
     If the tensors in a list are as long as everything else in the batch, like several inputs of a
     model, each tensor is split by rows. Otherwise each item of the list is a sample, like images of
@@ -186,7 +186,7 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, Di
 
 
 def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
-    """Split a batch into `parts` micro-batches of nearly equal size, or one per sample if fewer.
+    """Split a batch into at most `parts` micro-batches of nearly equal size.
 
     Raises:
         UserError: It is unclear how to split the batch.
@@ -202,10 +202,10 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
 
 
 def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
-    """Return (number of samples in the batch, this rank's part): samples rank, rank + ranks, ...
+    """Return (number of samples in the batch, this rank's part of the batch).
 
-    If there is no sample for this rank, its part is the first sample, which you must not count:
-    models may not accept an empty batch.
+    The part has the samples rank, rank + ranks and so on. If there are none, it has the first
+    sample, because models may not accept an empty batch. Do not count this sample.
 
     Raises:
         UserError: It is unclear how to split the batch, or nothing in it has samples.

@@ -21,7 +21,7 @@ class Batching:
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch
-    # The samples and the weight of the current step's batch: only the part in this process.
+    # Samples and weight of this process's part of the current batch.
     step_samples: int = 0
     step_weight: float | torch.Tensor = 0
     # Whether the weight of a training batch is its number of samples, which is free to compute.
@@ -44,7 +44,8 @@ class Batching:
 
         The name of a value is the expression that accesses it: `batch[0]`, `batch['x']`. For a list
         inside the batch, 0 means that each item is a sample, None looks inside the list, and "auto"
-        picks what fits the rest of the batch. Every part receives all values without samples.
+        picks what fits the rest of the batch. Values without samples are passed unchanged to each
+        part of a split batch.
         """
         return batches.usual_dim(name, value)
 
@@ -73,8 +74,8 @@ class Batching:
         return batches.size(batch, self.sample_dims)
 
     def measure_batch(self, batch: Any) -> None:
-        """Record the samples and the weight of a step's batch, and `process_weight`."""
-        self.step_samples = batches.size(batch, self.sample_dims)  # `samples` inlined
+        """Set `step_samples`, `step_weight` and `process_weight` for the batch of a step."""
+        self.step_samples = batches.size(batch, self.sample_dims)  # `self.samples`, inlined
         if self.weighs_samples:
             self.step_weight = self.step_samples
         elif isinstance(batch, batches.Accumulated):

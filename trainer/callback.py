@@ -48,7 +48,7 @@ class Callback:
         """Called with each logged row: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Called after a fit, even if it failed (`trainer.failed`) before its `on_fit_start`."""
+        """Called after every fit, even if it failed (`trainer.failed`) before `on_fit_start`."""
 
     def state_dict(self) -> State:
         """Return what to save in a checkpoint: tensors and plain values."""

@@ -27,7 +27,7 @@ State = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 FORMAT = "stoker-1"
-# This key marks JSON objects that represent tensors, tuples or dicts with keys of other types.
+# This key marks JSON objects that represent tensors, tuples, or dicts with keys other than strings.
 MARK = "$"
 # Limits that are checked before any tensor is read. A limit on bytes is not enough, because one
 # byte of JSON can become an object of a hundred bytes.
@@ -99,7 +99,7 @@ def load(path: str | Path) -> Any:
     # checking the digest, because cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest proves that nothing has changed, but not who wrote the file
-        # Count again: the header, counted by `read_tensors`, may hide commas as \\u002c.
+        # Count again, because commas in the header that was counted can be escaped as \\u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
@@ -125,7 +125,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             tensors = {name: file.get_tensor(name) for name in names}
             return file.metadata() or {}, tensors
     except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {path}.") from None
+        raise UserError(f"There is no checkpoint at {path}.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
         # EINVAL and ELOOP mean that this is not a regular file. Other system errors say nothing
         # about the contents of the file.
@@ -145,7 +145,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     """Copy the state to contiguous CPU tensors, so that training can go on while it is saved.
 
     Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
-    unless `everywhere` is True. Copies from a GPU are asynchronous; wait for them before returning.
+    unless `everywhere` is True. Copies from a GPU are asynchronous; they are complete on return.
     """
     sources: set[torch.device] = set()
 
@@ -293,7 +293,7 @@ def digest(tensors: Tensors, tree: str) -> str:
 def go_back(folder: str | Path, step: int) -> None:
     """Remove the checkpoints after `step`, and the temporary files of a save that was killed.
 
-    A run that resumes from `step` writes them again, and the newest one must be from this run.
+    A run that resumes from `step` writes them again, and the newest checkpoint must be its own.
     """
     for number, path in files(folder).items():
         if number > step:
@@ -369,7 +369,7 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
     if step not in (None, state["step"]):
-        raise DamagedCheckpoint(f"{path} is the state after step {state['step']}.")
+        raise DamagedCheckpoint(f"{path} contains the state after step {state['step']}.")
     return state
 
 

@@ -73,7 +73,7 @@ def muon(
     """Train hidden matrices with Muon; train embeddings, the output matrix and the rest with AdamW.
 
     Jordan 2024, kellerjordan.github.io/posts/muon. Updates are scaled as in Liu 2025, arXiv
-    2502.16982, section 2.2, so that a learning rate and a weight decay for AdamW work for both.
+    2502.16982, section 2.2, so that AdamW's learning rate and weight decay work for both.
 
     Args:
         params: Parameter groups.
@@ -94,8 +94,8 @@ def muon(
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
                 widths.add(child.embedding_dim)
-        # The last matrix computes the outputs, unless its number of rows is the width of an
-        # embedding: then the model multiplies by the embedding to get its outputs, as in GPT-2.
+        # The last matrix computes the outputs, unless it has as many rows as an embedding has
+        # columns. In that case, the embedding computes the outputs too, as in GPT-2.
         others.update(matrix for matrix in every_matrix[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []

@@ -67,8 +67,8 @@ def choose(name: object = "auto") -> torch.device:
     count = torch.accelerator.device_count()
     if index >= count or (number and processes > 1):
         raise UserError(
-            f"device={name}: each of the {processes} processes on this machine needs its own GPU, "
-            f"but it has {count}.\nType device={kind}, and start at most {count} processes."
+            f"device={name}: each of the {processes} processes needs its own GPU, but this machine "
+            f"has {count}.\nType device={kind}, and start at most {count} processes."
         )
     # Set this before anything else uses a GPU, which would create a context on device 0.
     torch.accelerator.set_device_index(index)
@@ -250,8 +250,8 @@ def check_compiler(device: torch.device) -> None:
         works = has_triton()
     if not works:
         raise UserError(
-            f"compile=true: {device} requires a compiler that is not installed: on the CPU, g++, "
-            "clang++ or cl on the PATH; on a GPU, Triton.\nInstall it, or type compile=false."
+            f"compile=true on {device} needs a compiler that is not installed: g++, clang++ or cl "
+            "(on the PATH) for the CPU, Triton for a GPU.\nInstall it, or type compile=false."
         )
 
 

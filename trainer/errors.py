@@ -32,7 +32,7 @@ class RunInUse(UserError):
 
 
 class TrainingError(RuntimeError):
-    """Training failed, for example on a non-finite loss or for lack of memory. Exit code 3."""
+    """Training failed, for example because the loss is not finite. Exit code 3."""
 
     exit_code = 3
 
@@ -120,9 +120,9 @@ def check_number(
     optional: bool = False,
     auto: bool = False,
 ) -> Any:
-    """Return `value` if it is a number (with `whole`, an int) within the bounds.
+    """Return `value` if it is a number within the bounds.
 
-    `optional` also allows None, and `auto` allows the word "auto".
+    `whole` requires an int, `optional` also allows None, and `auto` allows the word "auto".
 
     Raises:
         UserError: The value is anything else. The message says what is valid.
@@ -164,7 +164,7 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Escape control characters: a file name, for example, could contain terminal codes."""
+    """Escape control characters, because a file name, for example, could contain terminal codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 

@@ -27,12 +27,14 @@ Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
-    """Call `work(batch)`, but capture a repeated kind of step as a graph, and then replay it.
-    A graph repeats its kernels on the same memory, so each kind of step needs its own graph. A kind
-    is defined by the shapes and plain values in the batch, by which parameters are trained, and by
-    the optimizer's settings. The learning rate may change: it is a tensor (rounded to float32).
-    With more than MOST kinds, the others run without a graph. Each step seeds the device's
-    generator, so a replay draws the same random numbers as a normal step.
+    """Call `work(batch)`, or replay a graph of it if this kind of step has been captured.
+
+    A kind of step is captured when it occurs for the second time. A graph repeats its kernels on
+    the same memory, so each kind of step needs its own graph. A kind is defined by the shapes and
+    plain values in the batch, by which parameters are trained, and by the optimizer's settings. The
+    learning rate may change: it is a tensor (rounded to float32). With more than MOST kinds, the
+    others run without a graph. Each step seeds the device's generator, so a replay draws the same
+    random numbers as a normal step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -123,7 +125,7 @@ def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
 
 @contextlib.contextmanager
 def without_clock(trainer: Any) -> Iterator[None]:
-    """Hide attributes that change at each step: a captured step that reads them raises an error."""
+    """Hide attributes that change at each step, so that a step that reads them raises an error."""
     clocks = {name: vars(trainer).pop(name) for name in CLOCKS}
     try:
         yield
@@ -154,7 +156,9 @@ def check(trainer: "Trainer") -> None:
     elif trainer.strategy != "single":
         reason = "graphs support only one GPU. Type strategy=single."
     elif trainer.micro_batch.adapts:
-        reason = "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or false."
+        reason = (
+            "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
+        )
     elif not overrides.is_usual(type(trainer), "train_step"):
         name = type(trainer).__name__
         reason = f"{name} overrides train_step. Type compile=true or compile=false."

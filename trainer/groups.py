@@ -60,7 +60,7 @@ def named(module: torch.nn.Module) -> Names:
 
 
 def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
-    """Return the parameters with a name that matches `pattern` (fnmatch); UserError if none has."""
+    """Return the parameters with a name that matches `pattern` (fnmatch); UserError if none do."""
     matched = {p for p in names if any(fnmatchcase(name, pattern) for name in names[p])}
     if matched:
         return matched
@@ -96,7 +96,7 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
 
 
 def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> Groups:
-    """Return a group with weight decay and one without, or a single one if the rule sets it."""
+    """Return a group with weight decay and one without, or one group if the rule sets the decay."""
     group = {**options, "params": parameters}
     if "weight_decay" in options:
         return [group]
@@ -107,7 +107,10 @@ def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> G
 def divided(
     group: dict[str, Any], belongs: Callable[[torch.Tensor], bool]
 ) -> tuple[Groups, Groups]:
-    """Divide a group by whether `belongs(parameter)`; return both halves without empty groups."""
+    """Split a group by `belongs(parameter)`; return ([group that belongs], [group of the rest]).
+
+    A list is empty if its group would have no parameters.
+    """
     both: tuple[Groups, Groups] = ([], [])
     for parameter in group["params"]:
         groups = both[0] if belongs(parameter) else both[1]

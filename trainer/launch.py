@@ -77,7 +77,8 @@ def store() -> "Store":
 
 
 def whole_store() -> "Store":
-    """Return the store with all entries, also from before restarts. Torchrun or rank 0 hosts it.
+    """Return the store with the entries of all restarts, which torchrun or rank 0 hosts.
+
     Raises:
         LostContact: Rank 0 cannot be reached.
     """

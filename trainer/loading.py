@@ -151,8 +151,8 @@ class IterableLoader(Seekable):
     An epoch has `steps_per_epoch` steps, or one per batch. The next epoch continues where the last
     one stopped. When the iterable ends, it is read again from the start; each such reading is
     called a pass. When a run resumes, an iterable with `state_dict` and `load_state_dict` continues
-    where it was. For any other iterable, the batches of the pass up to that point are read again
-    and dropped.
+    where it stopped. For any other iterable, the batches of the pass up to that point are read
+    again and dropped.
 
     The iterable draws its random numbers from separate streams: before each batch, torch's
     generator continues a stream seeded by (seed, pass), and Python's and numpy's generators are
@@ -258,7 +258,7 @@ class IterableLoader(Seekable):
             place.seed = mix_seed(self.seed, "order", place.passes)
             self.seed_generators(place.seed, place.passes)
             torch.default_generator.manual_seed(place.seed)
-        seed_python(mix_seed(place.seed, place.number))  # not restored: each step reseeds Python
+        seed_python(mix_seed(place.seed, place.number))  # not restored, because each step reseeds
         try:
             if place.iterator is None:
                 with children_do_not_interrupt():

@@ -95,7 +95,7 @@ def has_class_weights(loss: Any) -> bool:
 
 
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
-    """Return whether every sample certainly has the same weight in the mean.
+    """Return whether it is certain that all samples have the same weight in the mean.
 
     `targets_are_uniform` means that all samples have the same number of targets, and that no class
     is negative.

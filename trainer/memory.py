@@ -107,9 +107,9 @@ def release(device: torch.device) -> None:
     gc.collect()
     libc = glibc()
     if libc is not None:
-        libc.malloc_trim(0)  # releases what `tuning.keep_pages` kept
+        libc.malloc_trim(0)  # also releases the pages that `tuning.keep_pages` has kept
     if device.type != "cpu":
-        backend = torch.get_device_module(device)  # torch.accelerator's fails on mps
+        backend = torch.get_device_module(device)  # torch.accelerator.empty_cache fails on mps
         # Once a kernel has failed, every call to the device raises an error.
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.empty_cache()

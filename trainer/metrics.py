@@ -179,7 +179,7 @@ class OfClasses(Sums):
         super().__init__()
 
     def counts(self, targets: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return a mask of the true classes that count: not the ignored ones, but all soft ones."""
+        """Return a mask of the targets that count: all except those of the ignored class."""
         ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
         if ignored is None or targets.is_floating_point():
             return torch.ones_like(true, dtype=torch.bool)
@@ -384,9 +384,9 @@ def default_metrics(
 ) -> dict[str, Sums]:
     """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
 
-    Classification has accuracy. It comes second if `target_dims`, the number of dimensions of a
-    sample's targets, is 1 (tokens, after perplexity) or 2 (pixels, after mean IoU). Other kinds
-    have R2, MAE and MSE, in the units of the targets.
+    For "classification", this is accuracy. Perplexity comes before it if the targets of a sample
+    are tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
+    other kinds, the metrics are R2, MAE and MSE, in the units of the targets.
     """
     if kind == "classification":
         if target_dims == 1:

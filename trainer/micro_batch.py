@@ -69,7 +69,7 @@ class MicroBatch:
         return MicroBatch(self.device, self.sample_dim, size, key="eval_batch_size")
 
     def split(self, batch: Any) -> list[Any]:
-        """Split a batch into micro-batches: the same number on every process."""
+        """Split a batch into the same number of micro-batches on every process."""
         if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
@@ -103,7 +103,7 @@ class MicroBatch:
                 return function(self.split(batch))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, self.sample_dim))
-            # Outside of `except`, in which the error would keep the tensors of its frames alive.
+            # Not inside `except`, where the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -120,7 +120,7 @@ class MicroBatch:
         log.warning("Out of memory with %d samples at once. Continuing with %d.", most, self.size)
 
     def explain(self, samples: int | None) -> TrainingError:
-        """Return the error for running out of memory with a batch of `samples`, or without any."""
+        """Return the error for running out of memory; `samples` is None before the first batch."""
         place = f"{self.device}"
         if samples is not None:
             place += f" with a batch of {samples}{self.description()}"

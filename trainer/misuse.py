@@ -67,7 +67,7 @@ def check_parts(
     callbacks: Any,
     groups: Any,
 ) -> None:
-    """Raise UserError for arguments with which a Trainer would train incorrectly or ignore one."""
+    """Raise UserError for arguments that a Trainer would ignore or train incorrectly with."""
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
@@ -81,7 +81,7 @@ def check_parts(
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
     if len(set(map(id, callbacks))) < len(callbacks):
-        raise UserError("callbacks: the list has the same callback twice.")
+        raise UserError("callbacks: the list contains the same callback twice.")
 
 
 def check_methods(kind: type, called: Collection[str]) -> None:
@@ -107,7 +107,7 @@ def check_unwrapped(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
-    """Raise UserError for rules of parameter groups, which a ready-made optimizer would ignore."""
+    """Raise UserError for parameter group rules that a ready-made optimizer would ignore."""
     has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
     if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
         raise UserError(
@@ -118,7 +118,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
 
 
 def check_loss_function(trainer: "Trainer", loss: Any) -> None:
-    """Raise UserError for a loss that would train incorrectly."""
+    """Raise UserError for a loss with which the Trainer would train incorrectly."""
     reduction = losses.option(loss, "reduction", "mean")
     # batchmean divides by the first dimension, usually the number of samples.
     is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
@@ -143,7 +143,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
         check_loader(trainer, loader, "fit")
     if trainer.optimizer is None:
         raise UserError(
-            "fit needs an optimizer: "
+            "fit needs an optimizer. Pass one, as in "
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
     check_loss(trainer, "fit")
@@ -160,7 +160,7 @@ def check_loss(trainer: "Trainer", use: str) -> None:
     """Raise UserError if the Trainer has no loss and `compute_loss` is not overridden."""
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(
-            f"{use} needs a loss. Pass one, such as Trainer(loss=torch.nn.CrossEntropyLoss()), or "
+            f"{use} needs a loss. Pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
             "override compute_loss."
         )
 
@@ -190,7 +190,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     """
     if trainer.module is None:
         raise UserError(
-            f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
+            f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
         )
     first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
     takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# private: the global optimizer hooks, for which a lean step must check, torch 2.15
+# private: the global optimizer hooks, which a lean step must check, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stoker.trainer import device as devices
@@ -77,7 +77,7 @@ def called(
     if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
         groups = [{"params": parameters}]  # LBFGS has no weight decay and accepts only one group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
-    as_ruled = [dict(group) for group in groups]  # copies, to which torch adds no defaults
+    as_ruled = [dict(group) for group in groups]  # copies, because torch adds defaults to `groups`
     try:
         optimizer = factory(groups, **options)
     except UserError:

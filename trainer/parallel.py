@@ -31,16 +31,17 @@ NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # fsdp gathers blocks with at least this many parameters separately, and smaller ones together.
 BLOCK = 2**20
-# Relative difference allowed in the norm of a weight, because processes may differ in hardware.
+# Allowed relative difference between the norms of a weight on two processes, which may run on
+# different hardware.
 DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between the exchanges of an Agreement
-MOST_CALLS = 64  # calls between two exchanges, at most: steps could become slower
+MOST_CALLS = 64  # maximum number of calls between two exchanges, in case steps become slower
 
 process_count: int = 1  # number of processes that train together; `start` sets it
 
 
 def start(strategy: str, device: torch.device) -> str:
-    """Join the other processes, if torchrun started several; return the strategy, never "auto".
+    """Join the other processes, if torchrun started several; return the strategy to use.
 
     Each process waits at most `launch.timeout` seconds for the others.
 
@@ -134,7 +135,7 @@ def trained(module: torch.nn.Module) -> set[str]:
 
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Raise UserError if a parameter was unfrozen whose gradients are not exchanged."""
+    """Raise UserError for unfrozen parameters whose gradients are not exchanged."""
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
@@ -154,7 +155,7 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         return DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device.index],
-            broadcast_buffers=bool(own_buffers(module)),  # rank 0's, which checkpoints save
+            broadcast_buffers=bool(own_buffers(module)),  # rank 0's buffers, as in a checkpoint
             gradient_as_bucket_view=True,
             # This keeps the buckets of the first step. Otherwise a resumed run would sum gradients
             # in a different order, and be off by 7e-9 with three or more processes.
@@ -333,7 +334,7 @@ def spread_norms(module: torch.nn.Module) -> None:
 
 
 def unwrap(module: torch.nn.Module) -> None:
-    """Undo the change to BatchNorms, because the module may outlive the process group."""
+    """Undo `spread_norms`, because the module may outlive the process group."""
     for child in module.modules():
         if isinstance(child, OverRanks):
             child.__class__ = type(child).__bases__[1]
@@ -465,7 +466,7 @@ def add_up(value: Summable) -> Summable:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Return [value of each rank]: plain values, or tensors on the CPU."""
+    """Return a list with the value of every rank: plain values, or tensors on the CPU."""
     if process_count == 1:
         return [value]
     if isinstance(value, torch.Tensor):
@@ -480,7 +481,7 @@ def check_sampler(loader: Any) -> None:
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
             "DistributedSampler: the Trainer itself splits each batch among the processes.\n"
-            "Pass a DataLoader without this sampler, with the batch size of all processes together."
+            "Pass a DataLoader without this sampler. Its batch_size is the total of all processes."
         )
 
 
@@ -539,7 +540,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Return a whole tensor, sharded like `target` if that is sharded, without communication."""
+    """Shard a whole tensor like `target`, if `target` is sharded, without communication."""
     if target is None or not is_shard(target) or is_shard(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -558,7 +559,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.start = time.monotonic()
-        self.agreed = 0.0  # the most seconds since the start on any process, at the last exchange
+        self.agreed = 0.0  # longest time since the start on any process, as of the last exchange
         self.calls = 0  # number of calls since the last exchange
         self.soonest = 1  # number of the call at which to exchange
         # A single process has nothing to exchange, and only calls a C function per step.
