@@ -1,4 +1,4 @@
-"""Predict: return the model's outputs for each batch of a loader, or for the whole loader."""
+"""The part of a Trainer that predicts the outputs for each batch of a loader, or for all of it."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ class Predicting(Batching):
     def predict(self, loader: Any) -> Any:
         """Return the outputs for all samples, on the CPU, in float32 even with autocast.
 
-        They have the structure that the model returns: a tensor (N, ...), or dicts and tuples of
-        tensors. A list has one item per sample. If the other dimensions of a tensor differ between
-        batches, it becomes such a list too.
+        The outputs have the structure that the model returns: a tensor (N, ...), or dicts and
+        tuples of tensors. A list has one item per sample. If the other dimensions of a tensor
+        differ between batches, it becomes such a list too.
 
         A batch is inputs or (inputs, targets). For other batches, override `predict_batch`.
         """
@@ -83,7 +83,7 @@ class Predicting(Batching):
 
 
 def combined(nestings: list[Any], combine: Combine) -> Any:
-    """Combine nestings of the same structure into one; each leaf is `combine(its values)`.
+    """Combine nestings of the same structure into one, with `combine(leaves)` for each leaf.
 
     A leaf is a tensor or a list.
 
@@ -161,7 +161,7 @@ def joined(leaves: list[Any]) -> Any:
 
 
 def interleaved(leaves: list[Any]) -> Any:
-    """Join the leaves of all ranks, with the samples in their order in the batch."""
+    """Join the leaves of all ranks, with the samples back in the order of the batch."""
     total = sum(map(len, leaves))
     whole: Any = [None] * total
     if are_uniform(leaves):

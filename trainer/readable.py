@@ -16,7 +16,7 @@ def number(value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """Format with three digits, or all digits before the point: "0.003", "3.2e-05", "5,450"."""
+    """Format with three significant digits, or as an integer: "0.003", "3.2e-05", "5,450"."""
     if 999.5 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return significant(value, 3)

@@ -22,7 +22,7 @@ class Reporting(Stateful):
     untrained: AbstractSet[str] = frozenset()
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of every callback, in the order of the list."""
+        """Call a hook on every callback, in the order of the list."""
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
@@ -54,7 +54,7 @@ class Reporting(Stateful):
         self.call("on_log", row)
 
     def training_numbers(self) -> dict[str, Any]:
-        """Return the row for the steps since the last one, and start the next row."""
+        """Return the numbers for the steps since the last row, and start a new row."""
         row = dict(self.window.row(self.rates, labels(self.optimizer.param_groups)))
         if self.device.type != "cpu":
             held = memory.counted("memory_reserved", self.device) / memory.MIB
@@ -65,8 +65,8 @@ class Reporting(Stateful):
     def check_and_log(self) -> None:
         """Log the steps since the last row, with checks that are too expensive for every step.
 
-        They check that unfrozen weights are trained and equal on all processes. The fp16 scale is
-        checked after the row is logged, so that the row shows what led to the error.
+        The checks make sure that unfrozen weights are trained and are equal on all processes. The
+        fp16 scale is checked after logging, so that the row shows what led to the error.
         """
         trainer: Any = self
         parallel.check_exchanged(self.model, self.module)

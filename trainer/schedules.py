@@ -17,7 +17,7 @@ Shape = Callable[[float], float]  # maps the progress (0 to 1) to a factor
 class Schedule:
     """Sets each group's learning rate to its `initial_lr` times `factor(step)`.
 
-    `factors` maps the patterns of rules to factors of their own. This class works like torch's
+    `factors` maps patterns of rules to their own factor functions. This class works like torch's
     LambdaLR, but takes a tenth of the time and keeps a rate that you set by hand. The plan of a run
     shows the `description`.
     """
@@ -80,7 +80,7 @@ class Schedule:
         return {"steps": self.steps, "given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. Load the optimizer first, which has the initial rates."""
+        """Continue from a state. Load the optimizer first, because it holds the initial rates."""
         self.steps = state["steps"]
         self.set_rates()
 
@@ -108,8 +108,8 @@ def schedule(
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     elif warmup != warmup_steps or warmup >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: the run has {total_steps} steps. Give a whole number of "
-            "steps less than this, or a fraction of the run, such as scheduler.warmup=0.1."
+            f"scheduler.warmup={warmup}: give a whole number of steps less than {total_steps} (the "
+            "steps of the run), or a fraction of the run, such as scheduler.warmup=0.1."
         )
 
     def factor(step: int) -> float:
@@ -203,7 +203,7 @@ def named(given: Any) -> Callable[..., Any]:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, from which the next schedule then starts."""
+    """Set the rate of a parameter group, also as the initial rate of the next schedule."""
     is_tensor = isinstance(group["lr"], torch.Tensor)
     group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     group.pop("initial_lr", None)

@@ -115,7 +115,7 @@ def check_thaw_at(value: Any) -> tuple[float, bool]:
     if match is None:
         raise UserError(
             f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, a number of "
-            "epochs, such as 'callbacks.freeze.thaw_at=2 epochs', or never."
+            "epochs ('callbacks.freeze.thaw_at=2 epochs'), or never."
         )
     return (int(match[1]) if match[1] else math.inf, match[2] is not None)
 

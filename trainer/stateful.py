@@ -65,7 +65,7 @@ class Stateful:
         self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
-        """Return {name: object with a state_dict} for checkpoints. Override it to add objects."""
+        """Return {name: object with a state_dict} to save; override it to add an optimizer."""
         parts = {
             "model": self.module,
             "optimizer": self.optimizer,

@@ -75,7 +75,7 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 
 def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
-    """Take a step of an optimizer that takes a closure, such as LBFGS."""
+    """Take a step with an optimizer that requires a closure, such as LBFGS."""
     parts = trainer.micro_batch.split(batch)
     norms = []
     carried = trainer.carried

@@ -23,7 +23,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: int | None = None  # the number of the first signal, if the program handles signals
-on_signal: Callable[[str], object] | None = None  # called with the signal's name; None raises
+# The handler calls this with the name of the signal, or raises `Interrupted` if it is None.
+on_signal: Callable[[str], object] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived while the program can exit at once. Exit code 128 + the signal's number."""
+    """A signal arrived at a point where the program can exit. Exit code 128 + the signal's number."""
 
 
 class EvaluationInterrupted(BaseException):

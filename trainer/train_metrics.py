@@ -47,7 +47,7 @@ class TrainMetrics(Trainer):
             )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
-        """Do the same as `Trainer.fit`."""
+        """Train as in `Trainer.fit`, starting with empty metrics."""
         evaluation.reset(self)
         return super().fit(train_loader, val_loader, resume)
 
@@ -69,7 +69,7 @@ class TrainMetrics(Trainer):
             self.metrics = of_training
 
     def training_numbers(self) -> dict[str, Any]:
-        """Return the row for the steps since the last one, including the metrics."""
+        """Return the numbers for the steps since the last row, including the metrics."""
         row = super().training_numbers()
         row.update(evaluation.metric_values(self, "train"))
         evaluation.reset(self)

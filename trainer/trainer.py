@@ -40,8 +40,8 @@ class Trainer(Predicting, Stoppable, Reporting):
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
     `fit`, in this order of preference. For what happens between steps, add a callback. One batch of
     the loader is one optimizer step. The result depends only on the model, the data, these
-    arguments and the seed. Override `sample_dim` if the first dimension of a batch does not count
-    its samples, and `loss_weight` if your loss does not divide by the number of samples.
+    arguments and the seed. Override `sample_dim` if the samples of a batch are not along its first
+    dimension, and `loss_weight` if your loss does not divide by the number of samples.
 
     Args:
         model: The module to train. It is moved to the device, in place.
@@ -49,7 +49,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             `compute_loss`.
         optimizer: Optimizer of the model's parameters, or a factory that is called with parameter
             groups, such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
-        scheduler: Factory that is called with (optimizer, total_steps=...); it advances each step.
+        scheduler: Factory of the learning rate schedule, called with (optimizer, total_steps=...).
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
         epochs: Length of the run, in passes over the training loader.
@@ -62,8 +62,8 @@ class Trainer(Predicting, Stoppable, Reporting):
         channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or for a
             model whose code calls `.view()`.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
-        micro_batch: Split by size instead, into at most this many samples each; "auto" starts with
-            whole batches and halves the size when memory runs out.
+        micro_batch: Instead, limit micro-batches to this many samples; "auto" starts with whole
+            batches and halves the size when memory runs out.
         max_grad_norm: Clip gradients to this norm; None disables clipping.
         log_every: Log a row every this many steps, and at the end of each epoch.
         eval_every: Evaluate every this many steps; None evaluates once per epoch.
@@ -76,7 +76,7 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     # From the base classes:
     # - Predicting: predict. Its base Batching measures and splits batches: step_samples and
-    #   step_weight are those of this process's part, process_weight is its factor in the gradient.
+    #   step_weight are those of this process's part, process_weight is the factor of its loss.
     # - Stoppable: stop, interrupt, poll_interruption, stop_reason, failed (an error ended the fit)
     # - Reporting: call (a hook), log, check_and_log, history (the logged rows), data_bytes (the
     #   loaders' data on the device). Its base Stateful is what a checkpoint saves: is_due,

@@ -14,7 +14,7 @@ UNIFIED = ("cpu", "mps", "meta")  # devices to which copies do not need pinned m
 def move(batch: Any, device: torch.device) -> Any:
     """Move a batch to the device: any nesting of tensors and objects with a `.to` method.
 
-    Host tensors are pinned, and copied without waiting for the device, while it works.
+    Host tensors are pinned and copied asynchronously, while the device works.
     """
     if isinstance(batch, (list, tuple)):
         for tensor in batch:

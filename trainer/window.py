@@ -48,13 +48,13 @@ class Window:
         self.start = time.perf_counter()
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Add the gradient norm of a step. It is the same on all processes, so only rank 0 does."""
+        """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks."""
         norm = parallel.whole(norm)
         if launch.is_first():
             self.grad_norm.update(norm)
 
     def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Record whether the fp16 scaler skipped a step. It skips on all processes or on none."""
+        """Record on rank 0 whether the fp16 scaler skipped a step, which all ranks skip or none."""
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 

@@ -139,7 +139,7 @@ class Lookahead(ShadowWeights):
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError(
-                "callbacks: Lookahead changes the weights that EMA averages. Put it before EMA."
+                "callbacks: Lookahead changes the weights that EMA averages. Put Lookahead first."
             )
         super().on_fit_start(trainer)
 

@@ -78,10 +78,11 @@ def savers(trainer: "Trainer") -> list[Checkpoint]:
 
 
 def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
-    """Replay the steps; return an error with the step and the cause, or the given error.
+    """Replay the steps to find the first bad one; return an error that explains it.
 
-    The Trainer is left in the state before this step. This state is saved to the NaNGuard's folder
-    as a checkpoint, and so is the batch.
+    Return the given error if the replay does not find the cause. Otherwise, the Trainer is left in
+    the state before the bad step, and NaNGuard's folder gets a checkpoint of this state and the
+    batch.
     """
     guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
     if guard is None or not error.symptom:

@@ -72,7 +72,7 @@ class Checkpoint(Monitor):
             self.metrics = {}
 
     def check_folder(self, trainer: "Trainer") -> None:
-        """Raise UserError if the folder is in use or is not a folder."""
+        """Raise UserError if the folder has checkpoints of another run, or is not a folder."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
                 f"{self.folder} already contains checkpoints. Pass a different folder, or resume "
