@@ -80,7 +80,7 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived at a point where the program can exit. Exit code 128 + the signal's number."""
+    """A signal arrived at a point where the program can exit. Exit code 128 + its number."""
 
 
 class EvaluationInterrupted(BaseException):
