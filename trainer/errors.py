@@ -1,4 +1,4 @@
-"""Exceptions that are shown as a short message instead of a traceback, and helpers to write it."""
+"""Exceptions that users see as a short message, without a traceback, and helpers to write it."""
 
 import difflib
 import logging

@@ -78,7 +78,7 @@ class MicroBatch:
             parts = math.ceil(samples / (parallel.process_count * self.size))
         if parts == 1:
             return [batch]
-        if self.global_samples is not None:  # at most as many as the smallest part has samples
+        if self.global_samples is not None:  # so that every rank has a sample per micro-batch
             parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 

@@ -311,7 +311,7 @@ def raise_if_explained(
 def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
-    """Return an error if a method that you did not override got a batch that is not a pair."""
+    """Return an error if a method that is not overridden received a batch that is not a pair."""
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
     if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None

@@ -104,7 +104,7 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     its statistics across all processes.
 
     Raises:
-        UserError: The strategy cannot work with this module or device.
+        UserError: The strategy does not support this module or device.
     """
     name, listed = check_strategy(strategy)
     if name == "single":

@@ -26,7 +26,7 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: str = INDENT) -> str:
-    """Wrap lines at words, with a hanging indent. Do not wrap commands and indented lines."""
+    """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped."""
     lines = []
     for line in text.split("\n"):
         is_text = not line.startswith(" ") and not COMMAND.search(line)
