@@ -11,9 +11,9 @@ import torch
 from torch import Generator, Tensor
 
 from stoker.data.transforms import PerSample, is_transform
-from stoker.trainer.copies import to_device
 from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
+from stoker.trainer.transfer import to_device
 
 # Geometric augmentations in the order in which they are applied, whatever their order in the list.
 # `flip` takes no value; these are the defaults of the others.

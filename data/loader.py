@@ -17,11 +17,11 @@ from stoker.data.samples import make_loader
 from stoker.data.splits import Split
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers
 from stoker.trainer import launch
-from stoker.trainer.copies import move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
+from stoker.trainer.transfer import move, to_device
 
 # The number of values to gather and normalize at once. On a CPU they should fit in the cache: an
 # epoch of MNIST takes 19 ms with 4 batches of 128 at once, 30 ms with 16 (one thread of an Intel

@@ -14,10 +14,10 @@ from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
-from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
+from stoker.trainer.transfer import UNIFIED
 
 Collate = Callable[[list[Any]], Any]
 

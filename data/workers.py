@@ -27,11 +27,11 @@ from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
 from stoker.data.transforms import PerSample
 from stoker.trainer import launch
-from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
 from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
+from stoker.trainer.transfer import UNIFIED
 
 TIMEOUT = 300  # seconds to wait for a batch
 POLL = 1.0  # seconds between checks that the workers are alive

@@ -343,7 +343,7 @@ def test_inputs_that_were_stacked_are_cut_each_in_rows():
     [
         (
             (ones(7, 5), ones(5)),
-            "it is unclear how to split a batch: batch[0] has 7, batch[1]",
+            "it is unclear how to split this batch: batch[0] has 7, batch[1]",
         ),
         ({"x": ones(4, 2), "weights": ones(3)}, "batch['x'] has 4, batch['weights'] has 3"),
         ({"x": ones(4, 2), "sizes": [8, 8]}, "batch['x'] has 4, batch['sizes'] has 2"),

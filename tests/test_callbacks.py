@@ -129,7 +129,7 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
     trainer.fit(loaders()[0])
     before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
-    with pytest.raises(UserError, match="A batch is a tuple, but compute_loss takes"):
+    with pytest.raises(UserError, match="compute_loss expects .* but a batch is a tuple"):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
 
@@ -249,7 +249,7 @@ def test_a_number_that_is_not_finite_is_never_the_best(tmp_path, caplog, value):
     assert stopping.best == saver.best == {"step": 2, "value": 0.25}
     assert trainer.step == 4
     assert caplog.messages == [
-        f"{name}: val/score is {value} at step 1, which never counts as the best."
+        f"{name}: val/score is {value} at step 1, which is never the best value."
         for name in ("EarlyStopping", "Checkpoint")
     ]
 
@@ -328,7 +328,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run():
     data = make_data()
     data.val.inputs[:] = math.inf
     trainer = make_trainer(callbacks=[NaNGuard()], eval_every=3)
-    with pytest.raises(TrainingError, match="val/loss is nan at step 3, and all weights are"):
+    with pytest.raises(TrainingError, match="val/loss is nan at step 3, but all weights are"):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7))
 
 
@@ -822,6 +822,6 @@ def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_is_explain
     val.inputs[:] = math.nan
     resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
     with pytest.raises(
-        TrainingError, match="all weights are finite.\nCheck the data and the targets of val"
+        TrainingError, match="all weights are finite.\nCheck the inputs and the targets of val"
     ):
         resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

@@ -267,29 +267,33 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: run_dir=: this setting is for a single run.",
         "type hydra.sweep.dir=DIR.",
     ),
-    ("micro_batch=0", "error: micro_batch=0: give auto, or a whole number at least 1", "or null"),
+    (
+        "micro_batch=0",
+        "error: micro_batch=0: give auto, or a whole number of at least 1",
+        "or null",
+    ),
     ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "or null"),
     (
         "micro_batch=8 grad_accum_steps=2",
         "micro_batch=8 and grad_accum_steps=2 both split",
-        "Type one of them.",
+        "Type only one of them.",
     ),
     (
         "dataset.workers=-1",
-        "error: dataset.workers=-1: give auto, or a whole number at least 0.",
+        "error: dataset.workers=-1: give auto, or a whole number of at least 0.",
         "",
     ),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
     ("tune=[foo]", "error: tune=[foo]: give a list", "allocator, threads"),
-    ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
+    ("batch_size=0", "error: batch_size=0: give a whole number of at least 1.", ""),
     (
         "eval_batch_size=0 max_steps=2",
-        "error: eval_batch_size=0: give a whole number at least 1",
+        "error: eval_batch_size=0: give a whole number of at least 1",
         "",
     ),
-    ("epochs=-1", "error: epochs=-1: give a whole number at least 1.", ""),
-    ("max_steps=0", "error: max_steps=0: give a whole number at least 1", "or null"),
-    ("seed=-1", "error: seed=-1: give a whole number at least 0.", ""),
+    ("epochs=-1", "error: epochs=-1: give a whole number of at least 1.", ""),
+    ("max_steps=0", "error: max_steps=0: give a whole number of at least 1", "or null"),
+    ("seed=-1", "error: seed=-1: give a whole number of at least 0.", ""),
     ("eval_every=0", "error: eval_every=0:", "or null"),
     ("max_grad_norm=0", "error: max_grad_norm=0:", "above 0, or null"),
     ("max_minutes=0", "error: max_minutes=0:", "above 0"),
@@ -306,7 +310,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "device=cuda:",
         "error: device=cuda:: not a valid device name.",
-        "Type device=auto, or name a device, as in device=cuda:1.",
+        "Type device=auto, or the name of a device, such as device=cuda:1.",
     ),
     (
         "precision=fp8",
@@ -383,7 +387,7 @@ LATE = [
         "Choose a different value.",
     ),
     (f"run_dir={TRAIN}/below/it", "cannot write to this folder", "Not a directory"),
-    ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
+    ("model.hidden=[a]", "error: model.hidden=a: give a whole number of at least 1.", ""),
     (
         "model.activation=rleu",
         "error: model.activation=rleu: not a valid choice. Did you mean 'relu'?",
@@ -393,7 +397,7 @@ LATE = [
     ("device=gpu", "error: device=gpu: this machine has no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
-        "error: strategy=dp:0+1: torch.nn.DataParallel needs an uncompiled model",
+        "error: strategy=dp:0+1: torch.nn.DataParallel needs CUDA and an uncompiled model",
         "Type strategy=single",
     ),  # typed as the help has it
     (
@@ -934,7 +938,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
     assert (
         sweep.code == 2 and "Traceback" not in sweep.err
     )  # two jobs failed, by the user's mistake
-    assert sweep.err.splitlines() == ["error: seed=-1: give a whole number at least 0."] * 2
+    assert sweep.err.splitlines() == ["error: seed=-1: give a whole number of at least 0."] * 2
     lines = sweep.out.splitlines()
     start = next(
         i

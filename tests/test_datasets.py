@@ -507,6 +507,6 @@ def test_every_config_is_its_constructor():
 
 def test_the_number_of_classes_is_a_number():
     part = TensorSplit(*pairs())
-    with pytest.raises(UserError, match="num_classes='5': give a whole number at least 1"):
+    with pytest.raises(UserError, match="num_classes='5': give a whole number of at least 1"):
         Data("mine", part, None, None, (3, 2, 2), "5")
     assert Data("mine", part, None, None, (3, 2, 2), part.targets.max() + 1).num_classes == 5

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
 from stoker.diagnostics.audit import DeviceAudit
-from stoker.trainer import copies, memory, seeding, step_errors
 from stoker.trainer import device as devices
+from stoker.trainer import memory, seeding, step_errors, transfer
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 
@@ -244,7 +244,7 @@ def test_move_moves_every_tensor_and_nothing_else():
         "tuple": (torch.ones(1, dtype=torch.int64),),
         "packed": pack_sequence([torch.ones(2)]),
     }
-    moved = copies.move(batch, META)
+    moved = transfer.move(batch, META)
     assert all(
         tensor.device == META
         for tensor in (
@@ -269,8 +269,8 @@ def test_move_moves_every_tensor_and_nothing_else():
 
 def test_move_to_where_it_is_copies_nothing():
     x = torch.ones(2)
-    assert copies.move([x], CPU)[0] is x
-    assert copies.move("text", CPU) == "text"
+    assert transfer.move([x], CPU)[0] is x
+    assert transfer.move("text", CPU) == "text"
 
 
 # memory
@@ -354,7 +354,7 @@ def test_explain_names_what_is_in_the_wrong_place(text):
     explained = step_errors.explain(caught.value, net, batch, CPU)
     assert (
         isinstance(explained, UserError)
-        and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+        and str(explained) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
     )
 
 
@@ -498,7 +498,7 @@ def test_the_trainer_explains_it(text, doing):
         WRONG[text](own.module)
         with pytest.raises(UserError) as caught:
             getattr(own, doing)(loader())
-        assert str(caught.value) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+        assert str(caught.value) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
         assert "device" in str(caught.value.__cause__)  # torch's own words are not lost
 
 

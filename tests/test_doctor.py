@@ -234,5 +234,7 @@ def test_what_cannot_be_looked_into_is_refused():
         begin("fsdp", None)
     with pytest.raises(UserError, match="CUDA graph steps cannot be inspected. Type compile=false"):
         begin("single", GraphStep())
-    with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
+    with pytest.raises(
+        UserError, match="callbacks.doctor.every=0: give a whole number of at least 1"
+    ):
         Doctor(every=0)

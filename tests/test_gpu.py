@@ -24,10 +24,10 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import checkpoint, optimizers, parallel, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.copies import move
 from stoker.trainer.device import choose
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.trainer import Trainer
+from stoker.trainer.transfer import move
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -457,11 +457,8 @@ def test_a_class_out_of_range_is_named_as_the_likely_cause():
         [sys.executable, "-c", OUT_OF_RANGE], capture_output=True, text=True, timeout=120
     )
     last = done.stderr.strip().splitlines()[-2:]
-    assert "UserError: An assertion inside a kernel failed on cuda:0" in last[0], done.stderr
-    assert (
-        last[1] == "Type device=cpu to see which one: the same step fails there with a clear "
-        "message."
-    )
+    assert "UserError: An assertion inside a GPU kernel failed" in last[0], done.stderr
+    assert last[1] == "Type device=cpu, where the same step fails with a clear message."
 
 
 @two_gpus

@@ -229,9 +229,7 @@ def test_a_step_that_draws_on_the_host_is_refused(recorded, monkeypatch, draw):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     execute = graph.Captured(optimizer, torch.device("meta"))
     batch = [torch.ones(2)]
-    with pytest.raises(
-        UserError, match="draws random numbers from Python's, numpy's or torch's CPU"
-    ):
+    with pytest.raises(UserError, match="draws random numbers on the CPU"):
         for _ in range(3):
             execute(lambda batch: batch[0] * (draw() < 0.9), batch)
 
@@ -242,7 +240,7 @@ CYCLING = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1)
 @pytest.mark.parametrize(
     ("scheduler", "reason", "graphs"),
     [
-        (CYCLING, "the optimizer's settings keep changing", 0),
+        (CYCLING, "optimizer settings keep changing", 0),
         (functools.partial(CYCLING, cycle_momentum=False), None, 3),
     ],
 )

@@ -227,7 +227,7 @@ def test_lbfgs_adds_up_micro_batches():
         weights.append(trainer.module[0].weight.detach())
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-12)
     with pytest.raises(
-        UserError, match="LBFGS evaluates the loss several times per step: use one process"
+        UserError, match="LBFGS evaluates the loss several times per step. Use one process"
     ):
         make_trainer(precision="fp16", **settings)
     with pytest.raises(UserError, match="LBFGS doesn't support per-parameter options"):
@@ -297,8 +297,11 @@ def test_schedule_free_of_its_own_package(tmp_path):
             [{"match": "*", "lr": 1}, {"match": "0.*", "lr": 1}],
             "already cover everything that match=0.* matches",
         ),
-        ([{"match": "*", "momentun": 1}], "the optimizer has no momentun, .* Did you mean 'mom"),
-        ([{"match": "*", "lr": -1}], r"groups: lr of \*=-1: give a number at least 0"),
+        (
+            [{"match": "*", "momentun": 1}],
+            "sets momentun, but the optimizer has no such option. Did you mean 'mom",
+        ),
+        ([{"match": "*", "lr": -1}], r"groups: lr of \*=-1: give a number of at least 0"),
         (
             [{"match": "*", "scheduler": "cosin"}],
             "scheduler=cosin: not a valid choice. Did you mean 'cosine'",

@@ -150,10 +150,10 @@ def test_a_number_that_never_comes_is_warned_of_once(caplog):
     stop = EarlyStopping(2, monitor="my/numbr", mode="max")
     make_trainer(callbacks=[stop, Own([1, 2, 3])]).fit(*loaders())
     assert [r.message for r in caplog.records] == [
-        "EarlyStopping: monitor=my/numbr was not logged, so nothing counts as the best."
+        "EarlyStopping: monitor=my/numbr was never logged, so there is no best value."
     ]
     make_trainer(callbacks=[stop], epochs=1).fit(*loaders())
-    assert "was not logged, so" in caplog.records[1].message
+    assert "was never logged, so" in caplog.records[1].message
 
 
 def test_a_list_cannot_be_monitored():
@@ -264,12 +264,12 @@ def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
     assert len(history) > 3 and 0 < history[-1]["train/acc"] < 1
     for name in ("train/loss", "train/acc"):
         assert [row[name] for row in history] == [row[name] for row in expected]
-    with pytest.raises(UserError, match="Hidden.compute_loss hides TrainMetrics.compute_loss"):
+    with pytest.raises(UserError, match="Hidden.compute_loss overrides TrainMetrics.compute_loss"):
         make_trainer(make_model(), kind=Hidden, **settings).fit(dicts)
 
 
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():
-    with pytest.raises(UserError, match="leave out micro_batch='auto'"):
+    with pytest.raises(UserError, match="cannot be used with micro_batch='auto'"):
         make_trainer(kind=TrainMetrics, micro_batch="auto")
     with pytest.raises(UserError, match="LBFGS, which compute a batch's loss several times"):
         make_trainer(kind=TrainMetrics, optimizer=torch.optim.LBFGS)

@@ -238,7 +238,7 @@ def test_image_folder_mistakes(tmp_path):
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
     refused(
-        "dataset.size=4097: give a whole number at least 1 and at most 4096",
+        "dataset.size=4097: give a whole number of at least 1 and at most 4096",
         tmp_path / "two",
         size=4097,
     )

@@ -419,7 +419,7 @@ REFUSED = [
         "error: devices=2: strategy=auto uses only one process",
         "Type strategy=ddp devices=2.",
     ),
-    ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
+    ("devices=0", "error: devices=0: give auto, or a whole number of at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", ""),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
     (

@@ -215,7 +215,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     told = [re.split(" {2,}", line) for line in lines[2:5]]
     assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]
     results = {line[-1]: line[1] for line in told}
-    assert results.pop("seed=-1") == "failed, seed=-1: give a whole number at least 0."
+    assert results.pop("seed=-1") == "failed, seed=-1: give a whole number of at least 0."
     assert sorted(results) == ["seed=0", "seed=1"]
     assert all(re.fullmatch(r"val/acc 0\.\d+", result) for result in results.values())
     for job in (0, 2):
@@ -343,14 +343,19 @@ MISTAKES = [
         "sweep.at_once=2: hydra/launcher=basic does not support it",
         "Type hydra/launcher=joblib",
     ),
-    ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number at least 1.", ""),
+    ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number of at least 1.", ""),
 ]
 WITH = [
-    ("joblib", "sweep.at_once=x", "sweep.at_once=x: give auto, or a whole number at least 1", ""),
+    (
+        "joblib",
+        "sweep.at_once=x",
+        "sweep.at_once=x: give auto, or a whole number of at least 1",
+        "",
+    ),
     (
         "joblib",
         "hydra.launcher.n_jobs=0",
-        "hydra.launcher.n_jobs=0: give a whole number at least 1",
+        "hydra.launcher.n_jobs=0: give a whole number of at least 1",
         "",
     ),
     ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: there is no such key.", ""),

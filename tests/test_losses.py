@@ -284,7 +284,7 @@ def test_outputs_and_targets_of_two_shapes_are_refused(loss, use):
 
 
 def test_targets_that_would_be_repeated_for_each_output_are_refused():
-    with pytest.raises(UserError, match="the loss would broadcast them"):
+    with pytest.raises(UserError, match="The loss would broadcast them"):
         of_case(nn.MSELoss(), (3,), alone).fit([(drawn(8, 4), drawn(8, 1))])
 
 

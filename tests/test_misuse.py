@@ -67,7 +67,7 @@ class Endless(IterableDataset):
         ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
         ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
         ({"callbacks": [Callback]}, "Callback: pass an instance"),
-        ({"callbacks": [STILL, STILL]}, "callbacks: the list has the same callback twice."),
+        ({"callbacks": [STILL, STILL]}, "callbacks: the list contains the same callback twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -82,12 +82,12 @@ def test_a_part_that_is_none_is_refused(settings, words):
         (
             Trainer,
             of_dicts(),
-            "A batch is a dict, but compute_loss takes (inputs, targets)",
+            "compute_loss expects (inputs, targets), but a batch is a dict",
         ),
         (
             Trainer,
             [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
-            "A batch is a tuple, but compute_loss takes (inputs, targets)",
+            "compute_loss expects (inputs, targets), but a batch is a tuple",
         ),
         (OfDicts, of_dicts(), None),
         (OfDicts, of_dicts(third=True), None),
@@ -223,7 +223,7 @@ def test_several_loaders_are_no_loader():
 @pytest.mark.parametrize(
     "named, message",
     [
-        ({}, "val_loader is empty"),
+        ({}, "val_loader is an empty dict"),
         ({"train": loader()}, "named 'train'"),
         ({"a/b": loader()}, "named 'a/b'"),
         ({"a": {"b": loader()}}, "this dict is not a loader"),
@@ -268,7 +268,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     make_trainer().predict(loader())
     assert not caplog.records
     make_trainer().predict(loader(shuffle=True))
-    assert "the outputs come in random order" in caplog.text
+    assert "the outputs are in random order" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -455,9 +455,9 @@ def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path)
 
 @pytest.mark.parametrize("source", [True, ["a"]])
 def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
-    with pytest.raises(UserError, match="give a checkpoint file or folder"):
+    with pytest.raises(UserError, match="Pass a checkpoint file or folder"):
         make_trainer().load(source)
-    with pytest.raises(UserError, match="this folder has no checkpoint"):
+    with pytest.raises(UserError, match="this folder contains no checkpoint"):
         make_trainer().fit(loader(), resume=tmp_path)
 
 

@@ -79,13 +79,14 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     guard = NaNGuard(tmp_path / "bad")
     first, second, third = failure(trainer(guard, Checkpoint(tmp_path / "run", every=2)), loader)
     assert first.endswith(
-        f": in step {step}, batch[0] has values that are not finite, in 1 of {len(inputs)} rows, "
-        f"the first being {row}."
+        f": in step {step}, batch[0] has non-finite values in 1 of {len(inputs)} rows "
+        f"(the first is row {row})."
     )
     assert second == "Check these samples, or remove them."
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
-        third == f"Its batch is in {tmp_path / 'bad'}; fit(..., resume={str(path)!r}) replays it."
+        third
+        == f"Its batch is in {tmp_path / 'bad'}. To replay it, call fit(..., resume={str(path)!r})."
     )
     kept = load_file(tmp_path / "bad" / f"batch_{step:08d}.safetensors")
     assert kept["batch[0]"].isnan().equal(inputs.isnan())
@@ -111,7 +112,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (BreaksAt, "in step 7, the loss is inf with a finite batch (learning rate"),
+        (BreaksAt, "in step 7, the loss is inf, although the batch is finite (learning rate"),
         (GradientBreaksAt, "in step 7, the gradient of 3."),
     ],
 )
@@ -152,7 +153,9 @@ def test_entries_that_were_not_finite_in_good_steps_are_not_blamed():
         (torch.randn(4, 6, generator=generator), torch.arange(4) % 2, mask) for _ in range(9)
     ]
     trainer = make_trainer(kind=Masked, callbacks=[NaNGuard()], epochs=1)
-    assert ": in step 7, the loss is inf with a finite batch" in failure(trainer, batches)[0]
+    assert (
+        ": in step 7, the loss is inf, although the batch is finite" in failure(trainer, batches)[0]
+    )
 
 
 def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
@@ -164,7 +167,7 @@ def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
     trainer = make_trainer(callbacks=[NaNGuard()], precision="fp16")
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # the first are skipped
     first, *_ = failure(trainer, loader)
-    assert f": in step {step}, batch[0] has values that are not finite, in 1 of " in first
+    assert f": in step {step}, batch[0] has non-finite values in 1 of " in first
 
 
 def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
@@ -290,5 +293,5 @@ def test_a_validation_that_is_not_finite_is_not_blamed_on_the_training():
     data.val.inputs[3, 1] = math.nan
     trainer = make_trainer(callbacks=[NaNGuard(), EMA(0.9)])
     first, second = failure(trainer, val_loader=DeviceLoader(data, "val", 8))
-    assert first == "val/loss is nan at step 8, and all weights are finite."
-    assert second == "Check the data and the targets of val."
+    assert first == "val/loss is nan at step 8, but all weights are finite."
+    assert second == "Check the inputs and the targets of val."

@@ -190,7 +190,7 @@ def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
     built = optimizers.build(two, parameter_groups(model, rules), CPU)
     assert [group["lr"] for group in built.param_groups] == [0.1, 0.1, 1e-3, 1e-3]
     rules = [{"match": "0.*", "betas": (0.5, 0.9)}]
-    with pytest.raises(UserError, match=r"no betas, which the rule 0\.\* sets"):
+    with pytest.raises(UserError, match=r"the rule 0\.\* sets betas, but"):
         optimizers.build(two, parameter_groups(model, rules), CPU)
 
 

@@ -202,7 +202,7 @@ def test_a_warning_names_the_newest_good_checkpoint_not_the_one_that_is_used(tmp
     [record] = caplog.records
     assert record.getMessage().startswith(f"{newest} is not a readable checkpoint: ")
     good = checkpoint.path_of(tmp_path, 2)
-    assert record.getMessage().endswith(f". Using the newest good one, {good}.")
+    assert record.getMessage().endswith(f". Using the newest undamaged one, {good}.")
 
 
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCEWithLogitsLoss"])
@@ -213,7 +213,7 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
     loss = build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, 5]})
     weighted = getattr(torch.nn, name)(**{key: torch.tensor([1.0, 2.0, 5.0])})
     assert loss(outputs, targets).equal(weighted(outputs, targets))
-    with pytest.raises(UserError, match=rf"loss\.{key}=x: give a number at least 0"):
+    with pytest.raises(UserError, match=rf"loss\.{key}=x: give a number of at least 0"):
         build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
 
 

@@ -22,7 +22,7 @@ BYPASSED = (
     "each backward()."
 )
 GROUPS = {"same": SAME, "alike": [*ALIKE, "memory"], "refused": REFUSED}
-SHARDS = "Type strategy=ddp, or another optimizer if that is the cause. A step must call self.model, not parts of it."
+SHARDS = "Type strategy=ddp, or choose another optimizer if it causes the error. A step must call self.model as a whole, not parts of it."
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,13 @@ REASONS = {
     (
         "bypassing",
         "ddp",
-    ): f"differ between processes: their gradients were not exchanged.\n{BYPASSED}",
+    ): f"differ between processes, because their gradients were not exchanged.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
     ("gan", "fsdp"): SHARDS,
-    ("diverging", "ddp"): "at step 3: in step 3 on rank 0, the loss is inf with a finite batch",
+    (
+        "diverging",
+        "ddp",
+    ): "at step 3: in step 3 on rank 0, the loss is inf, although the batch is finite",
     ("diverging", "fsdp"): "at step 3 (learning rate",
     ("two types", "fsdp"): SHARDS,
     ("0-dim", "fsdp"): "doesn't support scalar parameters",
@@ -127,7 +130,7 @@ REASONS = {
     ("channels_last", "fsdp"): "channels_last=true: sharded parameters have no memory format",
     ("unfrozen", "ddp"): "0.weight was frozen when the Trainer was created",
     ("unfrozen", "fsdp"): "0.weight was frozen when the Trainer was created",
-    ("again", "fsdp"): "an earlier Trainer sharded this model",
+    ("again", "fsdp"): "this model was already sharded by an earlier Trainer",
 }
 
 

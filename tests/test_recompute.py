@@ -58,5 +58,5 @@ def test_recomputed_blocks_train_to_the_same_bits(settings):
 
 
 def test_a_model_without_blocks_is_not_recomputed():
-    with pytest.raises(UserError, match="Sequential has no blocks of the same class"):
+    with pytest.raises(UserError, match="Sequential has no repeated blocks"):
         checkpoint_blocks(make_model())

@@ -191,7 +191,11 @@ def test_a_saved_state_goes_on_where_it_was(name, stop):
     ("name", "options", "key"),
     [
         ("cosine", {"warmup": -1}, "scheduler.warmup=-1"),
-        ("cosine", {"warmup": 1.5}, "scheduler.warmup=1.5: give a whole number of steps below 10"),
+        (
+            "cosine",
+            {"warmup": 1.5},
+            "scheduler.warmup=1.5: give a whole number of steps less than 10",
+        ),
         ("cosine", {"warmup": "1"}, "scheduler.warmup='1': give a number"),
         ("linear", {"final": -0.1}, "scheduler.final=-0.1"),
         ("linear", {"start": -0.1, "warmup": 2}, "scheduler.start=-0.1"),

@@ -210,7 +210,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
             "result.json, which was not written by a run. Choose a different run_dir.",
         ),
         ({"test_loader": 3}, "evaluate: this int is not a loader"),
-        ({"val_loader": {"train": []}}, "a validation loader is named 'train'"),
+        ({"val_loader": {"train": []}}, "'train' is not a valid name"),
     ],
 )
 def test_a_mistake_is_found_before_the_training(tmp_path, monkeypatch, given, words):
@@ -228,7 +228,7 @@ def test_a_mistake_that_the_first_step_finds_leaves_no_run_directory(tmp_path):
     trainer = begun()
     trainer.loss = torch.nn.MSELoss()
     batch = (torch.zeros(4, 6), torch.zeros(4))
-    with pytest.raises(UserError, match="the loss would broadcast them"):
+    with pytest.raises(UserError, match="The loss would broadcast them"):
         stoker.fit(trainer, [batch] * 3, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

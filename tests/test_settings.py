@@ -41,7 +41,7 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
         with pytest.raises(UserError, match=said):
             settings.check_task(config)
     settings.check_task({"task": "plan", "profile": False, "overfit": None})
-    with pytest.raises(UserError, match="overfit=0: give a whole number at least 1, or null"):
+    with pytest.raises(UserError, match="overfit=0: give a whole number of at least 1, or null"):
         settings.check("overfit", 0)
 
 

@@ -180,7 +180,7 @@ def test_a_subclass_of_a_callback_may_save_what_it_likes(tmp_path, kind, setting
 
 @pytest.mark.parametrize("value", [None, [], "text", 3, torch.ones(2), {}])
 def test_what_is_no_state_at_all_is_refused(tmp_path, value):
-    with pytest.raises(UserError, match="The checkpoint does not fit this Trainer: "):
+    with pytest.raises(UserError, match="The checkpoint does not match this Trainer: "):
         trainer(tmp_path).load_state_dict(value)
 
 
@@ -189,9 +189,7 @@ def test_the_place_and_what_was_wanted_are_named(tmp_path, good):
     wrong["model"]["0.weight"] = torch.ones(3)
     with pytest.raises(UserError) as caught:
         trainer(tmp_path).load_state_dict(wrong)
-    place = (
-        "The checkpoint does not fit this Trainer: model.0.weight is a float32 tensor of shape (3,)"
-    )
+    place = "The checkpoint does not match this Trainer: model.0.weight is a float32 tensor of shape (3,)"
     assert str(caught.value) == f"{place}, not a float32 tensor of shape (16, 6)."
 
 

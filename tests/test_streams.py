@@ -227,8 +227,7 @@ def test_what_cannot_be_read_is_refused(train, settings, words):
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
     assert (
-        "this loader does not save its state, so a resumed run reads it from the start"
-        in caplog.text
+        "this loader cannot save its state, so a resumed run reads it from the start" in caplog.text
     )
     caplog.clear()
     for number, times in enumerate(({"every": 1}, {"minutes": 9})):
@@ -273,7 +272,7 @@ def test_a_place_that_no_reading_has_is_refused(place):
     trainer.fit(StatefulLoader(Stream(), 5))
     fresh = make_trainer(max_steps=4)
     before = copy.deepcopy(fresh.module.state_dict())
-    with pytest.raises(UserError, match="The checkpoint does not fit"):
+    with pytest.raises(UserError, match="The checkpoint does not match"):
         fresh.fit(StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place})
     assert_same(fresh.module.state_dict(), before)
 

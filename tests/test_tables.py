@@ -906,8 +906,11 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"split_time": "city"}, "dataset.split_time=city: .*dates such as 2024-01-31"),
         ({"split_time": "age", "folds": 3}, "split_time: leave out dataset.folds"),
         ({"folds": 1}, "dataset.folds=1: .* Choose between 2"),
-        ({"folds": 3, "fold": 3}, "dataset.fold=3: give a whole number at least 0 and at most 2"),
-        ({"fold": 1}, "dataset.fold=1: give a whole number at least 0 and at most 0"),
+        (
+            {"folds": 3, "fold": 3},
+            "dataset.fold=3: give a whole number of at least 0 and at most 2",
+        ),
+        ({"fold": 1}, "dataset.fold=1: give a whole number of at least 0 and at most 0"),
         ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
     ],
 )

@@ -570,7 +570,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = torch.nn.Sequential(
         torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Linear(5, 3)
     )
-    with pytest.raises(UserError, match="does not fit this Trainer: model"):
+    with pytest.raises(UserError, match="does not match this Trainer: model"):
         make_trainer(other).fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
 
 
@@ -581,7 +581,7 @@ def test_a_state_that_is_refused_without_a_word_is_refused_by_the_class_of_the_e
 
     make = functools.partial(make_trainer, optimizer=functools.partial(Refuses, lr=0.1))
     make(callbacks=[Checkpoint(tmp_path)], max_steps=2).fit(loaders()[0])
-    with pytest.raises(UserError, match=r"does not fit this optimizer: ValueError$"):
+    with pytest.raises(UserError, match=r"does not match this optimizer: ValueError$"):
         make().fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
 
 

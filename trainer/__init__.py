@@ -7,8 +7,8 @@ if __name__ == "trainer":  # a clone imports this package by its folder name
 
 
 def __getattr__(name: str) -> object:
-    # `from stoker.trainer import errors` must not import torch, so that a mistake on the command
-    # line is reported right away.
+    # `from stoker.trainer import errors` must not import torch, which takes seconds, so that the
+    # command line can report mistakes right away.
     if name == "Trainer":
         from stoker.trainer.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""Traverse, measure and split batches, which are any nesting of tensors and other objects."""
+"""Traverse, measure and split batches: any nesting of tensors and other objects."""
 
 import copy
 import dataclasses
@@ -12,13 +12,13 @@ from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 HOW = (
-    "Override Trainer.sample_dim, which returns the dimension to split each value along; "
+    "Override Trainer.sample_dim to return the dimension along which to split each value; "
     "'Bring your own' in the documentation shows how."
 )
 
 SampleDim = int | Literal["auto"] | None
 SampleDimOf = Callable[[str, Any], SampleDim]
-DimOf = Callable[[str, Any], int | None]  # with a meaning for "auto"
+DimOf = Callable[[str, Any], int | None]  # a SampleDimOf with "auto" resolved
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class Accumulated:
 
 
 def look_inside(name: str, value: Any) -> None:
-    """Look inside every list."""
+    """Return None, which tells `walk` to look inside every list."""
 
 
 def walk(
@@ -40,10 +40,10 @@ def walk(
 ) -> Any:
     """Return the same structure with `function(name, leaf)` in place of each leaf.
 
-    A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
-    lists, tuples, named tuples and dataclasses are traversed, except for a list or tuple
-    inside the batch for which `list_dim(name, value)` is not None. Anything else is unchanged.
-    Names are the expressions that access the leaf: `batch[0]['mask']`.
+    A leaf is a tensor or an object with a `.to` method, such as PackedSequence or PyG's Data. A
+    list or tuple inside the batch is also a leaf if `list_dim(name, value)` is not None. All other
+    lists, tuples, named tuples, dicts and dataclasses are traversed, and other values stay as they
+    are. The name of a leaf is the expression that accesses it: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)
@@ -68,8 +68,7 @@ def walk(
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
             value = walk(function, value, f"{name}.{field.name}", list_dim)
-            # Unlike dataclasses.replace, this does not run __init__ again. It also works for frozen
-            # dataclasses.
+            # Works for frozen dataclasses and, unlike dataclasses.replace, does not run __init__.
             object.__setattr__(walked, field.name, value)
         return walked
     return batch
@@ -83,14 +82,14 @@ def entries(batch: Any, name: str = "batch") -> list[tuple[str, torch.Tensor]]:
 
 
 def is_list(value: Any) -> bool:
-    """Return whether this is a list or tuple, but not a PackedSequence (which is a tuple)."""
+    """Return whether this is a list or tuple; a PackedSequence is a tuple, but does not count."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "to")
 
 
 def usual_dim(name: str, value: Any) -> SampleDim:
-    """Return a value's sample dimension: 0 for a tensor or a list of plain values.
+    """Return the default sample dimension: 0 for tensors and lists of plain values.
 
-    It is "auto" for a list of other objects: see `reading`.
+    It is "auto" for lists of other objects (see `reading`), and None for a value without samples.
     """
     if is_list(value):
         if not value:
@@ -102,9 +101,9 @@ def usual_dim(name: str, value: Any) -> SampleDim:
 
 
 def resolved(sample_dim: SampleDimOf, auto: int | None) -> DimOf:
-    """Return `sample_dim` with a meaning for "auto": 0 for a sample per item, None to look inside.
+    """Return `sample_dim` with "auto" replaced by `auto`.
 
-    It is 0 for every other list that has a dimension.
+    For a list, the result is 0 (each item is a sample) or None (look inside the list).
     """
 
     def dim_of(name: str, value: Any) -> int | None:
@@ -119,7 +118,7 @@ def resolved(sample_dim: SampleDimOf, auto: int | None) -> DimOf:
 def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
     """Return {name: number of samples} for everything in a batch that has samples.
 
-    The number is None for an object that is not a tensor, whose samples cannot be counted.
+    The number is None for objects other than tensors and lists, whose samples cannot be counted.
     """
     counted: dict[str, int | None] = {}
 
@@ -135,10 +134,11 @@ def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
 
 
 def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], DimOf, bool]:
-    """Return ({name: number of samples}, the sample dimensions, whether they are unambiguous).
+    """Return ({name: number of samples}, sample dimensions, whether there is only one reading).
 
-    If the tensors in a list have the same length as everything else in the batch, like stacked
-    inputs, each is split by rows. Otherwise each item is a sample, like images of different sizes.
+    If the tensors in a list are as long as everything else in the batch, like several inputs of a
+    model, each tensor is split by rows. Otherwise each item of the list is a sample, like images of
+    different sizes.
     """
     by_row = resolved(sample_dim, None)
     by_item = resolved(sample_dim, 0)
@@ -152,8 +152,9 @@ def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None],
 
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
-    """Return the number of samples; 1 if nothing in the batch has samples.
-    If the lengths in a batch differ, the last one is used, usually that of the targets.
+    """Return the number of samples in a batch, or 1 if nothing in it has samples.
+
+    If the lengths differ, the last one counts: usually that of the targets.
     """
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
         # Fast path for (inputs, targets).
@@ -169,24 +170,23 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
 
 
 def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, DimOf]:
-    """Return (the number of samples, the sample dimensions) for a batch to be split.
+    """Return (number of samples, sample dimensions) of a batch that is to be split.
 
     The number is None if nothing in the batch has samples.
 
     Raises:
-        UserError: The lengths in the batch differ or are unknown, or there are two ways to split
-            it.
+        UserError: The lengths differ or are unknown, or there are two ways to split the batch.
     """
     counted, dim_of, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if not is_clear or None in numbers:
         shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
-        raise UserError(f"{use}: it is unclear how to split a batch: {shown}.\n{HOW}")
+        raise UserError(f"{use}: it is unclear how to split this batch: {shown}.\n{HOW}")
     return next(iter(numbers), None), dim_of
 
 
 def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
-    """Split a batch into at most `parts` micro-batches of equal size, as `select` does.
+    """Split a batch into at most `parts` micro-batches of nearly equal size.
 
     Raises:
         UserError: It is unclear how to split the batch.
@@ -202,10 +202,10 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
 
 
 def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
-    """Return (the number of samples, the part for this rank: samples rank, rank + ranks, ...).
+    """Return (number of samples in the batch, this rank's part of the batch).
 
-    If no sample is left for this rank, the part is the first sample, which must not be counted: a
-    model may not accept an empty batch.
+    The part has the samples rank, rank + ranks and so on. If there are none, it has the first
+    sample, because models may not accept an empty batch. Do not count this sample.
 
     Raises:
         UserError: It is unclear how to split the batch, or nothing in it has samples.
@@ -213,13 +213,13 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
     use = f"{ranks} processes"
     samples, dim_of = check(batch, sample_dim, use)
     if samples is None:
-        raise UserError(f"{use}: a batch has no samples to split among them.\n{HOW}")
+        raise UserError(f"{use}: this batch contains nothing that can be split among them.\n{HOW}")
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
     return samples, select(batch, rows, dim_of)
 
 
 def select(batch: Any, rows: slice, dim_of: DimOf) -> Any:
-    """Return the selected samples of a batch: rows of its tensors and items of its lists.
+    """Return the selected samples of a batch: rows of tensors, items of lists.
 
     Values without samples are kept whole.
     """

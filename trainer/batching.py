@@ -1,4 +1,4 @@
-"""How a Trainer counts, splits and weights batches."""
+"""The part of a Trainer that counts, splits and weights batches."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import losses, parallel
 from stoker.trainer.micro_batch import MicroBatch
 
-# (micro-batch, its fraction of the weight, or None for a whole batch)
+# (micro-batch, its fraction of the batch's weight); the fraction of a whole batch is None
 MicroBatches = list[tuple[Any, float | torch.Tensor | None]]
 
 
@@ -17,43 +17,45 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None = None  # maps targets to what the mean loss divides by
+    divisor: losses.Divisor | None = None  # maps targets to what their mean loss divides by
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch
-    # For this step's batch, in this process:
+    # Samples and weight of this process's part of the current batch.
     step_samples: int = 0
     step_weight: float | torch.Tensor = 0
-    # Whether a training batch's weight is its number of samples, which costs nothing to compute.
+    # Whether the weight of a training batch is its number of samples, which is free to compute.
     weighs_samples: bool = False
     # Whether a whole batch may have weight 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
-    # The factor for the losses of your own train_step, because processes average their gradients.
+    # Multiply the loss by this factor in your own train_step: processes average their gradients.
     process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
-        """Return the dimension of a value that counts samples, or None if it has no samples.
+        """Return the sample dimension of a value in a batch, or None if it has no samples.
 
-        It determines how batches are split into micro-batches and among processes, and how many
-        samples they have. Override it if that is not the first dimension::
+        The Trainer counts samples along this dimension, and splits batches along it into
+        micro-batches and among processes. Override it if this is not the first dimension::
 
             def sample_dim(self, name, value):
                 if name == "batch[0]":  # a text (time, samples)
                     return 1
                 return super().sample_dim(name, value)
 
-        Names are the expressions that access the value: `batch[0]`, `batch['x']`. For a list inside
-        the batch, 0 means one item per sample, None looks inside the list, and "auto" picks what
-        fits the rest of the batch. Values without samples are passed to each part unchanged.
+        The name of a value is the expression that accesses it: `batch[0]`, `batch['x']`. For a list
+        inside the batch, 0 means that each item is a sample, None looks inside the list, and "auto"
+        picks what fits the rest of the batch. Values without samples are passed unchanged to each
+        part of a split batch.
         """
         return batches.usual_dim(name, value)
 
     def loss_weight(self, batch: Any) -> float | torch.Tensor:
-        """Return what `compute_loss` divides by: the weight of the batch's mean loss.
+        """Return the number that `compute_loss` divides by: the weight of the batch's mean loss.
 
-        Micro-batches, processes, evaluations and logged losses are averaged with these weights. For
-        torch's losses of (outputs, targets), the weight is what they divide by; for any other loss,
-        it is the number of samples. Override it for your own loss; a tensor stays on the device.
+        Losses are averaged with these weights over micro-batches, processes, logged steps and
+        evaluations. By default, the weight is what torch's loss divides by, or the number of
+        samples for any other loss. Override this for your own loss. You can return a tensor on the
+        device: the Trainer does not wait for it.
         """
         if self.divisor is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:
             targets = batch[1]
@@ -63,7 +65,7 @@ class Batching:
 
     @functools.cached_property
     def sample_dims(self) -> batches.SampleDimOf:
-        """`sample_dim`, or the plain function if no subclass overrides it."""
+        """`sample_dim`, or the faster default function if no subclass overrides it."""
         is_usual = type(self).sample_dim is Batching.sample_dim
         return batches.usual_dim if is_usual else self.sample_dim
 
@@ -71,31 +73,31 @@ class Batching:
         """Return the number of samples in a batch."""
         return batches.size(batch, self.sample_dims)
 
-    def weigh(self, batch: Any) -> None:
-        """Record the samples and the weight of this process's part of a step's batch."""
-        self.step_samples = batches.size(batch, self.sample_dims)  # `samples` inlined
+    def measure_batch(self, batch: Any) -> None:
+        """Set `step_samples`, `step_weight` and `process_weight` for the batch of a step."""
+        self.step_samples = batches.size(batch, self.sample_dims)  # `self.samples`, inlined
         if self.weighs_samples:
             self.step_weight = self.step_samples
         elif isinstance(batch, batches.Accumulated):
             self.step_weight = sum(map(self.loss_weight, batch.parts))
         else:
             self.step_weight = self.loss_weight(batch)
-        if parallel.joined > 1:
+        if parallel.process_count > 1:
             samples = self.train_loader.global_size
             parallel.check_size(samples)
             self.micro_batch.global_samples = samples
             total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
-    def cut(self, batch: Any) -> MicroBatches:
-        """Return the micro-batches of a step with their fractions of its weight."""
+    def split_with_fractions(self, batch: Any) -> MicroBatches:
+        """Split a step's batch into [(micro-batch, its fraction of the weight)]."""
         is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
         if is_whole and not self.may_weigh_nothing and not isinstance(batch, batches.Accumulated):
-            return [(batch, None)]  # the usual case, in a single call
+            return [(batch, None)]  # the usual case, without further calls
         return self.with_fractions(self.micro_batch.split(batch))
 
     def with_fractions(self, parts: list[Any]) -> MicroBatches:
-        """Return these micro-batches of a step with their fractions of its weight."""
+        """Return [(micro-batch, its fraction of the weight)] for the parts of a step's batch."""
         if len(parts) == 1 and not self.may_weigh_nothing:
             return [(parts[0], None)]
         weigh = self.samples if self.weighs_samples else self.loss_weight

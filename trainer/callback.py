@@ -15,13 +15,13 @@ State = dict[str, Any]
 class Callback:
     """Base class with seven hooks, each called with the trainer.
 
-    A callback with state that must survive a restart returns it from `state_dict` (tensors and
-    plain values) and takes it back in `load_state_dict`. By default, that is the attributes named
-    in `state_forms`.
+    If a resumed run needs the state of a callback, return it from `state_dict` (tensors and plain
+    values) and restore it in `load_state_dict`. By default, both use the attributes named in
+    `state_forms`.
 
     In distributed training, each process has its own callbacks and calls them at the same steps. A
-    callback that stops training must do so on all processes. With `first_rank_only`, only rank 0
-    runs the callback, for example to print or to write files.
+    callback that stops training must do so on all processes. Set `first_rank_only` to run a
+    callback only on rank 0, for example to print or to write files.
     """
 
     first_rank_only: bool = False
@@ -30,39 +30,39 @@ class Callback:
     ] = {}  # {attribute: form of its value, as in trainer/state.py}
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Called before the first step; `trainer.step` is above 0 in a resumed run."""
+        """Called before the first step of a fit; in a resumed run, `trainer.step` is not 0."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """Called after each step, including any evaluation or end of epoch at this step."""
+        """Called after each step, and after the evaluation and `on_epoch_end` of that step."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        """Called after each pass over the training set, but not if the run stops before its end."""
+        """Called after each complete pass over the training set."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """Called before an evaluation or a prediction, unless it is part of another one."""
+        """Called before an evaluation or a prediction, but not before one inside another."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
-        """Called after an evaluation or a prediction, even if it failed."""
+        """Called after an evaluation or a prediction, even if it raised an error."""
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
-        """Called with each row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
+        """Called with each logged row: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Called after a fit, even one that failed (`trainer.failed`) before `on_fit_start`."""
+        """Called after every fit, even if it failed (`trainer.failed`) before `on_fit_start`."""
 
     def state_dict(self) -> State:
         """Return what to save in a checkpoint: tensors and plain values."""
         return {name: getattr(self, name) for name in self.state_forms}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         for name in self.state_forms:
             setattr(self, name, copy.copy(state[name]))
 
     def state_form(self, trainer: "Trainer") -> Any:
-        """Return the form of the states that can be loaded, as in `trainer/state.py`.
+        """Return the form of a valid state, as described in `trainer/state.py`.
 
-        Called before `load_state_dict`; a state that does not match is refused. In a dict, only the
-        keys that `state_dict` returns are compared, so that a subclass may save others.
+        Called before `load_state_dict`, to reject states of another form. In a dict, only the keys
+        that `state_dict` returns are compared, so a subclass can save different keys.
         """
         return self.state_forms or ANYTHING

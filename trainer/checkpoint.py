@@ -1,6 +1,7 @@
-"""Checkpoints: save, load and find them.
+"""Save, load and find checkpoints.
 
-Each is one file: tensors as safetensors, everything else as JSON, and a SHA-256 over both.
+A checkpoint is one safetensors file, with everything but the tensors as JSON in its metadata, and a
+SHA-256 of both.
 """
 
 import errno
@@ -14,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from stoker.trainer import copies, launch, parallel, stopping
 from stoker.trainer import device as devices
+from stoker.trainer import launch, parallel, stopping, transfer
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log
@@ -26,16 +27,16 @@ State = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 FORMAT = "stoker-1"
-# Marks JSON objects that stand for types JSON does not have: tensors, tuples, other dicts.
+# This key marks JSON objects that represent tensors, tuples, or dicts with keys other than strings.
 MARK = "$"
-# Limits that apply before any tensor is read. A limit on bytes is not enough: one byte of JSON can
-# become an object of a hundred bytes.
+# Limits that are checked before any tensor is read. A limit on bytes is not enough, because one
+# byte of JSON can become an object of a hundred bytes.
 MAX_HEADER = 64 * 2**20
 MAX_VALUES = 2**20
 
 
 class DamagedCheckpoint(TrainingError):
-    """Raised for a checkpoint file whose contents have changed since it was written."""
+    """The contents of a checkpoint file have changed since it was written."""
 
 
 def save(path: str | Path, state: State) -> None:
@@ -44,7 +45,7 @@ def save(path: str | Path, state: State) -> None:
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
 
     Raises:
-        UserError: It contains something else.
+        UserError: The state contains anything else.
         TrainingError: The file cannot be written, or the state has too many values to be read back.
     """
     path = Path(path)
@@ -54,14 +55,14 @@ def save(path: str | Path, state: State) -> None:
     values = values_in(tree.encode()) + 10 * len(tensors)
     if header > MAX_HEADER or values > MAX_VALUES:
         raise TrainingError(
-            f"{path}: the state has too many values; a checkpoint can hold at most {MAX_VALUES:,}."
+            f"{path}: the state has too many values. A checkpoint can hold at most {MAX_VALUES:,}."
         )
     tensors = own_storage(tensors)
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically; raise TrainingError if it cannot be written."""
+    """Write a safetensors file atomically; raise TrainingError if this fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
@@ -69,20 +70,21 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Fix this or free some space, then run the same command: it resumes from the last "
+            "Fix this or free some space, then run the same command again to resume from the last "
             "checkpoint."
         ) from error
 
 
 @stopping.later()
 def load(path: str | Path) -> Any:
-    """Return the state that `save` wrote, its tensors on the CPU.
+    """Return the state that `save` wrote, with its tensors on the CPU.
 
-    Runs no code from the file, and takes no more memory than its size and a bounded header.
+    This never runs code from the file, and its memory use is bounded by the size of the file plus a
+    limit for the header.
 
     Raises:
         UserError: The file does not exist.
-        DamagedCheckpoint: It is not a checkpoint, or a bit has changed.
+        DamagedCheckpoint: The file is not a checkpoint, or a bit has changed.
         TrainingError: The file cannot be read.
     """
     metadata, tensors = read_tensors(path)
@@ -93,11 +95,11 @@ def load(path: str | Path) -> Any:
             f"{path} is damaged, or not a {FORMAT} checkpoint: its contents do not match its "
             "SHA-256."
         )
-    # Without clones, the file stays mapped and Windows cannot remove it. Clone after the digest is
-    # checked, because cloning repairs a bool that is neither 0 nor 1.
+    # Without clones, the file would stay mapped, and Windows could not remove it. Clone only after
+    # checking the digest, because cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest proves that nothing has changed, but not who wrote the file
-        # Counted again, because the header may contain commas escaped as \\u002c.
+        # Count again, because commas in the header that was counted can be escaped as \\u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
@@ -108,7 +110,7 @@ def load(path: str | Path) -> Any:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
-    """Return (metadata, tensors) from a safetensors file whose header is within the limits."""
+    """Return (metadata, tensors) of a safetensors file, if its header is within the limits."""
     try:
         with open_plain(path) as file:
             start = file.read(8)
@@ -126,10 +128,10 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             tensors = {name: file.get_tensor(name) for name in names}
             return file.metadata() or {}, tensors
     except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {path}.") from None
+        raise UserError(f"There is no checkpoint at {path}.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
-        # EINVAL and ELOOP: not a regular file, or a link. Other system errors say nothing about the
-        # file's contents.
+        # EINVAL and ELOOP mean that this is not a regular file. Other system errors say nothing
+        # about the contents of the file.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
@@ -138,15 +140,15 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
 
 
 def values_in(header: bytes) -> int:
-    """Return an upper bound on the number of values in a JSON text, including nested JSON."""
+    """Return an upper bound on the number of values in JSON text, including nested JSON."""
     return sum(header.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def copy(state: Any, everywhere: bool = False) -> Any:
-    """Return a copy of the state with contiguous tensors on the CPU, so that training can continue.
+    """Copy the state to contiguous CPU tensors, so that training can go on while it is saved.
 
-    Sharded tensors are gathered, so all processes must call this. Only rank 0 gets the copy unless
-    `everywhere` is True. Copies from a GPU are asynchronous; this waits for them at the end.
+    Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
+    unless `everywhere` is True. Copies from a GPU are asynchronous; they are complete on return.
     """
     sources: set[torch.device] = set()
 
@@ -156,7 +158,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
             if not launch.is_first() and not everywhere:
                 return None
             sources.add(value.device)
-            return copies.to_host(value.detach())
+            return transfer.to_host(value.detach())
         if isinstance(value, dict):
             return {key: copied(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -175,7 +177,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
 def first_nonfinite(module: torch.nn.Module) -> str | None:
     """Return the name of the first parameter with a non-finite value, or None.
 
-    Waits for the device once.
+    This waits for the device once.
     """
     weights = {}
     for name, weight in module.named_parameters():
@@ -192,9 +194,9 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
 
 
 def pack(value: Any, tensors: Tensors, name: str) -> Any:
-    """Return the JSON form of a value; put its tensors into `tensors`, named by their positions.
+    """Return the value as JSON data; move its tensors to `tensors`, named after their positions.
 
-    Tuples and dicts with keys that are not strings are marked, because JSON would change them.
+    Tuples, and dicts with keys that are not strings, are marked because JSON would change them.
     """
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
@@ -212,13 +214,13 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(
-        f"{name}: a checkpoint holds tensors and plain values, not {kind_of(value)}.\n"
-        "Return int(...), float(...), .tolist() or a tensor from that part's state_dict."
+        f"{name}: a checkpoint can hold tensors and plain values, but not {kind_of(value)}.\n"
+        "Return int(...), float(...), .tolist() or a tensor from that object's state_dict."
     )
 
 
 def escaped(key: str) -> str:
-    """Escape "/" in the key as JSON pointers do (RFC 6901), so that all names are unique."""
+    """Escape "/" in a key as in JSON pointers (RFC 6901), so that all names are unique."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -239,10 +241,10 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 
 def restore(part: Any, state: Any) -> None:
-    """Call `part.load_state_dict(state)`, with the state adapted to the optimizer on this device.
+    """Call `part.load_state_dict(state)` with the state adapted to this device and memory format.
 
-    A file holds contiguous tensors. A fused optimizer steps through the memory of a channels_last
-    weight and its moments in parallel, so moments in another layout would be applied to the wrong
+    Tensors in a file are contiguous. A fused optimizer reads the memory of a channels_last weight
+    and of its moments in parallel, so it would apply moments in another layout to the wrong
     weights.
     """
     if isinstance(part, torch.nn.Module):
@@ -262,7 +264,7 @@ def restore(part: Any, state: Any) -> None:
 
 
 def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
-    """Return an optimizer's tensor in the memory layout of its parameter, if the shapes match."""
+    """Return an optimizer's tensor in the memory layout of its parameter if their shapes match."""
     if not isinstance(moment, torch.Tensor) or not moment.ndim or moment.shape != parameter.shape:
         return moment
     target = torch.empty_like(parameter, dtype=moment.dtype)
@@ -270,7 +272,7 @@ def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
 
 
 def own_storage(tensors: Tensors) -> Tensors:
-    """Return contiguous CPU tensors that share no memory, which safetensors does not allow."""
+    """Return contiguous CPU tensors that do not share memory, as safetensors requires."""
     storages: set[int] = set()
     separate: Tensors = {}
     for name, tensor in tensors.items():
@@ -292,9 +294,9 @@ def digest(tensors: Tensors, tree: str) -> str:
 
 
 def go_back(folder: str | Path, step: int) -> None:
-    """Remove the checkpoints after `step`, and what a killed save left behind.
+    """Remove the checkpoints after `step`, and the temporary files of a save that was killed.
 
-    A run that resumes from there writes them again, and the newest one must be from this run.
+    A run that resumes from `step` writes them again, and the newest checkpoint must be its own.
     """
     for number, path in files(folder).items():
         if number > step:
@@ -303,12 +305,12 @@ def go_back(folder: str | Path, step: int) -> None:
 
 
 def newest(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the newest good checkpoint in the folder, or None if it is empty.
+    """Return (path, state) of the newest undamaged checkpoint in the folder, or None without any.
 
-    Warn about each damaged checkpoint that is newer.
+    Warn about each newer checkpoint that is damaged.
 
     Raises:
-        TrainingError: All of them are damaged.
+        TrainingError: All checkpoints are damaged.
     """
     paths = files(folder)
     damaged = []
@@ -319,12 +321,12 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
             damaged.append(error)
             continue
         for problem in damaged:
-            log.warning("%s Using the newest good one, %s.", problem, path)
+            log.warning("%s Using the newest undamaged one, %s.", problem, path)
         return path, state
     if paths:
         raise TrainingError(
             f"All {len(paths)} checkpoints in {folder} are damaged.\n"
-            "Start over in another folder: type run_dir=DIR."
+            "To start over in another folder, type run_dir=DIR."
         )
     return None
 
@@ -332,24 +334,24 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
 def loaded(
     source: Any, choose: Callable[[str | Path], tuple[Path, State] | None] = newest
 ) -> State:
-    """Return the state in a file, or the one that `choose` picks from a folder, or `source`."""
+    """Return the state in a file, the one that `choose` picks from a folder, or `source` itself."""
     if isinstance(source, dict):
         return source
     if not isinstance(source, (str, Path)):
-        raise UserError(f"{source!r} is not a checkpoint: give a checkpoint file or folder.")
+        raise UserError(f"{source!r} is not a checkpoint. Pass a checkpoint file or folder.")
     if not Path(source).is_dir():
         state: State = load(source)
         return state
     chosen = choose(source)
     if chosen is None:
-        raise UserError(f"{source}: this folder has no checkpoint.")
+        raise UserError(f"{source}: this folder contains no checkpoint.")
     return chosen[1]
 
 
 def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-    """Return the result of `find` on rank 0 on all processes: (path, state, ...) or None.
+    """Call `find` on rank 0 and return its result on all processes: (path, state, ...) or None.
 
-    Each process reads the file; `name` identifies the exchange.
+    The other processes read the file at `path`. `name` identifies the exchange in the store.
     """
     result = find() if launch.is_first() else None
     facts = launch.agreed(name, lambda: result and [str(result[0]), *result[2:]])
@@ -360,24 +362,25 @@ def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any
 
 
 def load_whole(path: str | Path, step: int | None = None) -> State:
-    """Return a Trainer's whole state, checking that it is from `step` if that is known.
+    """Return the whole state of a Trainer from a file; if `step` is given, check it.
 
     Raises:
-        DamagedCheckpoint: The file contains something else.
+        DamagedCheckpoint: The file contains anything else.
     """
     state: State = load(path)
     is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)
     if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
     if step not in (None, state["step"]):
-        raise DamagedCheckpoint(f"{path} is the state after step {state['step']}.")
+        raise DamagedCheckpoint(f"{path} contains the state after step {state['step']}.")
     return state
 
 
 def best(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the checkpoint with the best monitored value; None without any.
+    """Return (path, state) of the checkpoint with the best monitored value, or None without any.
 
-    That is the newest one if nothing was monitored, or (with a warning) if the best is damaged.
+    If no value was monitored, or the best checkpoint is damaged (which logs a warning), return the
+    newest one.
     """
     result = newest(folder)
     if result is None:
@@ -390,9 +393,9 @@ def best(folder: str | Path) -> tuple[Path, State] | None:
         return result  # nothing was monitored
     if chosen == path:
         return result
-    del result, state  # two states at once would take more memory than training did
+    del result, state  # holding two states would take more memory than training did
     try:
         return chosen, load_whole(chosen, step)
     except (DamagedCheckpoint, UserError) as error:
-        log.warning("%s Using %s, the newest, instead of the best one.", error, path)
+        log.warning("%s Using the newest checkpoint, %s, instead of the best one.", error, path)
     return newest(folder)

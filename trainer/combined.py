@@ -11,9 +11,9 @@ from stoker.trainer.groups import Groups, divided
 
 
 class Combined(torch.optim.Optimizer):
-    """Several torch optimizers as one, with the parameter groups and state of all of them.
+    """Several torch optimizers as one, with the parameter groups and the state of all of them.
 
-    Its step calls the step of each. You can also call the `optimizers` one by one.
+    Calling `step` steps each of them. You can also step the `optimizers` individually.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -25,14 +25,14 @@ class Combined(torch.optim.Optimizer):
         self.steps = [bare_step(optimizer) for optimizer in optimizers]
 
     def share(self) -> None:
-        """Make the optimizers share this object's groups and state."""
+        """Let the optimizers share the groups and the state of this object."""
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
             optimizer.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Share the groups and the state that `load_state_dict` created."""
+        """Share the new groups and state that `load_state_dict` has created."""
         super().__setstate__(state)
         self.share()
 
@@ -48,7 +48,7 @@ def is_torchs(kind: type) -> bool:
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return `step` without torch's wrappers, because Combined.step has its own."""
+    """Return `optimizer.step` without torch's wrappers, which Combined.step already has."""
     kind = type(optimizer)
     if not is_torchs(kind):
         return optimizer.step
@@ -70,20 +70,20 @@ def muon(
     foreach: bool | None = None,
     module: torch.nn.Module | None = None,
 ) -> Combined:
-    """Train hidden matrices with Muon, and embeddings, the last matrix and the rest with AdamW.
+    """Train hidden matrices with Muon; train embeddings, the output matrix and the rest with AdamW.
 
-    Jordan 2024, kellerjordan.github.io/posts/muon; scaled as in Liu 2025, arXiv 2502.16982, section
-    2.2, so that AdamW's learning rate and weight decay work for both.
+    Jordan 2024, kellerjordan.github.io/posts/muon. Updates are scaled as in Liu 2025, arXiv
+    2502.16982, section 2.2, so that AdamW's learning rate and weight decay work for both.
 
     Args:
         params: Parameter groups.
-        lr: The learning rate of both.
-        weight_decay: Decoupled weight decay of both.
+        lr: The learning rate of both optimizers.
+        weight_decay: The decoupled weight decay of both optimizers.
         momentum: Muon's momentum.
         betas: AdamW's decay rates for the averages of the gradient and its square.
         fused: As for torch.optim.AdamW.
         foreach: As for torch.optim.AdamW.
-        module: The model, used to find embeddings and the last matrix.
+        module: The model, used to find the embeddings and the output matrix.
     """
     others: set[torch.Tensor] = set()
     if module is not None:
@@ -94,8 +94,8 @@ def muon(
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
                 widths.add(child.embedding_dim)
-        # The last matrix computes the outputs, unless it has as many rows as an embedding is wide:
-        # such a model multiplies by the embedding instead, as in GPT-2.
+        # The last matrix computes the outputs, unless it has as many rows as an embedding has
+        # columns. In that case, the embedding computes the outputs too, as in GPT-2.
         others.update(matrix for matrix in every_matrix[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []

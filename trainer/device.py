@@ -1,4 +1,4 @@
-"""Choose a device, a precision and kernels; capture graphs; wait for the device."""
+"""Everything that depends on the device: precision, kernels, graph capture, streams and timing."""
 
 import contextlib
 import functools
@@ -18,13 +18,13 @@ from stoker.trainer.errors import TrainingError, UserError, first_line
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-# Errors of a device or of torch itself, which are not caused by a batch.
+# Messages of errors that a batch does not cause: those of the device or of torch itself.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
-# The dtype of autocast by precision, None for none.
+# precision -> dtype of autocast, or None for fp32, which needs no autocast
 DTYPES = {
     name: getattr(torch, dtype) if dtype else None for name, dtype in settings.PRECISIONS.items()
 }
-REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports: its kernels need CUDA
+REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports
 
 
 def available() -> list[str]:
@@ -40,12 +40,12 @@ def available() -> list[str]:
 
 
 def choose(name: object = "auto") -> torch.device:
-    """Return the torch.device for `auto`, `cpu`, `cuda:1` and so on; make it current.
+    """Return the torch.device for `auto`, `cpu`, `cuda:1` and so on, and make it current.
 
-    It may be any device of torch's accelerator, including one that another package registers.
+    Any accelerator that torch knows is supported, including one that another package registers.
 
     Raises:
-        UserError: This machine does not have it.
+        UserError: This machine does not have the device.
     """
     settings.check("device", name)
     names = available()
@@ -54,7 +54,7 @@ def choose(name: object = "auto") -> torch.device:
         name = names[1] if len(names) > 1 else "cpu"
     kind, _, number = name.partition(":")
     processes = launch.local_world_size()
-    is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
+    is_only_one = kind in names and number == "0"  # "cuda:0" on a machine with one GPU
     if name not in names and not is_only_one:
         reason = f": {no_cuda()}" if kind == "cuda" and kind not in names else ""
         raise UserError(
@@ -67,33 +67,33 @@ def choose(name: object = "auto") -> torch.device:
     count = torch.accelerator.device_count()
     if index >= count or (number and processes > 1):
         raise UserError(
-            f"device={name}: each of the {processes} processes here needs its own GPU, but "
-            f"there are only {count}. Type device={kind}, and start at most {count} processes."
+            f"device={name}: each of the {processes} processes needs its own GPU, but this machine "
+            f"has {count}.\nType device={kind}, and start at most {count} processes."
         )
-    # Must run before anything else uses a GPU, or else a context is created on device 0.
+    # Set this before anything else uses a GPU, which would create a context on device 0.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 
 
 def no_cuda() -> str:
-    """Return why torch cannot use a GPU of this machine."""
+    """Return the reason why torch cannot use a GPU on this machine."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs"
     try:
         torch.cuda.init()
     except RuntimeError as error:  # for example, the driver is too old
         return f"torch says: {first_line(error).partition('.')[0]}"
-    return "torch sees no GPU"
+    return "torch finds no GPU"
 
 
 def make_current(device: torch.device) -> None:
-    """Make this the current device, because another Trainer may have chosen a different one."""
+    """Make this device current again, because another Trainer may have chosen a different one."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def describe(device: torch.device) -> str:
-    """Describe the device in words, with its threads or its memory."""
+    """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100, 39.1 GiB free)"."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
@@ -106,7 +106,7 @@ def describe(device: torch.device) -> str:
 
 
 def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return (autocast dtype or None for fp32, reason) for a `precision` on this device."""
+    """Return (autocast dtype, reason) for a `precision` on this device; None means fp32."""
     settings.check("precision", name)
     if name == "auto":
         return auto_precision(device)
@@ -114,21 +114,21 @@ def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | Non
 
 
 def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return what `precision=auto` means: half precision if the hardware supports it."""
+    """Resolve `precision=auto`: half precision if the hardware supports it, else fp32."""
     if device.type not in ("cuda", "xpu"):
         return None, f"the default on {device.type}"
     if device.type == "xpu" or torch.version.hip is not None:
-        return torch.bfloat16, "native here"
+        return torch.bfloat16, "native"
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return torch.bfloat16, "native here"
+        return torch.bfloat16, "native"
     dtype = torch.float16 if major == 7 else None
     return dtype, f"sm_{major}{minor} has no bf16"
 
 
 @functools.cache
 def wide_type(kind: str) -> torch.dtype:
-    """Return the dtype for sums on a kind of device: float64, or float32 if it has no float64."""
+    """Return the dtype for sums on this type of device: float64, or float32 if unsupported."""
     try:
         torch.zeros(1, dtype=torch.float64, device=kind).sum()
     except (RuntimeError, TypeError):
@@ -140,20 +140,20 @@ def has_fused(device: torch.device) -> bool:
     """Return whether fused optimizers support the device."""
     if device.type == "meta":  # meta kernels only compute shapes
         return False
-    # private: torch._C._dispatch_*, no public API tells which kernel would run, torch 2.15
+    # private: torch._C._dispatch_*, because no public API tells which kernels exist, torch 2.15
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 
 
 def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
-    """Return a GradScaler, which is only enabled for fp16."""
+    """Return a GradScaler, enabled only for fp16."""
     return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
 
 
 def autocast(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a reusable context: autocast to `dtype`, or nothing for None.
+    """Return a reusable context that autocasts to `dtype`, or does nothing if it is None.
 
     Raises:
         UserError: The device does not support autocast to this dtype.
@@ -173,16 +173,16 @@ def autocast(
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:
     """Turn on TF32 and cuDNN's kernel search, or allow only deterministic kernels."""
-    # Called only if it changes something: it imports torch's compiler, which takes a second.
+    # Call this only to change the mode, because it imports torch's compiler (one second).
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     if device.type != "cuda":
         return
     # cuBLAS is deterministic only with a fixed workspace. It reads this variable once, at its first
-    # use, so always set it: a later job in this process may be deterministic.
+    # use, so set it even if only a later job in this process is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
-    # Some releases deprecate these names, but they must not be mixed with the newer ones.
+    # Some torch releases deprecate these settings, but they must not be mixed with the new ones.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = not deterministic
@@ -192,13 +192,13 @@ def choose_kernels(device: torch.device, deterministic: bool) -> None:
 def place(
     module: torch.nn.Module, device: torch.device, channels_last: bool | str = "auto"
 ) -> torch.nn.Module:
-    """Move the module to the device, with the weights of 2-D convolutions in channels_last.
+    """Move the module to the device, and put the weights of 2-D convolutions in channels_last.
 
-    This format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it on
-    mps, and for code that calls `.view()`, which flattens no image in this format.
+    This memory format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it
+    on mps, and for models that call `.view()`, which cannot flatten images in this format.
 
     Raises:
-        UserError: `channels_last` is True and there is no 2-D convolution.
+        UserError: `channels_last` is True, but there is no 2-D convolution.
         TrainingError: The module does not fit into the device's memory.
     """
     settings.check("channels_last", channels_last)
@@ -226,7 +226,7 @@ def place(
 
 
 def calls_view(module: torch.nn.Module) -> bool:
-    """Return whether a method of the module, or a function that it holds, calls `.view()`."""
+    """Return whether a method or a function attribute of the module calls `.view()`."""
     functions = list(vars(module).values())
     for kind in type(module).__mro__:
         if not kind.__module__.startswith("torch."):
@@ -236,29 +236,29 @@ def calls_view(module: torch.nn.Module) -> bool:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError if `compile=true` cannot work.
+    """Raise UserError if the compiler that `compile=true` requires is missing.
 
-    TorchInductor needs a C++ compiler on the CPU, nothing on mps, and Triton elsewhere.
+    TorchInductor requires a C++ compiler on the CPU, nothing on mps, and Triton on other devices.
     """
     works = True
     if device.type == "cpu":
         works = any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl")))
     elif device.type != "mps":
-        # private: torch.utils._triton.has_triton, no public check exists, torch 2.15
+        # private: torch.utils._triton.has_triton, because there is no public check, torch 2.15
         from torch.utils._triton import has_triton
 
         works = has_triton()
     if not works:
         raise UserError(
-            f"compile=true: {device} needs a C++ compiler (g++, clang++ or cl) on the PATH for the "
-            "CPU, or Triton for a GPU.\nInstall it, or type compile=false."
+            f"compile=true on {device} needs a compiler that is not installed: g++, clang++ or cl "
+            "(on the PATH) for the CPU, Triton for a GPU.\nInstall it, or type compile=false."
         )
 
 
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """Run `work(batch)` in the stream that captures graphs, and return its result.
+    """Run `work(batch)` in the stream for capturing graphs, and return its result.
 
-    Tensors that autograd creates in another stream cannot be part of a graph.
+    Tensors that autograd has created in another stream cannot be part of a graph.
     """
     backend = torch.get_device_module(device)
     current = backend.current_stream(device)
@@ -272,8 +272,8 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError in this context if Python would wait for the device, where supported."""
-    if device.type == "cpu":  # the CPU never waits
+    """In this context, raise RuntimeError where Python would have to wait for the device."""
+    if device.type == "cpu":  # nothing to wait for
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -289,7 +289,8 @@ def never_waiting(device: torch.device) -> Iterator[None]:
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:
     """Capture `work(batch)` as one graph; return a function that replays it on the same memory.
 
-    Each replay returns the same tensors. Other threads may pin memory during the capture.
+    Every replay returns the same tensors with new values. Other threads can pin memory during the
+    capture.
     """
     graph = torch.cuda.CUDAGraph()
     aside = stream(device, "captures")
@@ -305,17 +306,17 @@ def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Call
 
 @functools.cache
 def stream(device: torch.device, use: str) -> Any:
-    """Return the device's only stream for this use: "copies", or "captures" and what precedes."""
+    """Return the device's stream for "copies" from the host or for graph "captures"."""
     return torch.get_device_module(device).Stream(device)
 
 
 def wait_for_each_call() -> None:
-    """Make each GPU call wait for its kernels, unless CUDA has already started in this process."""
+    """Make each GPU call wait for its kernels; no effect if this process has already used CUDA."""
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read after this includes its work."""
+    """Wait until the device has finished its work, so that a clock read after this includes it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -330,11 +331,11 @@ def mark(device: torch.device) -> Any:
 
 
 def has_caught_up(mark: Any) -> bool:
-    """Return whether an accelerator has reached the mark, and so is idle."""
+    """Return whether the accelerator has reached the mark, which means that it is idle."""
     return not isinstance(mark, float) and bool(mark.query())
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks that the device has already reached."""
+    """Return the seconds between two marks, both of which the device has reached."""
     seconds: float = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
     return seconds

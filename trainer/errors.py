@@ -1,4 +1,4 @@
-"""Exceptions that users see as a few lines instead of a traceback."""
+"""Exceptions that users see as a short message, without a traceback, and helpers to write it."""
 
 import difflib
 import logging
@@ -14,9 +14,9 @@ log = logging.getLogger("stoker")
 
 
 class UserError(ValueError):
-    """A mistake that you can fix. Exit code 2.
+    """A mistake that the user can fix. Exit code 2.
 
-    The message is one to three lines that name the key, file or class, and what to type.
+    The message has one to three lines. It names the key, file or class, and says what to type.
     """
 
     exit_code = 2
@@ -32,18 +32,18 @@ class RunInUse(UserError):
 
 
 class TrainingError(RuntimeError):
-    """Training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
+    """Training failed, for example because the loss is not finite. Exit code 3."""
 
     exit_code = 3
 
 
 class NotFinite(TrainingError):
-    """A loss, gradient or weight is not finite. The same command fails at the same step again.
+    """A loss, gradient or weight is not finite. The same command would fail at the same step again.
 
     Attributes:
-        symptom: What was noticed, and when; "" if a replay would not explain it.
-        replay: The checkpoint before the first bad step, which the last line of the message tells
-            how to resume from; None if none was kept.
+        symptom: What is not finite, and at which step; "" if a replay would not explain it.
+        replay: The checkpoint before the first bad step, or None if it was not saved. The last line
+            of the message says how to resume from it.
     """
 
     def __init__(self, text: str, symptom: str = "", replay: Path | None = None) -> None:
@@ -53,23 +53,23 @@ class NotFinite(TrainingError):
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Return the text that the Trainer attached to an exception of another class, or None."""
+    """Return the explanation that the Trainer attached to another library's exception, or None."""
     return getattr(error, "where_and_what", None)
 
 
 def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
     """Return " Did you mean 'X'?" for the choice closest to `name`, or "" if none is close.
 
-    `whole` returns the text to show for a choice.
+    `whole` maps the choice to the text to show.
     """
     choice = nearest(name, choices)
     return "" if choice is None else f" Did you mean {whole(choice)!r}?"
 
 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
-    """Return the choice that `name` most likely stands for, or None if none is close.
+    """Return the choice that `name` is most likely meant to be, or None if none is close.
 
-    Uses difflib, with a stricter cutoff without `loosely`; prefixes of a name match too.
+    The cutoff of difflib is stricter if `loosely` is False. Prefixes match too.
     """
     typed = str(name)[:100].lower()
     names = {str(choice).lower(): str(choice) for choice in choices}
@@ -80,7 +80,7 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as you would type it on the command line: null, true, [1,2], {a:1}."""
+    """Format a value as you would type it on the command line: null, true, [1,2], {a:1}."""
     if isinstance(value, dict):
         pairs = [f"{key}:{as_typed(item)}" for key, item in value.items()]
         return "{" + ",".join(pairs) + "}"
@@ -95,10 +95,10 @@ def as_typed(value: Any) -> str:
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return `value` if it is one of `choices`, where 1 is not accepted for True.
+    """Return `value` if it is one of `choices`. The type must match too: 1 is not True.
 
     Raises:
-        UserError: It is not. The message has `key` and the choices.
+        UserError: The value is not a choice. The message lists the choices.
     """
     if not any(value == one and type(value) is type(one) for one in choices):
         names = [as_typed(choice) for choice in choices]
@@ -120,23 +120,23 @@ def check_number(
     optional: bool = False,
     auto: bool = False,
 ) -> Any:
-    """Return `value` if it is a (whole) number in the range.
+    """Return `value` if it is a number within the bounds.
 
-    None is allowed if `optional`, and the word "auto" if `auto`.
+    `whole` requires an int, `optional` also allows None, and `auto` allows the word "auto".
 
     Raises:
-        UserError: It is anything else. The message says what is valid.
+        UserError: The value is anything else. The message says what is valid.
     """
     if (value is None and optional) or (auto and value == "auto"):
         return value
     kinds = int if whole else (int, float)
     fits = isinstance(value, kinds) and not isinstance(value, bool)
-    # A float may exceed 2**63, but must be finite.
+    # Floats must be finite, but they may exceed 2**63.
     fits = fits and abs(value) < (2**63 if isinstance(value, int) else math.inf)
     wanted = "a whole number" if whole else "a number"
     limits = []
     for words, bound, holds in (
-        ("at least", least, operator.ge),
+        ("of at least", least, operator.ge),
         ("above", above, operator.gt),
         ("at most", most, operator.le),
     ):
@@ -164,7 +164,7 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Escape control characters, because a file name could contain terminal codes."""
+    """Escape control characters, because a file name, for example, could contain terminal codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
@@ -181,9 +181,9 @@ def first_line(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return the error with its innermost line: "KeyError: 'x' (mine.py:12)"."""
+    """Describe an error with the line that raised it: "KeyError: 'x' (mine.py:12)"."""
     text = str(error).strip()
-    # torch wraps a worker's error.
+    # torch wraps an error of a DataLoader worker.
     if text.startswith("Caught ") and "Original Traceback" in text:
         file, line = re.findall(r'File "(.*)", line (\d+)', text)[-1]
         return printable(f"{text.splitlines()[-1]} ({file}:{line})")

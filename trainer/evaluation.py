@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import copies, losses, memory, misuse, optimizers, parallel, seeding
 from stoker.trainer import device as devices
+from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import by_name, dealt, ending
 from stoker.trainer.metrics import Mean, OfClasses
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 
-def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
-    """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
+def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
+    """Evaluate a loader; return {"val/loss": ..., "val/acc": ...} over all of its samples.
 
-    The loss is left out if `compute_loss` returns None for it.
+    There is no loss if `compute_loss` returns None for it.
 
     Raises:
         EvaluationInterrupted: A fit was interrupted during an evaluation.
@@ -39,13 +39,13 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
 
     try:
         reset(trainer)
-        # Not inference_mode, which does not allow in-place copies of sharded parameters.
-        with evaluating(trainer), torch.no_grad(), losses.examined(trainer):
+        # Not inference_mode, which forbids in-place copies of sharded parameters.
+        with eval_mode(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
             for batch in ending(loader, split):
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
-                batch = copies.move(batch, trainer.device)
+                batch = transfer.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(compute, batch)
                 if not parallel.has_samples(loader):
                     continue
@@ -66,8 +66,8 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     return {name: misuse.number(name, loss_mean.compute()), **values}
 
 
-def of_fit(trainer: "Trainer") -> dict[str, Any]:
-    """Return the results for all validation loaders of a fit."""
+def validate(trainer: "Trainer") -> dict[str, Any]:
+    """Evaluate all validation loaders of a fit, and return their results in one dict."""
     results = {}
     for split, loader in by_name(trainer.val_loader).items():
         results.update(trainer.evaluate(loader, split))
@@ -75,7 +75,7 @@ def of_fit(trainer: "Trainer") -> dict[str, Any]:
 
 
 def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
-    """Return {"val/acc": ...}: the values of the metrics."""
+    """Compute the metrics; return {"val/acc": ...}."""
     values = {}
     for name, metric in trainer.metrics.items():
         full_name = f"{split}/{name}"
@@ -84,19 +84,19 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
 
 
 def reset(trainer: "Trainer") -> None:
-    """Reset the metrics and make them ignore the targets that the loss ignores."""
+    """Reset the metrics, and let them ignore the class that the loss ignores."""
     ignored = losses.ignored_class(trainer.loss)
     for metric in trainer.metrics.values():
         metric.reset()
         if isinstance(metric, OfClasses):
             metric.ignored_by_loss = ignored
-        if hasattr(metric, "to"):  # torchmetrics choose the device of their sums
+        if hasattr(metric, "to"):  # a torchmetrics metric keeps its sums on its own device
             metric.to(trainer.device)
 
 
 @contextlib.contextmanager
-def evaluating(trainer: "Trainer") -> Iterator[None]:
-    """Put the model in evaluation mode and call the hooks; restore everything at the end."""
+def eval_mode(trainer: "Trainer") -> Iterator[None]:
+    """Put the model in evaluation mode and call the hooks. Restore everything at the end."""
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
     random_states_kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -115,7 +115,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks(trainer: "Trainer") -> Iterator[None]:
-    """Call the hooks around an evaluation, unless it is part of another one."""
+    """Call the hooks before and after an evaluation, unless it is inside another one."""
     trainer.model.eval()
     if trainer.is_evaluating:
         yield

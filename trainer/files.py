@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
-UMASK = os.umask(0o077)  # umask can only be read by setting it
+UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = False) -> FileIO:
-    """Open a regular file without a buffer; O_RDWR in `flags` opens it for writing too.
+    """Open a regular file without a buffer. With O_RDWR in `flags`, you can also write to it.
 
     Raises:
-        OSError: It is a pipe (which could block), a device (which could be endless) or, without
-            `links`, a link; or you open a file with hard links for writing. Links may point
-            anywhere.
+        OSError: This is a pipe (which could block), a device (which could be endless), or a link
+            (which could point anywhere) unless `links` is True; or a file with several hard links
+            is opened for writing.
     """
     writes = bool(flags & os.O_RDWR)
     options = ["O_NONBLOCK", "O_CLOEXEC", "O_BINARY"]
@@ -34,7 +34,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
         status = os.fstat(file.fileno())
         check_regular(status, path)
         if writes and status.st_nlink > 1:
-            raise OSError(errno.EMLINK, "a file with other names (hard links)", str(path))
+            raise OSError(errno.EMLINK, "the file has other names (hard links)", str(path))
     except OSError:
         file.close()
         raise
@@ -48,7 +48,7 @@ def check_regular(status: os.stat_result, path: str | Path) -> None:
 
 
 def read(path: str | Path, most: int) -> bytes:
-    """Return the contents of a regular file; raise OSError if it exceeds `most` bytes."""
+    """Return the contents of a regular file; raise OSError if it is larger than `most` bytes."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
@@ -56,7 +56,7 @@ def read(path: str | Path, most: int) -> bytes:
 
 
 def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
-    """Remove temporary files that a killed `replacing` or safetensors left behind."""
+    """Remove temporary files that `replacing` or safetensors left behind when it was killed."""
     for pattern in [*(f".{name}.*.part" for name in names), ".tmp??????"]:
         for path in Path(folder).glob(pattern):
             with contextlib.suppress(OSError):
@@ -65,10 +65,10 @@ def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """Yield a temporary path that replaces `path` atomically, after a flush to disk.
+    """Yield the path of a temporary file, which replaces `path` atomically at the end.
 
-    The temporary file is in the same folder, because a rename is atomic only within a file system.
-    Its name is random, because a link could wait at a name that can be guessed.
+    The file is flushed to disk first. It is in the same folder, because a rename is atomic only
+    within a file system. Its name is random, because an attacker could put a link at a known name.
     """
     path = Path(path)
     try:
@@ -76,19 +76,19 @@ def replacing(path: str | Path) -> Iterator[str]:
             prefix=f".{path.name}.", suffix=".part", dir=path.parent
         )
     except OSError as error:
-        error.filename = str(path)  # show the name that you passed, not the temporary one
+        error.filename = str(path)  # show the target, not the temporary name
         raise
     os.close(descriptor)
     try:
         yield partial
         with open(partial, "rb+") as file:
-            if hasattr(os, "fchmod"):  # mkstemp creates files with 0600
+            if hasattr(os, "fchmod"):  # because mkstemp creates files with mode 0600
                 os.fchmod(file.fileno(), 0o666 & ~UMASK)
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)
-    if os.name == "posix":  # flush the rename itself
+    if os.name == "posix":  # flush the rename to disk too
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
-    """Check the arguments of a fit, build the scheduler and load the checkpoint to resume from."""
+    """Check the arguments of a fit, reset its state, and load the checkpoint to resume from."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     misuse.check_uncut(trainer, loader)
@@ -59,7 +59,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
     if resume is not None:
         trainer.resume_from(checkpoint.loaded(resume), loader)
-        trainer.steps_per_epoch = steps_per_epoch  # keep these, not the checkpoint's
+        trainer.steps_per_epoch = steps_per_epoch  # keep this loader's value, not the checkpoint's
     if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
     misuse.warn_of_untrained(trainer)
@@ -74,8 +74,11 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 
 @contextlib.contextmanager
-def isolated(trainer: "Trainer") -> Iterator[None]:
-    """Isolate a fit: clear the gradients before and after it, and restore the random states."""
+def setup_and_cleanup(trainer: "Trainer") -> Iterator[None]:
+    """Surround a fit: clear gradients before and after it, and clean up at the end.
+
+    The global random states are restored, the loaders are dropped, and unused memory is released.
+    """
     trainer.unoptimized = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     devices.make_current(trainer.device)
@@ -94,25 +97,25 @@ def isolated(trainer: "Trainer") -> Iterator[None]:
 
 
 def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
-    """Warn if a resumed fit would read a stream from the start."""
+    """Warn if a resumed fit would have to read a stream from its start."""
     is_saved = any(isinstance(callback, Checkpoint) for callback in trainer.callbacks)
     if not is_saved or not isinstance(loader, IterableLoader):
         return
     if not loader.length_is_exact and not loader.is_stateful:
         launch.warn(
-            f"{loader.name}: this loader does not save its state, so a resumed run reads it from "
-            "the start and skips the batches already trained on.\nTo resume where it stopped, use "
-            "torchdata's StatefulDataLoader."
+            f"{loader.name}: this loader cannot save its state, so a resumed run reads it from "
+            "the start and skips the batches already trained on.\nTo continue where it stopped, "
+            "use torchdata's StatefulDataLoader."
         )
 
 
 def warn_of_weights(trainer: "Trainer") -> None:
-    """Warn at the end of a fit if a weight is not finite."""
+    """Warn if a weight is not finite at the end of a fit."""
     if trainer.module is None:  # the Trainer is closed
         return
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         launch.warn(
-            f"The parameter {name} is not finite after step {trainer.step:,}. Add NaNGuard() to "
-            "the callbacks to stop at the first such step and find the cause."
+            f"The parameter {name} is not finite after step {trainer.step:,}. To stop at the first "
+            "such step and find the cause, add NaNGuard() to the callbacks."
         )

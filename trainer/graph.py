@@ -1,4 +1,4 @@
-"""CUDA graphs: capture a step once per kind of batch, then replay it."""
+"""CUDA graphs: capture a step for each kind of batch, then replay it."""
 
 import contextlib
 import re
@@ -15,37 +15,38 @@ from stoker.trainer.errors import UserError, first_line, log
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer creates its state
-MOST = 4  # graphs kept; each holds the memory of a step
-PATIENCE = 20  # steps after which a fit without a graph warns
-# Keys of a parameter group that do not change what is captured.
+WARMUP = 3  # steps without a graph, while kernels are chosen and optimizer state is created
+MOST = 4  # maximum number of graphs, because each holds the memory of a step
+PATIENCE = 20  # number of steps without any graph after which to warn
+# Keys of a parameter group whose values may change without a new graph.
 CHANGES = ("params", "lr", "initial_lr")
-# Attributes of a Trainer that change at each step; a graph would keep the captured values.
+# Attributes of a Trainer that change at each step, but would be constant in a graph.
 CLOCKS = ("step", "rates")
 Work = Callable[[Any], Any]  # maps a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
-    """Call `work(batch)`; from the second step of the same kind, replay it as a graph.
+    """Call `work(batch)`, or replay a graph of it if this kind of step has been captured.
 
-    A graph repeats its kernels on the same memory, so each kind of step needs its own. A kind is
-    the batch's shapes and plain values, the trained parameters, and the optimizer's settings except
-    the learning rate, which is a tensor (and so is rounded to float32). Beyond MOST kinds, steps
-    run without a graph. Each step seeds the device's generator, so a replay draws the same random
-    numbers as the step itself would.
+    A kind of step is captured when it occurs for the second time. A graph repeats its kernels on
+    the same memory, so each kind of step needs its own graph. A kind is defined by the shapes and
+    plain values in the batch, by which parameters are trained, and by the optimizer's settings. The
+    learning rate may change: it is a tensor (rounded to float32). With more than MOST kinds, the
+    others run without a graph. Each step seeds the device's generator, so a replay draws the same
+    random numbers as a normal step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.state = optimizer.state  # the graphs use its tensors
         self.device = device
-        self.steps: int = 0  # without a graph
-        self.kinds: set[Kind] = set()  # kinds that ran once; a repeated one is captured
+        self.steps: int = 0  # number of steps that ran without a graph
+        self.kinds: set[Kind] = set()  # kinds of steps so far
         self.graphs: dict[Kind, tuple[Sequence[torch.Tensor], Callable[[], Any]]] = {}
 
     def __call__(self, work: Work, batch: Any) -> Any:
-        """Return `work(batch)`; the next replay overwrites the returned tensors."""
+        """Return `work(batch)`. The next replay overwrites the returned tensors."""
         form, tensors = form_of(batch)
         kind = (form, *self.settings())
         captured = self.graphs.get(kind)
@@ -64,9 +65,9 @@ class Captured:
         return replay()
 
     def settings(self) -> tuple[Hashable, Hashable]:
-        """Return which parameters are trained, and the optimizer's settings.
+        """Return (which parameters are trained, the optimizer's settings).
 
-        A tensor is compared by identity: a graph reads its memory.
+        Tensors are compared by identity, because a graph reads their memory.
         """
         trained = []
         settings = []
@@ -78,33 +79,33 @@ class Captured:
         return tuple(trained), tuple(settings)
 
     def eager(self, work: Work, batch: Any) -> Any:
-        """Return `work(batch)` without a graph; raise if a graph could not repeat it."""
+        """Return `work(batch)` without a graph; raise an error if it could not be captured."""
         if self.steps == PATIENCE and not self.graphs:
             log.warning(
-                "compile=graph: the first %d steps ran without a graph, because the shapes of the "
-                "batches, the trained parameters or the optimizer's settings keep changing.",
+                "compile=graph: the first %d steps ran without a graph, because batch shapes, "
+                "trained parameters or optimizer settings keep changing.",
                 self.steps,
             )
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
-        if not may_be_captured:  # the first step may do one-time work
+        if not may_be_captured:  # the first step may do work that later steps do not repeat
             return devices.beside(work, batch, self.device)
         before = seeding.host_random_states(self.device)
         with devices.never_waiting(self.device):
             result = devices.beside(work, batch, self.device)
         if seeding.host_random_states(self.device) != before:
             raise UserError(
-                "compile=graph: the step draws random numbers from Python's, numpy's or torch's "
-                "CPU generator, and a graph would repeat them.\nDraw them on the device "
+                "compile=graph: the step draws random numbers on the CPU (with random, numpy or "
+                "torch), and a graph would repeat the same numbers.\nDraw them on the device "
                 "(torch.rand(..., device=...)), or type compile=false."
             )
         return result
 
 
 def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """Return what a graph requires of a batch, and the batch's tensors.
+    """Return (what batches of the same graph have in common, the batch's tensors).
 
     Raises:
-        UserError: The batch holds an object that can be neither copied nor compared.
+        UserError: The batch contains an object that can be neither copied nor compared.
     """
     if isinstance(batch, (list, tuple)) and all(isinstance(x, torch.Tensor) for x in batch):
         return tuple([(x.shape, x.dtype, x.stride()) for x in batch]), batch
@@ -124,7 +125,7 @@ def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
 
 @contextlib.contextmanager
 def without_clock(trainer: Any) -> Iterator[None]:
-    """Hide attributes that change at each step, because captured code would keep old values."""
+    """Hide attributes that change at each step, so that a step that reads them raises an error."""
     clocks = {name: vars(trainer).pop(name) for name in CLOCKS}
     try:
         yield
@@ -133,14 +134,14 @@ def without_clock(trainer: Any) -> Iterator[None]:
 
 
 def explain(error: BaseException, trainer: Any) -> UserError | None:
-    """Return a UserError for a step that cannot be captured, None for any other error."""
+    """Return a UserError if the step cannot be captured, or None for any other error."""
     reads_clock = isinstance(error, AttributeError) and error.obj is trainer
     if not reads_clock and not re.search("called a synchronizing|captur", str(error)):
         return None
     return UserError(
         f"compile=graph: the step cannot be captured ({first_line(error)}).\n"
-        "It may not wait for the device, as .item(), .cpu() and `if tensor:` do, or read "
-        "self.step and self.lr. Use torch.where or a buffer of the model, or type compile=false."
+        "It must not wait for the device (.item(), .cpu(), `if tensor:`) or read self.step or "
+        "self.lr. Use torch.where or a buffer of the model, or type compile=false."
     )
 
 
@@ -153,9 +154,11 @@ def check(trainer: "Trainer") -> None:
     elif trainer.dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":
-        reason = "a graph supports only one GPU. Type strategy=single."
+        reason = "graphs support only one GPU. Type strategy=single."
     elif trainer.micro_batch.adapts:
-        reason = "a graph needs a fixed size. Type micro_batch=N, or compile=true or compile=false."
+        reason = (
+            "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
+        )
     elif not overrides.is_usual(type(trainer), "train_step"):
         name = type(trainer).__name__
         reason = f"{name} overrides train_step. Type compile=true or compile=false."

@@ -1,4 +1,4 @@
-"""Parameter groups: rules that match names, and no weight decay for biases and norms."""
+"""Parameter groups: rules by parameter name, and no weight decay for biases and norms."""
 
 import itertools
 import re
@@ -10,24 +10,24 @@ import torch
 
 from stoker.trainer.errors import UserError, check_number, did_you_mean
 
-# Class names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
+# Matches class names of norms, also of custom ones: LayerNorm, BatchNorm2d, MyRMSNorm.
 NORM = re.compile(r"Norm([123]d)?$")
-# A name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
+# Matches a name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
 BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
 RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not passed to the optimizer
-REST = "rest"  # the name of the groups of parameters that no rule matches
+REST = "rest"  # the group name of parameters that no rule matches
 
 Groups = list[dict[str, Any]]
 Rule = Mapping[str, Any]
-Names = dict[torch.Tensor, list[str]]  # names of each parameter, in the model's order
+Names = dict[torch.Tensor, list[str]]  # parameter -> its names, in the order of the model
 
 
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
     """Return the parameter groups. Biases, norms, vectors and scalars have no weight decay.
 
-    A parameter joins the group of the first rule that matches one of its names. The group is named
-    after the pattern, and comes after the groups of unmatched parameters. Frozen parameters are
-    included: without a gradient, an optimizer skips them, and it trains them once they are thawed.
+    A parameter belongs to the first rule that matches one of its names. Groups of rules are named
+    after their pattern, and follow the groups of unmatched parameters. Frozen parameters are
+    included: an optimizer skips them while they have no gradient, and trains them once thawed.
 
     Raises:
         UserError: A rule matches no parameter, or only parameters of earlier rules.
@@ -42,7 +42,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         if not parameters:
             raise UserError(
                 f"groups: earlier rules already cover everything that match={rule['match']} "
-                "matches. Put it first: a parameter follows the first rule that matches."
+                "matches. Put it first, because the first rule that matches a parameter applies."
             )
         rest = [p for p in rest if p not in matched]
         groups += by_layer(names, parameters, rule, free)
@@ -51,7 +51,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
 
 
 def named(module: torch.nn.Module) -> Names:
-    """Return the parameters that can be trained, with all names of a shared parameter."""
+    """Return {parameter: names} of the parameters that can be trained; shared ones have several."""
     names: Names = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
@@ -60,14 +60,14 @@ def named(module: torch.nn.Module) -> Names:
 
 
 def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
-    """Return the parameters whose name matches `pattern` (fnmatch); UserError if none does."""
+    """Return the parameters with a name that matches `pattern` (fnmatch); UserError if none do."""
     matched = {p for p in names if any(fnmatchcase(name, pattern) for name in names[p])}
     if matched:
         return matched
     every_name = [name for several in names.values() for name in several]
     raise UserError(
         f"{key}: no parameter of the model matches {pattern}.{did_you_mean(pattern, every_name)}\n"
-        f"The names are those of model.named_parameters(), such as {every_name[0]}."
+        f"Use names as in model.named_parameters(), such as {every_name[0]}."
     )
 
 
@@ -75,8 +75,8 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
     """Return the groups of one rule, with a group per layer if it has an `lr_decay`.
 
     The last layer has the rule's learning rate; each earlier layer has `lr_decay` times the rate of
-    the next one (BEiT, Bao 2021, arXiv 2106.08254, and timm). Each numbered block is a layer, and
-    so are all parameters before the first block and all after the last.
+    the next one (BEiT, Bao 2021, arXiv 2106.08254, and timm). Each numbered block is a layer. All
+    parameters before the first block form a layer too, and so do all after the last block.
     """
     options = {key: value for key, value in rule.items() if key not in RULE}
     if "lr_decay" not in rule:
@@ -107,7 +107,10 @@ def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> G
 def divided(
     group: dict[str, Any], belongs: Callable[[torch.Tensor], bool]
 ) -> tuple[Groups, Groups]:
-    """Divide a group into the parameters that belong and the others; an empty group is left out."""
+    """Split a group by `belongs(parameter)`; return ([group that belongs], [group of the rest]).
+
+    A list is empty if its group would have no parameters.
+    """
     both: tuple[Groups, Groups] = ([], [])
     for parameter in group["params"]:
         groups = both[0] if belongs(parameter) else both[1]
@@ -120,8 +123,8 @@ def divided(
 def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
     """Return the parameters that should not have weight decay.
 
-    These are vectors and scalars, all parameters of a norm (a LayerNorm([3, 4]) has two
-    dimensions), and all named `bias` (or `bias_k`, as in torch's MultiheadAttention).
+    These are vectors and scalars, all parameters of norms (those of LayerNorm([3, 4]) have two
+    dimensions), and all parameters named `bias` or, as in MultiheadAttention, `bias_k`.
     """
     free: set[torch.Tensor] = set()
     for child in module.modules():
@@ -134,13 +137,13 @@ def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
-    """Return the pattern of the rule that made a group; `lr_decay` adds a number to its name."""
+    """Return the pattern of the rule that a group is from, without the number of the layer."""
     rule: str = group.get("name", REST).partition(" ")[0]
     return rule
 
 
 def check_options(groups: Groups, known: Collection[str]) -> None:
-    """Raise UserError for an option of a rule that the optimizer does not have."""
+    """Raise UserError if a rule sets an option that the optimizer does not have."""
     for group in groups:
         rule = rule_of(group)
         if rule == REST:
@@ -149,7 +152,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
             # A weight decay of 0 works with every optimizer.
             if key not in ("params", "name", *known) and value:
                 raise UserError(
-                    f"groups: the optimizer has no {key}, which the rule {rule} sets."
+                    f"groups: the rule {rule} sets {key}, but the optimizer has no such option."
                     f"{did_you_mean(key, [*known, *RULE])}"
                 )
             if key in ("lr", "weight_decay"):
@@ -157,19 +160,23 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
 
 
 def scale_rates(groups: Groups, usual: Any) -> None:
-    """Multiply the learning rates of layers by their scale; `usual` is the optimizer's rate."""
+    """Multiply the learning rate of each layer by its `lr_scale`.
+
+    `usual` is the optimizer's rate, for rules without their own.
+    """
     for group in groups:
         if "lr_scale" in group:
             rate = group.get("lr", usual)
             if not isinstance(rate, (int, float)):
                 raise UserError(
-                    f"groups: add lr to the rule {group['name']}, which has an lr_decay."
+                    f"groups: the rule {rule_of(group)} has lr_decay but no lr to scale. "
+                    "Add lr to the rule."
                 )
             group["lr"] = rate * group.pop("lr_scale")
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a logger-friendly name for each group, such as backbone for backbone.*."""
+    """Return a name for each group that loggers accept, such as backbone for backbone.*."""
     result = []
     for i, group in enumerate(groups):
         label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")

@@ -1,7 +1,7 @@
-"""The processes of a distributed run: ranks, and the store they communicate through.
+"""The processes of a distributed run: their ranks, and the store they communicate through.
 
-torchrun starts the processes, which share its store. This module imports torch only when a rank
-uses the store.
+torchrun starts the processes and provides the store. This module imports torch only when the store
+is used.
 """
 
 import json
@@ -18,34 +18,34 @@ from stoker.trainer.errors import TrainingError, first_line, log
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-SEVERAL = ("ddp", "fsdp")  # the strategies with several processes
+SEVERAL = ("ddp", "fsdp")  # strategies with several processes
 
-# One connection per thread (its `store`), because a thread that waits on a connection blocks it.
+# Holds a `store` for each thread, because a thread that waits for the store blocks its connection.
 connections = threading.local()
-timeout: float = 300  # seconds that a rank waits for another rank
+timeout: float = 300  # seconds to wait for another rank
 
 
 class LostContact(TrainingError):
-    """Another rank has ended or does not respond: a consequence of the error, not its cause."""
+    """Another rank has exited or does not respond. The actual error occurred on that rank."""
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 if it is the only one."""
+    """Return the rank of this process, which is 0 if there is only one."""
     return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """Return how many processes train together, on all machines."""
+    """Return the number of processes that train together, on all machines."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its machine, which is also the index of its GPU."""
+    """Return the rank of this process within its machine, which is also the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
-    """Return how many processes train together on this machine."""
+    """Return the number of processes that train together on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -57,7 +57,7 @@ def cores() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this is the process that prints and writes."""
+    """Return whether this is rank 0, the process that prints and writes files."""
     return rank() == 0
 
 
@@ -68,16 +68,16 @@ def warn(text: str) -> None:
 
 
 def store() -> "Store":
-    """Return the store that all ranks share, with only the entries since the last restart."""
+    """Return the store that all ranks share, limited to entries since the last restart."""
     from torch.distributed import PrefixStore
 
-    # Without the prefix, gloo tries addresses from before the restart: 8 of 10 restarts failed.
+    # Without this prefix, gloo tries addresses from before the restart, and most restarts fail.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt{attempt}", whole_store())
 
 
 def whole_store() -> "Store":
-    """Return the store with the entries of all restarts: torchrun's, or one that rank 0 hosts.
+    """Return the store with the entries of all restarts, which torchrun or rank 0 hosts.
 
     Raises:
         LostContact: Rank 0 cannot be reached.
@@ -108,7 +108,7 @@ def store_is_torchruns() -> bool:
 
 
 def publish(key: str, value: Any) -> None:
-    """Put a plain value into the store, for the other ranks."""
+    """Put a plain value into the store for the other ranks."""
     store().set(key, json.dumps(value))
 
 
@@ -116,14 +116,15 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
     """Wait until rank `by` publishes a value under this key, and return it.
 
     Raises:
-        LostContact: The rank has ended, or published nothing for `limit` seconds (None: `timeout`).
+        LostContact: The rank has exited, or has published nothing for `limit` seconds (by default,
+            `timeout` seconds).
     """
     end = time.monotonic() + (timeout if limit is None else limit)
     while not store().check([key]):
-        if stopping.received is not None:  # a library swallowed its exception
+        if stopping.received is not None:  # a library has swallowed the signal's exception
             raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
-            raise LostContact(f"rank {by} has ended.")
+            raise LostContact(f"rank {by} has exited.")
         if time.monotonic() > end:
             raise LostContact(f"rank {by} did not answer: timed out after {timeout:g} s.")
         time.sleep(0.02)
@@ -131,9 +132,9 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
 
 
 def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:
-    """Call `make` on rank 0 and return its plain value on all ranks.
+    """Call `make` on rank 0, and return its result (a plain value) on all ranks.
 
-    With `lasting`, the value is kept when torchrun restarts the ranks.
+    If `lasting` is True, the value survives a restart of the ranks by torchrun.
     """
     if world_size() == 1:
         return make()

@@ -1,4 +1,4 @@
-"""Loaders: give any iterable the length and the `seek` that the Trainer needs."""
+"""Give any iterable of batches the length and the `seek` method that the Trainer needs."""
 
 import contextlib
 import dataclasses
@@ -20,16 +20,16 @@ from stoker.trainer.state import ANYTHING, Either
 
 MOST = 10**6  # most samples that an evaluation reads from a loader without a length
 END = object()  # marks the end of an iterator
-SAMPLERS = ("sampler", "batch_sampler")  # attributes that hold inner samplers
+SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 
 
 def resident_bytes(*loaders: Any) -> int:
-    """Return how many bytes these loaders keep on the device."""
+    """Return the number of bytes of data that these loaders keep on the device."""
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
 
 
 def by_name(val_loader: Any) -> dict[str, Any]:
-    """Return the validation loaders as {name: loader}; a single one is named "val"."""
+    """Return the validation loaders as {name: loader}; a single loader is named "val"."""
     if val_loader is None:
         return {}
     return dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
@@ -38,15 +38,15 @@ def by_name(val_loader: Any) -> dict[str, Any]:
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader if it has `seek`, or else an IterableLoader around it.
 
-    Any iterable works, such as a plain DataLoader. If you pass an IterableLoader, a new one with
-    the same settings is returned.
+    Any iterable works, such as a DataLoader. For an IterableLoader, a new one with the same
+    settings is returned.
     """
     loader = dealt(loader, seed, sample_dim)
     return loader if hasattr(loader, "seek") else IterableLoader(loader, seed, sample_dim)
 
 
 def length_of(iterable: Any) -> int | None:
-    """Return the length of a loader or a data set, None if it has none."""
+    """Return the length of a loader or a data set, or None if its length is unknown."""
     try:
         return len(iterable)
     except (TypeError, NotImplementedError):
@@ -54,10 +54,10 @@ def length_of(iterable: Any) -> int | None:
 
 
 def epoch_length(loader: Any, max_steps: int | None) -> int:
-    """Return the number of steps in an epoch; without a length, `max_steps` make a single epoch.
+    """Return the number of steps in an epoch: the loader's length, or else `max_steps`.
 
     Raises:
-        UserError: There is no length, or it is 0.
+        UserError: There is neither, or the length is 0.
     """
     steps = length_of(loader)
     if steps is None:
@@ -74,7 +74,7 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
 
 
 def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
-    """Return the loader, or with several processes, one that splits each batch among them.
+    """Return the loader, or with several processes, a loader that splits each batch among them.
 
     Raises:
         UserError: The loader has `seek`, but does not split its batches.
@@ -83,12 +83,12 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return IterableLoader(
             loader.loader, seed, sample_dim, loader.steps_per_epoch, loader.accumulate
         )
-    if parallel.ranks() == 1 or hasattr(loader, "global_size"):
+    if parallel.process_count == 1 or hasattr(loader, "global_size"):
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
             f"{type(loader).__name__}: with several processes, a loader with `seek` must split "
-            "its batches among them.\n"
+            "each batch among them.\n"
             "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
@@ -112,44 +112,46 @@ def ending(loader: Any, split: str) -> Iterator[Any]:
 
 
 class Seekable:
-    """A loader that can start at any batch: see `seek`.
+    """A loader that can start at any batch, which you choose with `seek`.
 
-    Iterating yields the batches from there to the end of the epoch, and then the next epoch.
+    The first iteration yields the batches from there to the end of the epoch. Each further
+    iteration yields the next epoch.
     """
 
     next: tuple[int, int] = (0, 0)
-    # Whether all samples have the same number of targets and no class is negative (a loss may
+    # Whether all samples have the same number of targets, and no class is negative (losses may
     # ignore negative classes).
     targets_are_uniform: bool = False
-    resident_bytes: int = 0  # size of its data on the device
-    spans: Spans = silent_spans()  # set by `fit` to the Trainer's spans
+    resident_bytes: int = 0  # size of the data that it keeps on the device
+    spans: Spans = silent_spans()  # `fit` replaces them with the Trainer's spans
 
     def seek(self, epoch: int, position: int = 0) -> None:
-        """Start the next `iter()` at batch `position` of this epoch."""
+        """Let the next `iter()` start at batch `position` of this epoch."""
         self.next = (epoch, position)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.next
-        # Set now, so that the next iter() starts a new epoch even if this one is stopped early.
+        # Set this now, so that the next iter() starts a new epoch even if this one stops early.
         self.next = (epoch + 1, 0)
         return self.batches(epoch, position)
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
-        """Yield the batches of this epoch, starting at index `position`."""
+        """Yield the batches of this epoch, starting at batch `position`."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass
 class Place:
-    """The position within an iterable.
+    """The position of an IterableLoader within its iterable.
 
     Attributes:
         passes: How many times the iterable was read to its end, including epochs of earlier fits.
         number: The number of batches read in this pass.
-        drop: How many of them to skip, to return to the position of a checkpoint.
-        step: The number of steps before this position, from the first epoch; None for a loaded
-            place, where the next iteration continues in any case.
+        drop: How many of these batches to skip, to reach the position of a checkpoint.
+        step: The number of steps before this position, counted from the first epoch. None if the
+            position is from a checkpoint: the next iteration then always continues here.
         seed: The seed of the random streams of this pass.
+        generator: torch's random state after the last batch of this pass.
     """
 
     passes: int
@@ -158,37 +160,39 @@ class Place:
     step: int | None = None
     seed: int = 0
     iterator: Iterator[Any] | None = None
-    generator: torch.Tensor | None = None  # torch's random state within a pass
+    generator: torch.Tensor | None = None
 
 
 class IterableLoader(Seekable):
     """A Seekable around any iterable of batches, with or without a length.
 
     An epoch has `steps_per_epoch` steps, or one per batch. The next epoch continues where the last
-    one stopped. When the iterable ends, it is read again from the start; each reading is a pass. To
-    resume, an iterable with `state_dict` and `load_state_dict` continues in place. For any other
-    iterable, the batches of the pass up to that point are read and dropped.
+    one stopped. When the iterable ends, it is read again from the start; each such reading is
+    called a pass. When a run resumes, an iterable with `state_dict` and `load_state_dict` continues
+    where it stopped. For any other iterable, the batches of the pass up to that point are read
+    again and dropped.
 
-    While it makes a batch, the iterable has its own random streams: torch's generator is seeded by
-    (seed, pass), Python's and numpy's by (seed, pass, batch), which leaves `random` and
-    `numpy.random` seeded. Shuffling and augmentation are therefore reproducible, and training and
-    data do not affect each other. Only persistent workers, which outlive a pass, continue their own
-    streams. If the iterable has `set_epoch`, it is called with the number of the pass. With several
-    processes, each process reads all batches and takes its part of each.
+    The iterable draws its random numbers from separate streams: before each batch, torch's
+    generator continues a stream seeded by (seed, pass), and Python's and numpy's generators are
+    seeded by (seed, pass, batch). Shuffling and augmentation are therefore reproducible, and
+    training and data do not affect each other. Only persistent workers, which outlive a pass,
+    continue their own streams. If the iterable has `set_epoch`, it is called with the number of the
+    pass. With several processes, each process reads all batches and takes its part of each.
 
     Args:
         loader: An iterable of batches.
-        seed: The seed of the random streams; `fit` uses the Trainer's seed.
-        sample_dim: As `Trainer.sample_dim`, which `fit` uses.
+        seed: The seed of the random streams. `fit` uses the Trainer's seed.
+        sample_dim: A function like `Trainer.sample_dim`. `fit` uses the Trainer's.
         steps_per_epoch: Steps per epoch, if the length is unknown or you want a different one.
-        accumulate: Batches per step, each as a micro-batch; fewer at the end of a pass.
+        accumulate: Batches per step, each of which is a micro-batch. The last step of a pass may
+            have fewer.
 
     Raises:
         UserError: This is not an iterable.
     """
 
     global_size: int | None = None  # samples in the last batch, over all processes
-    steps: int | None = None  # steps per epoch; None reads one pass
+    steps: int | None = None  # steps per epoch; None to read a single pass
     place: Place | None = None  # where the next iteration continues
     is_warned: bool = False  # whether a warning about a wrong length was logged
 
@@ -202,7 +206,7 @@ class IterableLoader(Seekable):
     ) -> None:
         self.name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
-            raise UserError(f"{self.name} is not a loader. Pass an iterable of batches.")
+            raise UserError(f"This {self.name} is not a loader. Pass an iterable of batches.")
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed
@@ -222,7 +226,7 @@ class IterableLoader(Seekable):
         return self.steps_per_epoch or math.ceil(len(self.loader) / self.accumulate)
 
     def close(self) -> None:
-        """Stop reading, and stop the workers of a DataLoader."""
+        """Stop reading the iterable, which ends the workers of a DataLoader."""
         self.place = None
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
@@ -231,7 +235,7 @@ class IterableLoader(Seekable):
         if place is None or self.steps is None or place.step not in (None, step):
             place = Place(passes=epoch, drop=position * self.accumulate)
         parts: list[Any] = []  # the micro-batches of a step
-        samples = 0  # counted over all processes
+        samples = 0  # in these micro-batches, over all processes
         limit = self.steps or self.steps_per_epoch
         while limit is None or position < limit:
             batch = self.read(place)
@@ -239,7 +243,7 @@ class IterableLoader(Seekable):
                 place.number += 1
                 if place.number <= place.drop:
                     continue
-                if parallel.joined > 1:
+                if parallel.process_count > 1:
                     size, batch = batches.deal(
                         batch, launch.rank(), launch.world_size(), self.sample_dim
                     )
@@ -266,18 +270,18 @@ class IterableLoader(Seekable):
             samples = 0
 
     def read(self, place: Place) -> Any:
-        """Return the next batch of the iterable or END, using the iterable's own random streams."""
+        """Return the next batch, or END. The iterable draws from its own random streams."""
         outside = torch.default_generator.get_state()
         if place.iterator is None:
             place.seed = mix_seed(self.seed, "order", place.passes)
             self.seed_generators(place.seed, place.passes)
             torch.default_generator.manual_seed(place.seed)
-        seed_python(mix_seed(place.seed, place.number))  # the step reseeds them
+        seed_python(mix_seed(place.seed, place.number))  # not restored, because each step reseeds
         try:
             if place.iterator is None:
                 with children_do_not_interrupt():
                     place.iterator = iter(self.loader)
-            if place.generator is not None:  # after the last batch, or from a checkpoint
+            if place.generator is not None:  # the state after the last batch
                 torch.default_generator.set_state(place.generator)
             batch = next(place.iterator, END)
             place.generator = torch.default_generator.get_state()
@@ -293,32 +297,32 @@ class IterableLoader(Seekable):
             torch.default_generator.set_state(outside)
 
     def check_pass(self, place: Place) -> None:
-        """Warn at the end of a pass if the length was wrong.
+        """Warn at the end of a pass if the iterable's length was wrong.
 
         Raises:
-            UserError: The pass had no batches, like the second pass of a generator.
+            UserError: The pass had no batches, such as the second pass of a generator.
         """
         if not place.number:
             raise UserError(
                 f"The training loader, {self.name}, has no batches"
                 f"{' when it is read again' if place.passes else ''}.\n"
-                "Pass an object that starts over with each iter(), such as a DataLoader, or lower "
+                "Pass an object that starts over at each iter(), such as a DataLoader, or reduce "
                 "max_steps to the number of batches."
             )
         length = length_of(self.loader)
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"{self.name}'s len() is {length}, but it yielded {place.number} batches. An epoch "
-                f"still has {self.steps} steps, and the next one continues where this one stopped."
+                f"The len() of {self.name} is {length}, but it yielded {place.number} batches. "
+                f"Epochs still have {self.steps} steps; each continues where the last one stopped."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the state of the iterable if it has one."""
         place = self.place
-        if place is None or place.step is None:  # nothing was read
+        if place is None or place.step is None:  # nothing has been read
             return {}
-        # With a known length, a resumed run does not have to read a finished pass again.
+        # If the length is known, a resumed run need not read a finished pass again.
         is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
         if is_exact and place.number == len(self.loader):
             return {"passes": place.passes + 1, "number": 0}
@@ -329,10 +333,10 @@ class IterableLoader(Seekable):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from this state with the next `seek`; {} changes nothing.
+        """Continue from this state at the next iteration; {} changes nothing.
 
         Raises:
-            UserError: The iterable does not accept its state.
+            UserError: The iterable rejects its state.
         """
         if state == {}:
             return
@@ -343,22 +347,22 @@ class IterableLoader(Seekable):
                 self.loader.load_state_dict(state["loader"])
             except Exception as error:
                 raise UserError(
-                    f"The checkpoint does not fit the loader, {self.name}: {cause(error)}."
+                    f"The checkpoint does not match the loader {self.name}: {cause(error)}."
                 ) from error
 
     def state_form(self) -> Any:
-        """Return the form of the states that can be loaded, as in `trainer/state.py`."""
+        """Return the form of a valid state, as described in `trainer/state.py`."""
         place = {"passes": int, "number": int}
         stateful = {**place, "generator": torch.get_rng_state(), "loader": ANYTHING}
         return Either([{}, place, stateful])
 
     def seed_generators(self, seed: int, passes: int) -> None:
-        """Seed the generators of the loader, and of the DataLoaders and samplers inside it.
+        """Seed the generators of the loader, and those of DataLoaders and samplers inside it.
 
-        Otherwise their streams would continue from pass to pass, which a resumed run cannot repeat.
+        Otherwise, each stream would continue from pass to pass, which a resumed run cannot repeat.
         """
         owners = [self.loader, getattr(self.loader, "dataset", None)]
-        for owner in owners:  # the list grows during the loop
+        for owner in owners:  # the list grows inside the loop
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(passes)
             for name, value in getattr(owner, "__dict__", {}).items():
@@ -371,15 +375,15 @@ class IterableLoader(Seekable):
 
 @contextlib.contextmanager
 def children_do_not_interrupt() -> Iterator[None]:
-    """Keep the handler of SIGCHLD while a DataLoader starts its workers.
+    """Keep the handler of SIGCHLD, which a DataLoader replaces when it starts workers.
 
     When a worker dies, the DataLoader's handler raises an error at an arbitrary line of the main
-    thread. Without it, the error is raised when waiting for the next batch.
+    thread. Without this handler, the error is raised where the next batch is awaited.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     try:
         yield
     finally:
-        # None means that the handler was not set from Python. Only the main thread can set one.
+        # None means that the handler was not set by Python code. Only the main thread can set one.
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)

@@ -1,4 +1,4 @@
-"""What torch's own losses divide by in their mean: the weight of a batch among batches.
+"""The weight of a batch: what torch's losses divide by when they take the mean.
 
 The class weights of `loss.weight=balanced` are computed from the data, in `data/record.py`.
 """
@@ -16,8 +16,8 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError
 
-# Names of torch's losses whose mean divides by the class weights of the targets, or by the number
-# of elements. The others divide by the number of samples.
+# torch's losses that divide by the class weights of the targets ("classes"), or by the number of
+# elements. All others divide by the number of samples.
 DIVISORS = {
     **dict.fromkeys(("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"), "classes"),
     **dict.fromkeys(
@@ -55,21 +55,21 @@ IGNORED = -100  # torch's default for ignore_index
 
 
 def divides_by(loss: Any) -> str | None:
-    """Return "classes" or "elements" for one of torch's losses (module or function), or else None.
+    """Return "classes" or "elements" if a loss is one of DIVISORS and takes the mean, else None.
 
-    A functools.partial with only keywords counts as the function it calls. A class with its own
-    forward counts as your own loss. KLDivLoss(reduction="batchmean") divides by the number of
+    A functools.partial with only keywords counts as the function that it calls. A subclass with its
+    own forward counts as a custom loss. KLDivLoss(reduction="batchmean") divides by the number of
     samples.
     """
     return kind_of(loss) if option(loss, "reduction", "mean") == "mean" else None
 
 
 def kind_of(loss: Any) -> str | None:
-    """Return what the mean of one of torch's losses divides by, whatever its reduction is."""
+    """Return what a loss would divide by if it took the mean, ignoring its reduction."""
     loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         loss = None if loss.args else loss.func
-    # Look at the function that computes the loss: a subclass may have its own forward.
+    # Check the function that computes the loss, because a subclass may have its own forward.
     function = type(loss).forward if isinstance(loss, nn.Module) else loss
     if getattr(function, "__module__", None) not in (functional.__name__, nn.modules.loss.__name__):
         return None
@@ -77,7 +77,7 @@ def kind_of(loss: Any) -> str | None:
 
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
-    """Return an option of a loss: a module's attribute, or a keyword of a functools.partial."""
+    """Return an option of a loss: an attribute of a module, or a keyword of a functools.partial."""
     loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         return loss.keywords.get(name, option(loss.func, name, default))
@@ -95,10 +95,10 @@ def has_class_weights(loss: Any) -> bool:
 
 
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
-    """Return whether each sample is known to have the same weight in the mean.
+    """Return whether it is certain that all samples have the same weight in the mean.
 
-    `targets_are_uniform` says that all samples have the same number of targets, and no class is
-    negative.
+    `targets_are_uniform` means that all samples have the same number of targets, and that no class
+    is negative.
     """
     if divides_by(loss) is None:
         return True
@@ -109,7 +109,7 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 @contextlib.contextmanager
 def examined(trainer: Any) -> Iterator[None]:
-    """Find what the loss divides by, and check the shapes in the first call of one of torch's."""
+    """Find what the loss divides by, and check the arguments of its first call if it is torch's."""
     loss = trainer.loss
     trainer.divisor = divisor(loss)
     module = loss.func if isinstance(loss, functools.partial) else loss
@@ -143,9 +143,11 @@ def examined(trainer: Any) -> Iterator[None]:
 
 
 def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise UserError if torch would broadcast, or a cross-entropy would always be 0.
+    """Check the outputs and targets passed to one of torch's losses.
 
-    Also raise it if the model does not return a tensor.
+    Raises:
+        UserError: The outputs are not a tensor, torch would broadcast them, or a cross-entropy
+            would always be 0.
     """
     if len(arguments) != 2 or not isinstance(arguments[1], torch.Tensor):
         return
@@ -159,21 +161,21 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
         if outputs.ndim > 1 and outputs.shape[1] == 1:
             raise UserError(
                 f"loss: the outputs {tuple(outputs.shape)} have a single class, so a cross-entropy "
-                "is always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
-                "targets of 0. and 1."
+                "is always 0.\nGive the model an output for each class, or use BCEWithLogitsLoss "
+                "with targets 0.0 and 1.0."
             )
     elif outputs.shape != targets.shape:
         raise UserError(
-            f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
-            "and the loss would broadcast them, which is rarely meant.\n"
+            f"loss: the outputs have shape {tuple(outputs.shape)}, the targets "
+            f"{tuple(targets.shape)}. The loss would broadcast them, which is rarely intended.\n"
             "Give both the same shape: change the model's last layer, or reshape one of them."
         )
 
 
 def divisor(loss: Any) -> Divisor | None:
-    """Return a function that maps targets to what the mean of one of torch's losses divides by.
+    """Return a function that maps targets to what the loss divides by.
 
-    Return None if that is the number of samples, or the loss is not one of torch's.
+    Return None if the loss divides by the number of samples, or is not one of torch's.
     """
     kind = divides_by(loss)
     if kind == "classes":
@@ -185,18 +187,18 @@ def divisor(loss: Any) -> Divisor | None:
 def class_weight(
     weight: torch.Tensor | None, ignored: int, targets: torch.Tensor
 ) -> int | torch.Tensor:
-    """Return the sum of the class weights of the targets that are not ignored, on their device.
+    """Return the sum of the class weights of all targets that are not ignored, on their device.
 
-    Probability targets (N, C, ...) all have weight 1.
+    With class probabilities (N, C, ...) as targets, every target has weight 1.
     """
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
-    targets = targets.long()  # a uint8 cannot be -100, and a uint8 index would be a mask
+    targets = targets.long()  # uint8 cannot represent -100, and as an index it would be a mask
     counts: torch.Tensor = targets != ignored
     if weight is None:
         return counts.sum()
-    # Clamped, because the loss gives a clearer error for a class out of range.
+    # Clamp out-of-range classes, for which the loss raises a clearer error.
     weights: torch.Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
     return (weights * counts).sum()
 
@@ -204,7 +206,7 @@ def class_weight(
 def fractions(
     weights: Sequence[float | torch.Tensor], device: torch.device
 ) -> Sequence[float | torch.Tensor]:
-    """Return each weight's fraction of their sum, as tensors if any weight is a tensor."""
+    """Return each weight divided by their sum, as tensors if any weight is a tensor or 0."""
     if all(isinstance(weight, (int, float)) and weight > 0 for weight in weights):
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -213,7 +215,7 @@ def fractions(
 
 
 def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight as a 0-dim tensor, float64 if the device supports it, without a sync."""
+    """Return a weight as a 0-dim tensor (float64 if supported), without waiting for the device."""
     dtype = wide_type(device.type)
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device, dtype).reshape(())
@@ -221,11 +223,11 @@ def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def take_rows(loss: Any) -> None:
-    """Let a cross-entropy use outputs (N, C, ...) with classes last in memory as rows.
+    """Let nn.CrossEntropyLoss read (N, C, ...) outputs stored channels-last as (M, C) rows.
 
-    torch would copy them to put the classes second. For 128 tokens and 8,192 classes, forward and
-    backward with the last layer take 227 ms with the copy and 150 ms as rows (one core of an AMD
-    EPYC).
+    Otherwise torch copies them to move the class dimension to position 1. For 128 tokens and 8,192
+    classes, forward and backward including the last layer take 227 ms with the copy and 150 ms
+    without it (one core of an AMD EPYC).
     """
     if isinstance(loss, nn.CrossEntropyLoss):
         loss.register_forward_pre_hook(rows_of_classes)
@@ -234,7 +236,7 @@ def take_rows(loss: Any) -> None:
 def rows_of_classes(
     _: nn.Module, arguments: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return outputs (N, C, ...) and targets (N, ...) as views (M, C) and (M,), if possible."""
+    """Return views (M, C) of the outputs and (M,) of the targets, or None if that needs a copy."""
     outputs, targets = arguments
     if outputs.ndim < 3 or outputs.stride(1) != 1 or targets.ndim != outputs.ndim - 1:
         return None
@@ -249,8 +251,8 @@ def fraction(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> torch.Tensor:
     """Return the loss times this factor.
 
-    If it is 0, the loss and the gradient of the outputs become 0. Otherwise they would be
-    NaN: the loss is the mean of nothing, and its backward pass computes 0 * inf.
+    If the factor is 0, the loss is the mean over no targets, which is NaN, and its backward pass
+    would compute 0 * inf. So set the loss and the gradient of the outputs to 0.
     """
     if not isinstance(factor, torch.Tensor):
         return loss * factor

@@ -1,4 +1,4 @@
-"""Device and host memory: measure free memory and peak usage, and release memory."""
+"""Memory of the device and the host: measure free memory and peak usage, and release memory."""
 
 import contextlib
 import ctypes
@@ -11,27 +11,27 @@ from pathlib import Path
 import torch
 
 MIB = 2**20
-# Out-of-memory errors without a type of their own: CPU allocator, mps, cuBLAS, cuDNN, driver.
+# Messages of out-of-memory errors that have no class of their own: CPU, mps, cuBLAS, cuDNN, driver.
 NO_MEMORY = re.compile(
     "DefaultCPUAllocator:|MPS backend out of memory|STATUS_ALLOC_FAILED|error: out of memory"
 )
 
 
 def glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc, else None."""
+    """Return the C library if it is glibc, or None."""
     libc = None if sys.platform == "win32" else ctypes.CDLL(None)
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes on the device (for the CPU, those available on the machine)."""
+    """Return the free memory in bytes: of the device, or of the machine for the CPU."""
     free, _ = memory_info(device)
-    # Unknown (macOS, Windows, some accelerators): assume an amount that any device has.
+    # If unknown (macOS, Windows, some accelerators), assume an amount that every device has.
     return 4 * 2**30 if free is None else free
 
 
 def memory_info(device: torch.device) -> tuple[int | None, int | None]:
-    """Return the (free, total) bytes, each None if unknown."""
+    """Return (free, total) memory in bytes, (None, None) if unknown."""
     if device.type == "cpu":
         return host_memory()
     if device.type == "mps":
@@ -47,7 +47,7 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def host_memory() -> tuple[int | None, int | None]:
-    """Return the host's (free, total) bytes, each None if unknown."""
+    """Return the host's (free, total) memory in bytes, (None, None) if unknown."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -57,7 +57,7 @@ def host_memory() -> tuple[int | None, int | None]:
 
 
 def counted(name: str, device: torch.device) -> float:
-    """Return a counter of the backend's allocator, NaN if it has none."""
+    """Return a counter of the backend's allocator, or NaN if it does not have this counter."""
     ask = getattr(torch.get_device_module(device), name, getattr(torch.accelerator, name))
     try:
         return float(ask(device))
@@ -78,7 +78,7 @@ def gib(size: float) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return this process's peak memory in bytes: on the device, or resident (CPU, mps)."""
+    """Return this process's peak memory in bytes: on the device, or resident for CPU and mps."""
     if device.type in ("cpu", "mps"):
         try:
             import resource
@@ -90,29 +90,29 @@ def peak_memory(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset `peak_memory`, if the device can."""
+    """Reset `peak_memory`, if the device supports it."""
     with contextlib.suppress(AttributeError):
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the device or the host is out of memory."""
+    """Return whether this error means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def release(device: torch.device) -> None:
-    """Collect garbage and release unused memory, at the end of a job but never in a step."""
+    """Collect garbage and release unused memory. Slow: call it after a job, never in a step."""
     gc.collect()
     libc = glibc()
     if libc is not None:
-        libc.malloc_trim(0)  # releases what `tuning.keep_pages` kept
+        libc.malloc_trim(0)  # also releases the pages that `tuning.keep_pages` has kept
     if device.type != "cpu":
-        backend = torch.get_device_module(device)  # torch.accelerator's fails on mps
-        # After a failed kernel, every call to the device fails.
+        backend = torch.get_device_module(device)  # torch.accelerator.empty_cache fails on mps
+        # Once a kernel has failed, every call to the device raises an error.
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.empty_cache()
-        # Pinned memory. Not every torch version and device has this cache.
+        # Pinned memory; not every torch version and device has this cache.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch.accelerator.empty_host_cache()

@@ -1,6 +1,6 @@
-"""Metrics with update(outputs, targets), compute() and reset(); sums stay on the device.
+"""Metrics with the interface of torchmetrics: update(outputs, targets), compute() and reset().
 
-The interface is that of torchmetrics.
+They keep their sums on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from stoker.trainer.errors import UserError, check_number
 
 
 class Mean:
-    """The mean of values, each weighted by its number of samples: `update(value, samples)`.
+    """A running mean weighted by sample count: `update(value, samples)`.
 
-    If a value is a mean over something else, pass its weight: `update(value, samples, weight)`. The
-    weight is a number, or a tensor that stays on its device. Values with weight 0 are ignored,
-    even if they are NaN.
+    If a value is not a mean over samples, pass its own weight: `update(value, samples, weight)`.
+    The weight is a number, or a tensor, which stays on its device. Values with weight 0 are
+    ignored, even if they are NaN.
     """
 
     higher_is_better = False
@@ -36,7 +36,7 @@ class Mean:
         self, value: torch.Tensor, samples: int = 1, weight: float | torch.Tensor | None = None
     ) -> None:
         if not isinstance(self.total, torch.Tensor):
-            # torch.full instead of a copy, which would wait for the device.
+            # torch.full, because copying from the host would wait for the device.
             dtype = wide_type(value.device.type)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
@@ -45,16 +45,16 @@ class Mean:
         if isinstance(weight, torch.Tensor):
             if weight.is_floating_point():
                 weight = weight.to(self.total.dtype)
-            counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 is nan
+            counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 = nan
             self.total.add_(counted * weight)
         elif weight:
-            # a single kernel, even if the total has a wider dtype
+            # A single kernel, even if the total has a wider dtype.
             self.total.add_(value, alpha=weight)
         self.weight = self.weight + weight
         self.samples += samples
 
     def compute(self) -> torch.Tensor:
-        """Return the mean, or NaN if nothing has a weight."""
+        """Return the mean, or NaN if the total weight is 0."""
         if not self.samples:
             return torch.tensor(torch.nan)
         total = self.total
@@ -64,13 +64,13 @@ class Mean:
 
     def over_ranks(self) -> "Mean":
         """Return the Mean over all processes; all processes must call this."""
-        if parallel.ranks() == 1:
+        if parallel.process_count == 1:
             return self
         mean = Mean()
         total = parallel.add_up(float(self.total))
         mean.weight = parallel.add_up(float(self.weight))
         mean.samples = parallel.add_up(self.samples)
-        if mean.samples:  # a tensor, as in a single process
+        if mean.samples:  # make it a tensor, as in a single process
             mean.total = torch.tensor(total, dtype=torch.float64)
         return mean
 
@@ -80,18 +80,18 @@ class Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        if launch.is_first():  # the sum over all processes, which will be summed again
+        if launch.is_first():  # only here: the state is already the sum over all processes
             self.total = float(state["total"])
             self.samples = state["samples"]
             self.weight = state["weight"]
 
 
 class Sums:
-    """A metric computed from sums over all samples, so the batch size does not matter.
+    """A metric computed from sums over all samples, so that the batch size does not matter.
 
-    Subclasses define `update(outputs, targets)`, which calls `add`, and `value(sums)`. The sums are
-    one tensor on the device of the outputs: float64 (float32 on mps), or int64 for counts.
-    `higher_is_better` is None if neither direction is better.
+    Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and `value(sums)`. The
+    sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
+    counts. `higher_is_better` is None if neither direction is better.
     """
 
     higher_is_better: bool | None = True
@@ -110,24 +110,24 @@ class Sums:
         raise NotImplementedError
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the metric for these sums."""
+        """Return the value of the metric for these sums."""
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric over all processes (all must call this), or NaN without data."""
+        """Return the metric over all processes, or NaN without data; all processes must call it."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
 def check_over_ranks(metrics: Mapping[str, Any]) -> None:
-    """Raise UserError for a metric that cannot be summed over several processes."""
-    if parallel.ranks() == 1:
+    """Raise UserError for a metric that cannot be combined over several processes."""
+    if parallel.process_count == 1:
         return
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
-                f"metrics.{name}: {type(metric).__name__} cannot be summed over "
-                f"{parallel.ranks()} processes.\n"
+                f"metrics.{name}: {type(metric).__name__} cannot be combined over "
+                f"{parallel.process_count} processes.\n"
                 "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or remove it."
             )
@@ -136,25 +136,25 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
 def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return the class indices (N, ...) of the targets for outputs (N, C, ...).
 
-    As in CrossEntropyLoss, classes are the second dimension. Soft targets (N, C, ...), such
-    as those of mixup, are reduced to their largest class.
+    As in CrossEntropyLoss, dimension 1 of the outputs holds the classes. Soft targets (N, C, ...),
+    such as those of mixup, are replaced by the class with the largest probability.
 
     Raises:
-        UserError: The targets have neither form.
+        UserError: The targets are neither class indices nor probabilities.
     """
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-            # A uint8 cannot be -100, and sums of uint8 overflow.
+            # uint8 cannot represent -100, and its sums overflow.
             return targets if targets.is_floating_point() else targets.long()
         if targets.shape == outputs.shape:
             off = (targets.sum(1) - 1).abs()
             if (off < 0.01).all():
                 return targets.argmax(1)
     raise UserError(
-        "This metric is for one class per sample: outputs (N, classes, ...) and targets (N, ...), "
+        "This metric needs one class per sample: outputs (N, classes, ...) and targets (N, ...), "
         f"not {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
-        "For a single logit or several labels, use torchmetrics.classification.BinaryAccuracy or "
-        "MultilabelAccuracy."
+        "For a single logit or for several labels per sample, use BinaryAccuracy or "
+        "MultilabelAccuracy of torchmetrics.classification."
     )
 
 
@@ -166,8 +166,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 class OfClasses(Sums):
     """A metric of class indices that ignores targets of class `ignore_index`.
 
-    With None, it ignores the class that the Trainer's loss ignores; without a Trainer, it counts
-    all targets.
+    If `ignore_index` is None, it ignores the class that the Trainer's loss ignores. Without a
+    Trainer, it then counts all targets.
     """
 
     ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
@@ -179,7 +179,7 @@ class OfClasses(Sums):
         super().__init__()
 
     def counts(self, targets: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return which of the true classes count; all soft targets do."""
+        """Return a mask of the targets that count: all except those of the ignored class."""
         ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
         if ignored is None or targets.is_floating_point():
             return torch.ones_like(true, dtype=torch.bool)
@@ -187,7 +187,7 @@ class OfClasses(Sums):
 
 
 class Accuracy(OfClasses):
-    """The fraction of samples (or pixels) whose class has the largest output.
+    """The fraction of samples (or pixels, or tokens) whose true class has the largest output.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
@@ -206,7 +206,7 @@ class Accuracy(OfClasses):
 
 
 class TopK(Accuracy):
-    """The fraction of samples whose class is among the `k` largest outputs.
+    """The fraction of samples whose true class is among the `k` largest outputs.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
@@ -250,10 +250,10 @@ class Confusion(OfClasses):
 
 
 class MeanIoU(Confusion):
-    """The intersection over union of true and predicted class, averaged over the classes.
+    """The intersection over union of true and predicted pixels, averaged over the classes.
 
-    A class that is neither true nor predicted anywhere is left out. Outputs are (N, C, ...),
-    targets (N, ...).
+    A class that occurs neither in the targets nor in the predictions is left out. Outputs are
+    (N, C, ...), targets (N, ...).
     """
 
     higher_is_better = True
@@ -265,7 +265,7 @@ class MeanIoU(Confusion):
 
 
 class Perplexity(OfClasses):
-    """The exponential of the mean cross-entropy per token, with the natural logarithm.
+    """The exponential of the mean cross-entropy (in nats) per token.
 
     Outputs are logits (N, C, ...), targets (N, ...).
     """
@@ -288,8 +288,8 @@ class Perplexity(OfClasses):
 class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
-    `scale` is the standard deviation by which the data set divided its targets: one number, or one
-    per target.
+    `scale` is the standard deviation by which the data set has divided its targets: one number, or
+    one per target.
     """
 
     higher_is_better = False
@@ -317,14 +317,14 @@ class MAE(MSE):
 
 
 class R2(Sums):
-    """The fraction of the targets' variance that is explained, averaged over targets.
+    """The fraction of the variance of the targets that is explained, averaged over the T targets.
 
-    Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean. As in
-    scikit-learn, the value for a constant target is 0, or 1 if all predictions are exact, and fewer
-    than two samples give NaN.
+    Outputs and targets are (N, T). 1 is perfect, and 0 is as good as predicting the mean. As in
+    scikit-learn, the value of a constant target is 0, or 1 if all predictions are exact. With fewer
+    than two samples, the value is NaN.
     """
 
-    # Sums are relative to one of the targets. Relative to 0, sums of squares would suffer from
+    # Targets are summed relative to the first one. Relative to 0, sums of squares would suffer from
     # cancellation; relative to a rounded mean, those of a constant target would not be 0.
     origin: torch.Tensor
 
@@ -346,7 +346,7 @@ class R2(Sums):
         parts = [part for part in parallel.from_all(given) if part is not None]
         if not parts:
             return torch.tensor(torch.nan)
-        # Each process has its own origin, so shift the sums to the first one.
+        # Each process has its own origin: shift all sums to the origin of the first process.
         shifted = []
         for origin, total, squares, residual, samples in parts:
             shift = origin - parts[0][0]
@@ -366,7 +366,7 @@ class R2(Sums):
 def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     """Raise UserError if the shapes differ.
 
-    (N, 1) and (N,) would broadcast to (N, N), and the result would be silently wrong.
+    Shapes (N, 1) and (N,) would broadcast to (N, N), which is silently wrong.
     """
     if outputs.shape != targets.shape:
         raise UserError(
@@ -384,9 +384,9 @@ def default_metrics(
 ) -> dict[str, Sums]:
     """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
 
-    "classification" has accuracy, preceded by perplexity if a sample's targets are tokens (T,)
-    (`target_dims` is 1), or by mean IoU if they are pixels (H, W) (`target_dims` is 2).
-    "regression" has R2, MAE and MSE, in the targets' units.
+    For "classification", this is accuracy. Perplexity comes before it if the targets of a sample
+    are tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
+    other kinds, the metrics are R2, MAE and MSE, in the units of the targets.
     """
     if kind == "classification":
         if target_dims == 1:

@@ -1,4 +1,4 @@
-"""Micro-batches: limit how many samples are processed at once, with fewer when memory runs out."""
+"""Micro-batches limit how many samples are processed at once; the size can adapt to memory."""
 
 import math
 from collections.abc import Callable
@@ -17,19 +17,19 @@ class MicroBatch:
     """Splits batches into micro-batches.
 
     Args:
-        device: The device, for messages and to free its memory.
-        sample_dim: As `Trainer.sample_dim`.
+        device: The device, to name it in messages and to free its memory.
+        sample_dim: A function like `Trainer.sample_dim`.
         size: The maximum number of samples at once. "auto" starts with whole batches and halves the
             size when memory runs out. None splits into `parts`.
         parts: The number of equal parts.
-        key: The setting of the batch size, for messages.
+        key: The name of the setting for the batch size, used in messages.
 
     Attributes:
-        global_samples: Samples in the current batch, over all processes, if there are several.
+        global_samples: Samples in the current batch over all processes; None for one process.
 
     Raises:
-        UserError: Both `size` and `parts` are set, or one is out of range, or several processes
-            would split a batch differently.
+        UserError: Both `size` and `parts` are set, one of them is out of range, or several
+            processes would split a batch differently.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class MicroBatch:
         settings.check("grad_accum_steps", parts)
         settings.check_micro_batch(size, parts)
         self.adapts: bool = size == "auto"
-        if self.adapts and parallel.ranks() > 1:
+        if self.adapts and parallel.process_count > 1:
             raise UserError(
-                "micro_batch=auto: several processes must split a batch in the same way. Type "
-                "micro_batch=N."
+                "micro_batch=auto supports only one process, because all processes must split a "
+                "batch in the same way.\nType micro_batch=N."
             )
         self.size: int | None = None if isinstance(size, str) else size
         self.device = device
@@ -56,7 +56,7 @@ class MicroBatch:
         self.global_samples: int | None = None
 
     def cut_by(self) -> str | None:
-        """Return the setting that splits batches, or None if they stay whole."""
+        """Return the setting that splits batches, such as "micro_batch=8", or None."""
         if self.parts > 1:
             return f"grad_accum_steps={self.parts}"
         if self.size is not None:
@@ -64,22 +64,22 @@ class MicroBatch:
         return "micro_batch=auto" if self.adapts else None
 
     def for_evaluation(self) -> "MicroBatch":
-        """Return the MicroBatch for evaluations: whole batches, unless the size adapts."""
+        """Return the MicroBatch for evaluations, which splits batches only if the size adapts."""
         size = "auto" if self.adapts else None
         return MicroBatch(self.device, self.sample_dim, size, key="eval_batch_size")
 
     def split(self, batch: Any) -> list[Any]:
-        """Split a batch into micro-batches, the same number on each process."""
+        """Split a batch into the same number of micro-batches on every process."""
         if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
         if self.size is not None:
             samples = self.global_samples or batches.size(batch, self.sample_dim)
-            parts = math.ceil(samples / (parallel.ranks() * self.size))
+            parts = math.ceil(samples / (parallel.process_count * self.size))
         if parts == 1:
             return [batch]
-        if self.global_samples is not None:  # the fewest that a process has
-            parts = min(parts, self.global_samples // parallel.ranks())
+        if self.global_samples is not None:  # so that every rank has a sample per micro-batch
+            parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 
     def work(
@@ -91,8 +91,8 @@ class MicroBatch:
     ) -> Result:
         """Return `function(micro_batches)`.
 
-        If memory runs out and the size adapts, halve it, restore the buffers of the `module`, call
-        `undo`, and start over with the whole batch.
+        If memory runs out and the size is adaptive (`micro_batch=auto`), halve it, restore the
+        buffers of the `module`, call `undo`, and start over with the whole batch.
         """
         if not self.adapts:
             return function(self.split(batch))
@@ -103,7 +103,7 @@ class MicroBatch:
                 return function(self.split(batch))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, self.sample_dim))
-            # Outside `except`, because the error keeps the tensors of its frames alive.
+            # Not inside `except`, where the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -112,15 +112,15 @@ class MicroBatch:
             memory.release(self.device)
 
     def halve(self, error: Exception, samples: int) -> None:
-        """Halve the size and log it; raise the error if that cannot help."""
+        """Halve the size and log it; re-raise the error if a smaller size cannot help."""
         most = min(self.size or samples, samples)
         if most == 1 or not memory.is_out_of_memory(error):
             raise error
         self.size = most // 2
-        log.warning("Out of memory with %d samples at once: continuing with %d.", most, self.size)
+        log.warning("Out of memory with %d samples at once. Continuing with %d.", most, self.size)
 
     def explain(self, samples: int | None) -> TrainingError:
-        """Return the error for running out of memory with a batch (None: before the first one)."""
+        """Return the error for running out of memory; `samples` is None before the first batch."""
         place = f"{self.device}"
         if samples is not None:
             place += f" with a batch of {samples}{self.description()}"
@@ -131,7 +131,7 @@ class MicroBatch:
         return TrainingError(f"Out of memory on {place}: {left}.\nType {advice}.")
 
     def description(self) -> str:
-        """Return ' (micro_batch=8)' for the plan of a run, '' for whole batches."""
+        """Return " (micro_batch=8)" for the plan of a run, "" for whole batches."""
         setting = self.cut_by()
         return f" ({setting})" if setting else ""
 
@@ -139,6 +139,6 @@ class MicroBatch:
         return {"size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the size that fit in memory; a size that you set is kept."""
+        """Load an adapted size, but keep a size that you have set."""
         if self.adapts:
             self.size = settings.check("micro_batch", state["size"], optional=True)

@@ -1,4 +1,4 @@
-"""Check what a script passes to the Trainer, and say what to pass instead."""
+"""Check the arguments of the Trainer and its methods, and explain errors that users can fix."""
 
 import inspect
 import re
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "'Bring your own' in the documentation shows how"
-# What torch raises for a bad shape, index or class. Subclasses of these are other kinds of errors.
+# What torch raises for a bad shape, index or class. Their subclasses mean something else.
 REFUSALS = (RuntimeError, IndexError, ValueError)
-# Methods that are called with a batch.
+# Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Folders of library code.
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
-# Methods of other libraries' trainers.
+# Methods of trainers in other libraries.
 METHODS = (
     "training_step",
     "validation_step",
@@ -54,7 +53,7 @@ METHODS = (
     "create_optimizer",
     "create_scheduler",
 )
-# Wrappers of a module, with the setting that replaces each.
+# torch's wrappers of a module -> the argument of the Trainer that replaces each.
 WRAPPERS = {
     "DataParallel": "strategy='dp'",
     "DistributedDataParallel": "strategy='ddp'",
@@ -72,7 +71,7 @@ def check_parts(
     callbacks: Any,
     groups: Any,
 ) -> None:
-    """Raise UserError for parts of a Trainer that would train incorrectly or have no effect."""
+    """Raise UserError for arguments that a Trainer would ignore or train incorrectly with."""
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
@@ -86,18 +85,18 @@ def check_parts(
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
     if len(set(map(id, callbacks))) < len(callbacks):
-        raise UserError("callbacks: the list has the same callback twice.")
+        raise UserError("callbacks: the list contains the same callback twice.")
 
 
 def check_methods(kind: type, called: Collection[str]) -> None:
-    """Raise UserError for a hook, or a method of another library, that is never called."""
+    """Raise UserError for a method that looks like a hook but is never called."""
     for name in dir(kind):
         is_expected = name in METHODS or name.startswith("on_")
         if is_expected and name not in called and callable(getattr(kind, name)):
             raise UserError(
                 f"{kind.__name__}.{name} is never called.{did_you_mean(name, HOOKS)}\n"
-                f"A callback's hooks are {', '.join(HOOKS)}. To change what happens inside a step, "
-                "override Trainer.train_step or compute_loss."
+                f"The hooks of a callback are {', '.join(HOOKS)}. To change what happens inside a "
+                "step, override Trainer.train_step or compute_loss."
             )
 
 
@@ -106,13 +105,13 @@ def check_unwrapped(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if name in WRAPPERS:
         raise UserError(
-            f"model: pass the module itself, not {name}, which renames every weight.\n"
-            f"Trainer(model, {WRAPPERS[name]}) does the same."
+            f"model: pass the module itself instead of {name}, which renames every weight.\n"
+            f"Trainer(model, {WRAPPERS[name]}) has the same effect."
         )
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
-    """Raise UserError if a ready-made optimizer would leave a setting without effect."""
+    """Raise UserError for parameter group rules that a ready-made optimizer would ignore."""
     has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
     if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
         raise UserError(
@@ -123,9 +122,9 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
 
 
 def check_loss_function(trainer: "Trainer", loss: Any) -> None:
-    """Raise UserError for a loss that would train incorrectly."""
+    """Raise UserError for a loss with which the Trainer would train incorrectly."""
     reduction = losses.option(loss, "reduction", "mean")
-    # batchmean divides by the first dimension.
+    # batchmean divides by the first dimension, usually the number of samples.
     is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
     if reduction != "mean" and not is_fine:
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
@@ -138,17 +137,17 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     check_loader(trainer, train_loader, "fit")
     named = by_name(val_loader)
     if val_loader is not None and not named:
-        raise UserError("fit: val_loader is empty. Remove it, or pass {name: loader}.")
+        raise UserError("fit: val_loader is an empty dict. Remove it, or pass {name: loader}.")
     for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
-                f"fit: a validation loader is named {name!r}. Use letters, digits and _, but not "
-                "'train': its loss is logged as NAME/loss."
+                f"fit: {name!r} is not a valid name for a validation loader, whose loss is logged "
+                "as NAME/loss.\nUse letters, digits and underscores, but not 'train'."
             )
         check_loader(trainer, loader, "fit")
     if trainer.optimizer is None:
         raise UserError(
-            "fit needs an optimizer: "
+            "fit needs an optimizer. Pass one, as in "
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
     check_loss(trainer, "fit")
@@ -156,46 +155,46 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
         if not hasattr(part, "state_dict"):
             raise UserError(
                 f"{type(trainer).__name__}.stateful: {name!r} is {kind_of(part)}, which has no "
-                "state_dict.\nReturn objects with state_dict and load_state_dict, or make a number "
-                "a buffer of the model."
+                "state_dict.\nReturn objects with state_dict and load_state_dict. To save a "
+                "number, make it a buffer of the model."
             )
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
-    """Raise UserError if there is neither a loss nor your own compute_loss."""
+    """Raise UserError if the Trainer has no loss and `compute_loss` is not overridden."""
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(
-            f"{use} needs a loss: pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
+            f"{use} needs a loss. Pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
             "override compute_loss."
         )
 
 
 def check_uncut(trainer: "Trainer", loader: Any) -> None:
-    """Raise UserError if a setting splits or captures batches that must stay whole."""
+    """Raise UserError for a setting that splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
     accumulates = getattr(loader, "accumulate", 1) > 1
     setting = trainer.micro_batch.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
-    if carried and (parallel.ranks() > 1 or trainer.replica_indices):
+    if carried and (parallel.process_count > 1 or trainer.replica_indices):
         setting = f"strategy={trainer.strategy}"
     if setting is not None and (carried or accumulates):
         reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"
-        raise UserError(f"{setting}: cannot be used with {reason}, which needs whole batches.")
+        raise UserError(f"{setting} cannot be used with {reason}, which needs whole batches.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
-    """Check the loader passed to fit, evaluate or predict (the `use`).
+    """Check the loader passed to `use`: fit, evaluate or predict.
 
     Warn if predictions would be in shuffled order.
 
     Raises:
-        UserError: This is not one loader of batches, or the Trainer is closed.
+        UserError: This is not a single loader of batches, or the Trainer is closed.
     """
     if trainer.module is None:
         raise UserError(
-            f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
+            f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
         )
     first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
     takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")
@@ -208,13 +207,13 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
             "DataLoader(dataset, batch_size=64), or a list of batches.\n"
-            "Only fit takes several validation loaders: val_loader={name: loader}."
+            "Only fit accepts several validation loaders: val_loader={name: loader}."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
     if use == "predict" and shuffles:
         launch.warn(
-            "predict: the loader shuffles, so the outputs come in random order. Use shuffle=False."
+            "predict: the loader shuffles, so the outputs are in random order. Use shuffle=False."
         )
 
 
@@ -231,12 +230,12 @@ def check_epoch(expected: int, batches: int) -> None:
     """Raise UserError if the training loader yielded more or fewer batches than its length."""
     if batches != expected:
         raise UserError(
-            f"The training loader's len() is {expected}, but it yielded {batches} batches."
+            f"The len() of the training loader is {expected}, but it yielded {batches} batches."
         )
 
 
 def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -> Any:
-    """Return the inputs of a batch, which is inputs or (inputs, targets)."""
+    """Return the inputs of a batch that is either inputs or (inputs, targets)."""
     if not batches.is_list(batch):
         return batch
     lengths: set[int] = set()
@@ -246,33 +245,33 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
             lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
-            f"predict: a batch is {kind_of(batch)} of length {len(batch)}, neither inputs nor "
-            "(inputs, targets).\n"
+            f"predict: a batch must be inputs or (inputs, targets), not {kind_of(batch)} of "
+            f"length {len(batch)}.\n"
             f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )
     return batch[0]
 
 
 def number(name: str, value: Any) -> Any:
-    """Return a single number as a float, which loggers expect, and several as a nested list."""
+    """Return a single number as a float, as loggers expect, or several as a nested list."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{name} is {kind_of(value)}, not a number or a tensor. Use one metric for each number."
+            f"{name} is {kind_of(value)}, not a number or a tensor. Use a metric for each number."
         ) from None
     return float(tensor) if tensor.numel() == 1 else tensor.tolist()
 
 
 def warn_of_untrained(trainer: "Trainer") -> None:
-    """Warn about weights that require a gradient but belong to no optimizer, such as new ones."""
+    """Warn about new parameters that require a gradient but belong to no optimizer."""
     weights = trainer.without_optimizer()
     names = [name for name, parameter in weights.items() if parameter.requires_grad]
     if not trainer.untrained >= set(names):
         launch.warn(
-            f"No optimizer updates {first_few(names, 3)}. Pass all of the model's parameters to "
+            f"No optimizer updates {first_few(names, 3)}. Pass all parameters of the model to "
             "the optimizer, or return a second optimizer from stateful()."
         )
     trainer.untrained = set(names)
@@ -319,7 +318,7 @@ def names_in(kind: type) -> set[str]:
 def raise_if_explained(
     trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
 ) -> None:
-    """Raise a clearer error for a known mistake or for running out of memory; else return."""
+    """Raise a clearer error if the cause is a known mistake or a lack of memory; else return."""
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return
     if isinstance(error, NotFinite):
@@ -354,14 +353,14 @@ def raise_if_explained(
 def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
-    """Return an error if one of the Trainer's own methods got a batch that is not a pair."""
+    """Return an error if a method that is not overridden received a batch that is not a pair."""
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
     if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
     for name in ("compute_loss", "update_metrics"):
         if name in methods and is_usual(type(trainer), name):
             return UserError(
-                f"A batch is {kind_of(batch)}, but {name} takes (inputs, targets): {error}.\n"
+                f"{name} expects (inputs, targets), but a batch is {kind_of(batch)}: {error}.\n"
                 f"Override {name}; {HOW}."
             )
     return None
@@ -371,11 +370,12 @@ def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if `compute_loss` did not return (loss, outputs), or `train_step` a loss."""
+    # The two texts below are source lines of trainer.py and steps.py: change them together.
     is_recording = any("window.loss.update(loss" in str(frame.line) for frame in frames)
-    if is_recording and isinstance(error, AttributeError):  # it is not a tensor
+    if is_recording and isinstance(error, AttributeError):  # the loss is not a tensor
         return UserError(
-            f"{type(trainer).__name__}.train_step must return the mean loss of the batch, a "
-            "tensor with a single number: return loss.detach()."
+            f"{type(trainer).__name__}.train_step must return the mean loss of the batch as a "
+            "tensor with a single number, such as loss.detach()."
         )
     outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
     at_the_call = "compute_loss(" in str(outside_torch[-1].line)

@@ -1,4 +1,4 @@
-"""The training and evaluation modes of modules."""
+"""Keep the training and evaluation modes of modules."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the mode of each submodule at the end of this context."""
+    """Restore the training or evaluation mode of every submodule at the end of this context."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Build optimizers, fused if possible, and step them with less overhead; decoupled_sgd."""
+"""Build optimizers, fused if possible, and step them with less overhead. Define decoupled_sgd."""
 
 import contextlib
 import inspect
@@ -16,10 +16,10 @@ from stoker.trainer.combined import Combined, is_torchs, parts
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.groups import Groups, check_options, divided, scale_rates
 
-# The torch optimizers that need whole matrices. The others work element by element.
+# torch's optimizers that need whole matrices. All others work element by element.
 OF_MATRICES = ("Muon", "Adafactor")
 
-# what a Trainer takes: a factory or an optimizer
+# What a Trainer accepts: a factory or an optimizer.
 Given = Callable[..., Any] | torch.optim.Optimizer
 
 
@@ -29,10 +29,10 @@ def build(
     device: torch.device,
     module: torch.nn.Module | None = None,
 ) -> Any:
-    """Return the optimizer that `factory` makes of the groups, or a ready-made one, unchanged.
+    """Build the optimizer from the parameter groups, or check a ready-made one.
 
     Raises:
-        UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
+        UserError: The factory rejects a value, or the optimizer does not work in this Trainer.
     """
     if isinstance(factory, torch.optim.Optimizer):
         assert module is not None
@@ -44,7 +44,7 @@ def build(
     for part in parts(optimizer):
         if isinstance(part, torch.optim.SGD) and is_new:
             begin_momentum(part)
-    if hasattr(optimizer, "train"):  # it has two sets of weights (schedule-free)
+    if hasattr(optimizer, "train"):  # a schedule-free optimizer has two sets of weights
         optimizer.train()
     return optimizer
 
@@ -58,7 +58,7 @@ def called(
     """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
 
     Fused optimizers support dense floating-point parameters on some devices. Groups that end up
-    with the same settings are merged, because each group takes its own kernels.
+    with the same settings are merged, because each group launches its own kernels.
     """
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -75,9 +75,9 @@ def called(
     kind = getattr(factory, "func", factory)
     is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
     if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
-        groups = [{"params": parameters}]  # LBFGS has no weight decay and takes a single group
+        groups = [{"params": parameters}]  # LBFGS has no weight decay and accepts only one group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
-    as_ruled = [dict(group) for group in groups]  # torch adds an optimizer's defaults to its groups
+    as_ruled = [dict(group) for group in groups]  # copies, because torch adds defaults to `groups`
     try:
         optimizer = factory(groups, **options)
     except UserError:
@@ -96,10 +96,10 @@ def called(
 
 
 def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Raise UserError for an optimizer, made before the Trainer, that would not train the module.
+    """Raise UserError if a ready-made optimizer has parameters that are not in the module.
 
-    It may have only some of the parameters. Its current learning rates become the initial ones,
-    whatever an earlier scheduler recorded.
+    Some of the module's parameters may be missing. The current learning rates become the initial
+    ones, whatever an earlier scheduler has recorded.
     """
     trained = set(module.parameters())
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -116,7 +116,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
 
 
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a factory takes `fused` and `foreach` and neither is set."""
+    """Return whether a factory accepts `fused` and `foreach`, and neither is set."""
     return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
 
 
@@ -126,21 +126,21 @@ def check_sharded(optimizer: Any) -> None:
         if is_torchs(kind) and kind.__name__ in OF_MATRICES:
             raise UserError(
                 f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
-                "only a part of them. Type optimizer=adamw, or strategy=ddp."
+                "only a shard of them. Type optimizer=adamw, or strategy=ddp."
             )
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Return whether a step evaluates the loss itself, as LBFGS does."""
+    """Return whether `optimizer.step` requires a closure that computes the loss, as in LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: Any) -> Iterator[None]:
-    """Switch to the evaluation weights of an optimizer that has `eval()`.
+    """Switch to the evaluation weights of an optimizer that has an `eval()` method.
 
-    Afterward, the weights are restored exactly; the optimizer's `train()` alone would round.
+    The training weights are restored exactly: `optimizer.train()` alone would round them.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -158,7 +158,7 @@ def evaluated_weights(optimizer: Any) -> Iterator[None]:
 
 
 def merge(built: Groups, given: Groups) -> None:
-    """Merge groups with the same settings, if the factory used the groups as given."""
+    """Merge groups with the same settings, unless the factory has changed the groups."""
     taken = [list(map(id, group["params"])) for group in built]
     if taken != [list(map(id, group["params"])) for group in given]:
         return
@@ -174,16 +174,16 @@ def merge(built: Groups, given: Groups) -> None:
 
 
 def begin_momentum(optimizer: torch.optim.SGD) -> None:
-    """Initialize the momentum of a fused SGD to 0, which does not change the results.
+    """Initialize the momentum of a fused SGD with 0, which does not change the results.
 
     Otherwise, if the fp16 scaler skips the first step, torch (2.15) uses uninitialized memory as
-    momentum from then on. A sharded SGD is initialized too, so that a fused one can resume from its
-    state even if a parameter had no gradient yet.
+    momentum from then on. Sharded SGD gets its momentum too, so that a fused SGD can resume from
+    its checkpoints even if a parameter has had no gradient yet.
     """
     groups = optimizer.param_groups
     if any(group["momentum"] and group["dampening"] and group["fused"] for group in groups):
-        # torch does not apply dampening in the first step; starting from 0 would apply it.
-        # private: _step_supports_amp_scaling, says whether the optimizer unscales fp16, torch 2.15
+        # torch does not apply dampening in the first step, but would if the momentum started at 0.
+        # private: _step_supports_amp_scaling, whether the optimizer unscales fp16, torch 2.15
         optimizer._step_supports_amp_scaling = False
         for group in groups:
             group["fused"] = False
@@ -197,13 +197,11 @@ def begin_momentum(optimizer: torch.optim.SGD) -> None:
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
-    """Turn learning rates into tensors, which a graph reads at each replay, and count steps on the
-    device.
-    """
+    """Make learning rates tensors, which a graph reads at every replay; count steps on the GPU."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
             f"compile=graph: {type(optimizer).__name__} is not fused. "
-            "Leave fused out, and type optimizer=adamw or sgd."
+            "Type optimizer=adamw or sgd, without fused=false."
         )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
@@ -215,9 +213,9 @@ def make_capturable(optimizer: Any, device: torch.device) -> None:
 def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     """Return `optimizer.step` without the wrappers of torch.optim, which cost 30 us per step.
 
-    The wrappers import torch's compiler (a second), call hooks, and record a name for the profiler.
-    If there are hooks or a profiler, or if `step` was replaced (as torch's schedulers do),
-    `optimizer.step` is called.
+    The wrappers import torch's compiler (one second), call hooks, and record a name for the
+    profiler. If there are hooks or a profiler, or if `step` was replaced (torch's schedulers do
+    this), the function calls `optimizer.step` instead.
     """
     kind = type(optimizer)
     is_known = is_torchs(kind) or kind is Combined
@@ -228,7 +226,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 
     def lean() -> None:
         if (
-            optimizer._optimizer_step_pre_hooks  # private: the only way to find hooks, torch 2.15
+            optimizer._optimizer_step_pre_hooks  # private: no other way to find hooks, torch 2.15
             or optimizer._optimizer_step_post_hooks  # private: the same
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
@@ -247,7 +245,8 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 def zero_grad(optimizer: Any, unoptimized: Iterable[torch.Tensor] = ()) -> None:
     """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim.
 
-    `unoptimized` are parameters without an optimizer, whose gradients would accumulate over steps.
+    Also drop those of `unoptimized`, the parameters without an optimizer, because they would
+    accumulate from step to step.
     """
     for parameter in unoptimized:
         parameter.grad = None
@@ -272,14 +271,14 @@ def decoupled_sgd(
 
     Args:
         params: Parameter groups.
-        lr: How far 1,024 samples with the same gradient move a weight, regardless of the batch size
+        lr: How far 1,024 samples with a gradient of 1 move a weight, regardless of the batch size
             and the momentum.
         batch_size: Samples per step.
-        momentum: The SGD momentum.
+        momentum: The momentum of SGD.
         weight_decay: The fraction by which 1,024 samples shrink a weight, regardless of the
             learning rate.
-        bias_scale: A factor for the learning rate of biases and norm weights (one dimension). They
-            have the same weight decay.
+        bias_scale: The factor for the learning rate of biases and norm weights, which have one
+            dimension. Their weight decay is not scaled.
         fused: As for torch.optim.SGD.
         foreach: As for torch.optim.SGD.
     """
@@ -288,7 +287,8 @@ def decoupled_sgd(
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, and momentum repeats its gradient, counted as in the paper.
+    # The loss is a mean over the batch, and momentum applies each gradient several times. The
+    # number of times is computed as in the paper.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:

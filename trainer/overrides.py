@@ -1,12 +1,12 @@
-"""Find out which methods your own Trainer class overrides."""
+"""Find out which methods a custom Trainer class overrides."""
 
 from typing import Any
 
 
 def is_usual(kind: Any, method: str) -> bool:
-    """Return whether a method of this Trainer class is the framework's, and not your own.
+    """Return whether a Trainer class uses the framework's own version of a method.
 
-    Return False for a function that builds a Trainer, which has no such methods.
+    Return False if `kind` is a function that builds a Trainer, because its methods are unknown.
     """
     module: str = getattr(getattr(kind, method, None), "__module__", "")
     return module.startswith("stoker.trainer.")

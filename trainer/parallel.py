@@ -1,6 +1,6 @@
 """Parallel strategies: single, dp (torch.nn.DataParallel), ddp and fsdp.
 
-ddp and fsdp run one process per device. Only this module knows about strategies.
+ddp and fsdp run one process per device. Only this module knows how each strategy works.
 """
 
 import contextlib
@@ -29,33 +29,34 @@ Summable = TypeVar("Summable", int, float, torch.Tensor, torch.Tensor | None)
 
 NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-# fsdp gathers blocks with at least this many parameters one by one; smaller ones with their parent.
+# fsdp gathers blocks with at least this many parameters separately, and smaller ones together.
 BLOCK = 2**20
-# Relative difference allowed in the norm of a weight between processes on different machines.
+# Allowed relative difference between the norms of a weight on two processes, which may run on
+# different hardware.
 DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between the exchanges of an Agreement
-MOST_CALLS = 64  # at most this many calls between exchanges, because the next steps may be slow
+MOST_CALLS = 64  # maximum number of calls between two exchanges, in case steps become slower
 
-joined: int = 1  # the number of processes that train together, set by `start`
+process_count: int = 1  # number of processes that train together; `start` sets it
 
 
 def start(strategy: str, device: torch.device) -> str:
-    """Join the other processes if torchrun started several; return the strategy, "auto" resolved.
+    """Join the other processes, if torchrun started several; return the strategy to use.
 
-    A process waits at most `launch.timeout` seconds for the others.
+    Each process waits at most `launch.timeout` seconds for the others.
 
     Raises:
-        UserError: The strategy supports only one process, and there are several.
+        UserError: The strategy supports only one process, but there are several.
     """
-    global joined
+    global process_count
     name, listed = check_strategy(strategy)
     if launch.world_size() == 1:
         return "single" if name == "auto" else strategy
     if name in ("single", "dp") or listed:
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
-            "train by itself.\n"
-            "Type strategy=auto, or leave out torchrun."
+            "train a model of its own.\n"
+            "Type strategy=auto, or start the command without torchrun."
         )
     if not dist.is_initialized():
         backend = "gloo"
@@ -68,7 +69,7 @@ def start(strategy: str, device: torch.device) -> str:
             world_size=launch.world_size(),
             timeout=timedelta(seconds=launch.timeout),
         )
-    joined = dist.get_world_size()
+    process_count = dist.get_world_size()
     return "ddp" if name == "auto" else name
 
 
@@ -85,15 +86,10 @@ def exchange_for(strategy: str, device: torch.device) -> str:
 
 def leave() -> None:
     """Leave the process group at the end of a successful run."""
-    global joined
+    global process_count
     if dist.is_initialized():
         dist.destroy_process_group()
-        joined = 1
-
-
-def ranks() -> int:
-    """Return how many processes train together."""
-    return joined
+        process_count = 1
 
 
 # Wrap a model
@@ -102,32 +98,32 @@ def ranks() -> int:
 def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
     """Return the module that a step calls: the module itself for `single`, or a parallel wrapper.
 
-    `dp` uses all visible GPUs, and `dp:0+2` those listed; with fewer than two it has no effect.
-    `ddp` keeps the whole module in each process; `fsdp` shards each parameter, in place. State
-    dicts are taken from the module itself, without a `module.` prefix. BatchNorm computes its
-    statistics over the batches of all processes.
+    `dp` uses all visible GPUs and `dp:0+2` the listed ones; with fewer than two, it has no effect.
+    `ddp` keeps the whole module in each process, and `fsdp` shards each parameter in place. State
+    dicts are those of the module itself, so their keys have no `module.` prefix. BatchNorm computes
+    its statistics across all processes.
 
     Raises:
-        UserError: The strategy cannot work with this module or device.
+        UserError: The strategy does not support this module or device.
     """
     name, listed = check_strategy(strategy)
     if name == "single":
         return module
     if name == "dp":
         return replicated(module, strategy, device, listed)
-    if ranks() == 1:
+    if process_count == 1:
         log.warning("strategy=%s has no effect with a single process.", name)
         return module
-    unwrap(module)  # from an earlier Trainer
+    unwrap(module)  # an earlier Trainer may have wrapped it
     if any(map(is_shard, module.parameters())):
         raise UserError(
-            f"strategy={strategy}: an earlier Trainer sharded this model.\n"
-            "Build it again, and load a checkpoint into it if you need its weights."
+            f"strategy={strategy}: this model was already sharded by an earlier Trainer.\n"
+            "Build it again, and load a checkpoint if you need its weights."
         )
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
     spread.exchanged = trained(module)  # type: ignore[assignment]
-    # Last: DistributedDataParallel does not accept a SyncBatchNorm on the CPU.
+    # Do this last, because DistributedDataParallel rejects a SyncBatchNorm on the CPU.
     spread_norms(module)
     return spread
 
@@ -139,7 +135,7 @@ def trained(module: torch.nn.Module) -> set[str]:
 
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Raise UserError if an unfrozen parameter's gradients are not exchanged."""
+    """Raise UserError for unfrozen parameters whose gradients are not exchanged."""
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
@@ -150,19 +146,19 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
 
 
 def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return the module in DistributedDataParallel, if it has anything to train."""
+    """Wrap the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    # torch 2.15 renames broadcast_buffers, but 2.11 only has this name.
+    # torch 2.15 renames broadcast_buffers, but torch 2.11 only knows this name.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device.index],
-            broadcast_buffers=bool(own_buffers(module)),  # take rank 0's, as in a checkpoint
+            broadcast_buffers=bool(own_buffers(module)),  # rank 0's buffers, as in a checkpoint
             gradient_as_bucket_view=True,
-            # Keeps the buckets of the first step. Otherwise a resumed run would sum gradients in a
-            # different order, which is off by 7e-9 with three or more processes.
+            # This keeps the buckets of the first step. Otherwise a resumed run would sum gradients
+            # in a different order, and be off by 7e-9 with three or more processes.
             find_unused_parameters=True,
         )
 
@@ -170,7 +166,7 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 def replicated(
     module: torch.nn.Module, strategy: str, device: torch.device, listed: list[int] | None
 ) -> torch.nn.Module:
-    """Return the module in torch.nn.DataParallel, if there are two GPUs for it."""
+    """Wrap the module in torch.nn.DataParallel, if there are at least two GPUs."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     indices = listed or list(range(count))
     if listed is None and count < 2:
@@ -179,11 +175,11 @@ def replicated(
     can_replicate = device.type in REPLICAS and not is_compiled(module)
     if not can_replicate or device.index not in indices or max(indices) >= count:
         raise UserError(
-            f"strategy={strategy}: torch.nn.DataParallel needs an uncompiled model on one of its "
-            f"GPUs, with CUDA; this run can use {count} on {device.type}.\n"
+            f"strategy={strategy}: torch.nn.DataParallel needs CUDA and an uncompiled model on "
+            f"one of the listed GPUs. This run can use {count} GPUs on {device.type}.\n"
             "Type strategy=single, or strategy=ddp."
         )
-    # DataParallel gathers outputs on its first device, which must hold the parameters.
+    # DataParallel gathers outputs on its first device, which must also hold the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
 
@@ -191,8 +187,8 @@ def replicated(
 class Replicated(torch.nn.DataParallel[torch.nn.Module]):
     """DataParallel whose replicas use the autocast dtype of the calling thread.
 
-    Each replica runs in its own thread, where torch would use autocast's default dtype: fp16,
-    without a scaler.
+    Each replica runs in its own thread, in which torch would use the default dtype of autocast:
+    fp16, without a scaler.
     """
 
     def parallel_apply(
@@ -203,7 +199,7 @@ class Replicated(torch.nn.DataParallel[torch.nn.Module]):
 
 
 def autocasting(module: Any, device_type: str) -> Any:
-    """Return a function that calls the module under this thread's autocast, in any thread."""
+    """Return a function that calls the module under this thread's autocast, from any thread."""
     if not torch.is_autocast_enabled(device_type):
         return module
     dtype = torch.get_autocast_dtype(device_type)
@@ -218,7 +214,7 @@ def autocasting(module: Any, device_type: str) -> Any:
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Shard the module's parameters over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
 
-    Items of a Sequential or ModuleList with at least BLOCK parameters are gathered one by one.
+    Items of a Sequential or ModuleList with at least BLOCK parameters are gathered separately.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -231,15 +227,15 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     module.to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(device.type, (launch.world_size(),))
     try:
-        for container in reversed(list(module.modules())):  # the inner ones first
+        for container in reversed(list(module.modules())):  # inner containers first
             if not isinstance(container, (torch.nn.Sequential, torch.nn.ModuleList)):
                 continue
             for part in container:
                 free = [weight for weight in part.parameters() if not is_shard(weight)]
                 if sum(weight.numel() for weight in free) >= BLOCK:
                     fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        # Reshard the root too. Otherwise it would stay gathered after an evaluation and ignore
-        # EMA's copies.
+        # Reshard the root too. Otherwise it would stay gathered after an evaluation, and would
+        # ignore the weights that EMA copies into its shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"strategy=fsdp: {str(error).rstrip('.')}.\nType strategy=ddp.") from error
@@ -250,15 +246,15 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether `module.compile()` was called."""
-    # private: nn.Module._compiled_call_impl, there is no public check, torch 2.15
+    # private: nn.Module._compiled_call_impl, because there is no public check, torch 2.15
     return module._compiled_call_impl is not None
 
 
-# BatchNorm over all processes
+# BatchNorm across all processes
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum a tensor over all processes; its gradient too, since each loss is a fraction."""
+    """Sum a tensor over all ranks, and its gradient too, because each rank has part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +268,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class OverRanks(torch.nn.SyncBatchNorm):
-    """BatchNorm over the batch of all processes: SyncBatchNorm, but on the CPU too."""
+    """BatchNorm across all ranks, like SyncBatchNorm, but on the CPU too."""
 
     process_group = None
 
@@ -314,12 +310,15 @@ class OverRanks(torch.nn.SyncBatchNorm):
 
 @functools.cache
 def over_ranks(kind: Any) -> Any:
-    """Return a subclass of `kind` that works over all processes; it keeps the name."""
+    """Return a subclass of `kind` that computes batch statistics across all ranks.
+
+    The class name is unchanged.
+    """
     return type(kind.__name__, (OverRanks, kind), {})
 
 
 def spread_norms(module: torch.nn.Module) -> None:
-    """Make each BatchNorm compute its statistics over all processes, in place.
+    """Let each BatchNorm compute its statistics across all processes, in place.
 
     Classes with their own `forward` are left unchanged.
     """
@@ -331,11 +330,11 @@ def spread_norms(module: torch.nn.Module) -> None:
             child.__class__ = over_ranks(kind)
         else:
             name = kind.__name__
-            log.warning("%s overrides forward, so its statistics are computed per process.", name)
+            log.warning("%s overrides forward, so each process computes its own statistics.", name)
 
 
 def unwrap(module: torch.nn.Module) -> None:
-    """Undo the change of `wrap` to BatchNorm, because the module may outlive the process group."""
+    """Undo `spread_norms`, because the module may outlive the process group."""
     for child in module.modules():
         if isinstance(child, OverRanks):
             child.__class__ = type(child).__bases__[1]
@@ -348,7 +347,7 @@ def has_usual_forward(norm: torch.nn.Module) -> bool:
 
 
 def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the floating-point buffers that may differ between processes, without BatchNorm's."""
+    """Return the floating-point buffers that may differ between processes, except BatchNorm's."""
     buffers: list[torch.Tensor] = []
     for child in module.modules():
         if not has_usual_forward(child):
@@ -357,46 +356,43 @@ def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def follow_first(module: torch.nn.Module, _: Any) -> None:
-    """Give all processes rank 0's buffers before a forward, as DistributedDataParallel does."""
+    """Copy rank 0's buffers to all processes before a forward, as DistributedDataParallel does."""
     take_from_first(own_buffers(module))
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy the values of these tensors from rank 0 to all processes."""
+    """Copy these tensors from rank 0 to all processes."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), 0)
 
 
 def plain_text(module: torch.nn.Module) -> str:
-    """Return the module as Python prints it, without the changes of `wrap`."""
+    """Return the module as Python prints it, without the class names that FSDP adds."""
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
 
 def description(trainer: Any) -> str:
-    """Return ", 16 on each of 4 processes (ddp)" for the plan, "" for one process."""
-    if ranks() == 1:
+    """Return ", 16 on each of 4 processes (ddp)" for the plan of a run, "" for one process."""
+    if process_count == 1:
         return ""
     size = getattr(trainer.train_loader, "batch_size", None)
-    each = f", {math.ceil(size / ranks())} on each of" if size else " on"
-    return f"{each} {ranks()} processes ({trainer.strategy})"
+    each = f", {math.ceil(size / process_count)} on each of" if size else " on"
+    return f"{each} {process_count} processes ({trainer.strategy})"
 
 
 # In a step
 
 
 def replica_indices(model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the indices of the GPUs that hold a replica, () for anything but `dp`."""
+    """Return the indices of the GPUs that hold a replica with `dp`, or ()."""
     return tuple(model.device_ids) if isinstance(model, torch.nn.DataParallel) else ()
 
 
 def gradient_sync(
     model: torch.nn.Module, *, enabled: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which backward passes exchange gradients if `enabled`.
-
-    Only the last micro-batch of a step needs to exchange them.
-    """
-    if joined == 1:
+    """Return a context in which backward passes exchange gradients only if `enabled`."""
+    if process_count == 1:
         return NOTHING
     set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
     if set_sync is not None:
@@ -408,30 +404,30 @@ def gradient_sync(
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Average the gradients of a module over the processes.
+    """Average the gradients of a module over all processes.
 
-    Call it in your own step if the step calls parts of `trainer.module`, such as one of several
-    models. If it calls `trainer.model`, the backward pass averages them.
+    Call this in your own `train_step` if it uses parts of `trainer.module`, such as one of several
+    models. If it calls `trainer.model`, the backward pass averages the gradients.
     """
-    if joined == 1:
+    if process_count == 1:
         return
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
-            parameter.grad /= joined
+            parameter.grad /= process_count
 
 
 def broadcast_weights(model: torch.nn.Module) -> None:
-    """Copy the weights and buffers of rank 0 to all processes, if each has a full copy."""
+    """Copy rank 0's weights and buffers to all processes, if each process has a full copy."""
     if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
-    """Raise TrainingError if weights that must be the same on all processes differ.
+    """Raise TrainingError if the weights are not the same on all processes.
 
-    This happens if a step bypasses `trainer.model`, for example with `self.module(inputs)`: each
-    process then uses its own gradients, and nothing else would report it.
+    They differ if a step bypasses `trainer.model`, for example by calling `self.module(inputs)`:
+    each process then uses only its own gradients, without any other symptom.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -446,8 +442,8 @@ def check_same_weights(model: torch.nn.Module) -> None:
         if apart.any():
             name = list(named)[int(apart.nonzero()[0])]
             raise TrainingError(
-                f"The weights of {name} differ between processes: their gradients were not "
-                "exchanged.\n"
+                f"The weights of {name} differ between processes, because their gradients were "
+                "not exchanged.\n"
                 "A step must call self.model as a whole, once per backward(), not self.module. "
                 "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
@@ -458,8 +454,8 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 
 def add_up(value: Summable) -> Summable:
-    """Return the sum of a number or a tensor over all processes; None adds nothing."""
-    if ranks() == 1:
+    """Return the sum of a number or a tensor over all processes, ignoring None."""
+    if process_count == 1:
         return value
     values = [part for part in from_all(value) if part is not None]
     total: Any = sum(values[1:], values[0]) if values else None
@@ -470,12 +466,12 @@ def add_up(value: Summable) -> Summable:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Return the values of all processes, by rank: plain values, or tensors on the CPU."""
-    if ranks() == 1:
+    """Return a list with the value of every rank: plain values, or tensors on the CPU."""
+    if process_count == 1:
         return [value]
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-    values = [None] * ranks()
+    values = [None] * process_count
     dist.all_gather_object(values, value)
     return values
 
@@ -484,16 +480,16 @@ def check_sampler(loader: Any) -> None:
     """Raise UserError for a loader that already divides samples among the processes."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
-            "DistributedSampler: the Trainer splits each batch among the processes itself.\n"
-            "Pass a DataLoader without it, with the whole batch_size."
+            "DistributedSampler: the Trainer itself splits each batch among the processes.\n"
+            "Pass a DataLoader without this sampler. Its batch_size is the total of all processes."
         )
 
 
 def check_size(samples: int) -> None:
     """Raise UserError for a batch with fewer samples than processes."""
-    if samples < ranks():
+    if samples < process_count:
         raise UserError(
-            f"A batch of {samples} is too small to split among {ranks()} processes.\n"
+            f"A batch of {samples} is too small to split among {process_count} processes.\n"
             "Type a larger batch_size."
         )
 
@@ -503,27 +499,27 @@ def weight(
 ) -> float | torch.Tensor:
     """Return the factor for this process's mean loss, because processes average their gradients.
 
-    `here` is the weight of its part of the batch, and `total` the weight of the whole batch, if
-    known.
+    `here` is the weight of this process's part of the batch. `total` is the weight of the whole
+    batch, or None to compute it.
     """
     if total is not None:
-        return float(here) * ranks() / total
+        return float(here) * process_count / total
     part = losses.on_device(here, device)
     whole = part.clone()
     dist.all_reduce(whole)
-    return losses.fraction(part * ranks(), whole)
+    return losses.fraction(part * process_count, whole)
 
 
 def has_samples(loader: Any) -> bool:
-    """Return whether this process has its own part of the last batch, not a borrowed sample."""
-    return joined == 1 or launch.rank() < loader.global_size
+    """Return whether this rank has samples of the last batch, not just a copy of the first one."""
+    return process_count == 1 or launch.rank() < loader.global_size
 
 
 # Sharded tensors
 
 
 def is_shard(tensor: object) -> "TypeGuard[DTensor]":
-    """Return whether `fsdp` has sharded this tensor."""
+    """Return whether this tensor is sharded by `fsdp`."""
     return dist.is_initialized() and isinstance(tensor, shard_type())
 
 
@@ -534,17 +530,17 @@ def shard_type() -> "type[DTensor]":
 
 
 def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local shards of sharded tensors, and other tensors unchanged; shares memory."""
+    """Return the local shards of sharded tensors (not copied), and other tensors unchanged."""
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, gathered if it is sharded; all processes must call this."""
+    """Gather a tensor if it is sharded, and return it. All processes must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Shard a whole tensor like `target`, without communication."""
+    """Shard a whole tensor like `target`, if `target` is sharded, without communication."""
     if target is None or not is_shard(target) or is_shard(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -557,29 +553,29 @@ def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 class Agreement:
     """Lets all processes agree on whether to stop, and on the time.
 
-    Each process asks at the same points: after each step, and before each batch of an evaluation.
-    They exchange values about every EXCHANGE seconds; in between, the answers do not change.
+    All processes ask at the same points: after each step, and before each batch of an evaluation.
+    They exchange values about every EXCHANGE seconds. Between exchanges, the answers do not change.
     """
 
     def __init__(self) -> None:
         self.start = time.monotonic()
-        self.agreed = 0.0  # seconds since the start, on the slowest clock
-        self.calls = 0  # calls since the last exchange
-        self.soonest = 1  # the call at which to exchange
-        # A single process exchanges nothing: this costs one C call per step.
-        self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
+        self.agreed = 0.0  # longest time since the start on any process, as of the last exchange
+        self.calls = 0  # number of calls since the last exchange
+        self.soonest = 1  # number of the call at which to exchange
+        # A single process has nothing to exchange, and only calls a C function per step.
+        self.is_asked: Callable[[Any], bool] = bool if process_count == 1 else self.any_is_asked
 
     def now(self) -> float:
-        """Return the seconds since the start, on the slowest clock."""
-        return time.monotonic() - self.start if ranks() == 1 else self.agreed
+        """Return the seconds since the start; with several processes, at the last exchange."""
+        return time.monotonic() - self.start if process_count == 1 else self.agreed
 
     def exchange_next(self) -> None:
-        """Exchange at the next call, because the next operation may take longer than a step."""
+        """Exchange values at the next call, because the next operation may take long."""
         self.calls = 0
         self.soonest = 1
 
     def any_is_asked(self, here: str | None) -> bool:
-        """Return whether any process was asked to stop, as of the last exchange."""
+        """Return whether any process had been asked to stop at the last exchange."""
         self.calls += 1
         if self.calls < self.soonest:
             return False

@@ -1,4 +1,4 @@
-"""Prediction: the model's outputs for each batch of a loader, or for all batches together."""
+"""The part of a Trainer that predicts the outputs for each batch of a loader, or for all of it."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import copies, evaluation, misuse, parallel
+from stoker.trainer import evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt
 from stoker.trainer.spans import Spans
 
-Combine = Callable[[list[Any]], Any]  # maps a leaf's values in all nestings to the combined leaf
+Combine = Callable[[list[Any]], Any]  # maps the same leaf of several nestings to one leaf
 
 
 class Predicting(Batching):
@@ -25,11 +25,11 @@ class Predicting(Batching):
     def predict(self, loader: Any) -> Any:
         """Return the outputs for all samples, on the CPU, in float32 even with autocast.
 
-        They have the structure that the model returns: a tensor (N, ...), or dicts and tuples of
-        tensors. A list has one item per sample; tensors whose other dimensions differ between
-        batches also become such a list.
+        The outputs have the structure that the model returns: a tensor (N, ...), or dicts and
+        tuples of tensors. A list has one item per sample. If the other dimensions of a tensor
+        differ between batches, it becomes such a list too.
 
-        A batch is inputs, or (inputs, targets). For other batches, override `predict_batch`.
+        A batch is inputs or (inputs, targets). For other batches, override `predict_batch`.
         """
         with self.spans["evaluation"]:
             outputs = list(self.predictions(loader))
@@ -38,18 +38,18 @@ class Predicting(Batching):
         return combined(outputs, joined)
 
     def predictions(self, loader: Any) -> Iterator[Any]:
-        """Yield the outputs for each batch of the loader, for predictions larger than memory.
+        """Yield the outputs for each batch of the loader, in case they do not all fit in memory.
 
-        The model is in evaluation mode until the last batch, or the end of your loop. With several
-        processes, each of them yields all outputs.
+        The model is in evaluation mode until the last batch, or until you leave your loop. With
+        several processes, every process yields all outputs.
         """
         trainer: Any = self
         misuse.check_loader(trainer, loader, "predict")
         loader = dealt(loader, trainer.seed, trainer.sample_dims)
         batch = None
 
-        # Not inference_mode, after which sharded parameters could not be trained. Not around
-        # `yield`, where it would apply to the caller's code.
+        # Not inference_mode, after which sharded parameters could not be trained. Decorate a
+        # function, because a context around `yield` would also apply to the caller's code.
         @torch.no_grad()
         def compute(parts: list[Any]) -> list[Any]:
             results = []
@@ -60,13 +60,13 @@ class Predicting(Batching):
             return results
 
         try:
-            with evaluation.evaluating(trainer):
+            with evaluation.eval_mode(trainer):
                 for batch in loader:
-                    batch = copies.move(batch, trainer.device)
+                    batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
-                    if parallel.ranks() > 1:
-                        # A rank without samples has computed a borrowed one.
+                    if parallel.process_count > 1:
+                        # A rank without samples has computed a copy, which does not count.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None
                         )
@@ -78,12 +78,12 @@ class Predicting(Batching):
             raise
 
     def predict_batch(self, batch: Any) -> Any:
-        """Return the outputs for a batch: a tensor (N, ...), a list of N, or a nesting of them."""
+        """Return the outputs for a batch: any nesting of tensors (N, ...) and lists of length N."""
         return self.model(misuse.inputs_of(batch, self.sample_dims))
 
 
 def combined(nestings: list[Any], combine: Combine) -> Any:
-    """Combine nestings with the same structure into one, with `combine(leaves)` as each leaf.
+    """Combine nestings of the same structure into one, with `combine(leaves)` for each leaf.
 
     A leaf is a tensor or a list.
 
@@ -106,19 +106,19 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
 
 
 def list_dim(_: str, value: Any) -> int | None:
-    """Take a list as a leaf with an item per sample, and look inside a tuple."""
+    """Treat a list as a leaf with one item per sample, but look inside a tuple."""
     return 0 if isinstance(value, list) else None
 
 
 def leaves_of(nesting: Any) -> dict[str, Any]:
-    """Return the tensors and lists in a nesting of dicts and tuples as {name: leaf}."""
+    """Return the tensors and lists of a nesting as {name: leaf}."""
     leaves: dict[str, Any] = {}
     batches.walk(leaves.__setitem__, nesting, "outputs", list_dim)
     return leaves
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
-    """Return the outputs for a batch on the CPU; UserError if a leaf has no samples."""
+    """Move the outputs for a batch to the CPU; UserError if a leaf does not hold all samples."""
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
@@ -137,7 +137,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
 
 def to_cpu(value: Any) -> Any:
-    """Return a tensor on the CPU, in float32 if it has half precision; other values unchanged."""
+    """Move a tensor to the CPU, in float32 if it has half precision; return other values as is."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.cpu()
@@ -145,14 +145,14 @@ def to_cpu(value: Any) -> Any:
 
 
 def are_uniform(leaves: list[Any]) -> bool:
-    """Return whether these are tensors whose samples have the same shape."""
+    """Return whether these are tensors whose samples all have the same shape."""
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
     return len({leaf.shape[1:] for leaf in leaves}) == 1
 
 
 def joined(leaves: list[Any]) -> Any:
-    """Join the leaves of several batches into one tensor, or a list with an item per sample."""
+    """Join the leaves of several batches into one tensor, or into a list of samples."""
     if len(leaves) == 1:
         return leaves[0]
     if are_uniform(leaves):
@@ -161,7 +161,7 @@ def joined(leaves: list[Any]) -> Any:
 
 
 def interleaved(leaves: list[Any]) -> Any:
-    """Put the samples of all processes back into the order of the batch."""
+    """Join the leaves of all ranks, with the samples back in the order of the batch."""
     total = sum(map(len, leaves))
     whole: Any = [None] * total
     if are_uniform(leaves):
@@ -172,11 +172,11 @@ def interleaved(leaves: list[Any]) -> Any:
 
 
 def samples_of(outputs: Any) -> Iterator[Any]:
-    """Yield the outputs of each sample in a batch, in the same structure."""
+    """Yield the outputs for each sample of a batch, in the same structure."""
     lengths = [len(leaf) for leaf in leaves_of(outputs).values()]
     if len(set(lengths)) != 1:
         raise UserError(
-            f"predict: the outputs do not have one entry per sample: lengths are {lengths}.\n"
+            f"predict: the outputs do not have one entry per sample: their lengths are {lengths}.\n"
             "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
             f"{misuse.HOW}."
         )

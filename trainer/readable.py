@@ -4,7 +4,7 @@ import math
 
 
 def number(value: float) -> str:
-    """Format as "0.9861", "3.215e-05", "1,234.5", "51,920,131", with at least four digits."""
+    """Format with four or more digits: "0.9861", "3.215e-05", "1,234.5", "51,920,131"."""
     if 0 < abs(value) < 0.001:
         return f"{value:.4g}"
     if abs(value) < 100:
@@ -16,7 +16,7 @@ def number(value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """Return "0.003", "5,450", "3.2e-05": three digits, or all digits of a large number."""
+    """Format with three significant digits, or as an integer: "0.003", "3.2e-05", "5,450"."""
     if 999.5 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return significant(value, 3)

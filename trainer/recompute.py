@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep only the inputs of each block, and recompute it in backward.
+"""Activation checkpointing: keep only the inputs of blocks, and recompute them in backward.
 
 Chen et al. 2016, arXiv 1604.06174.
 """
@@ -26,7 +26,7 @@ class Recomputed(torch.nn.Module):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
-        def contexts() -> tuple[Any, Any]:  # for the first and the second forward pass
+        def contexts() -> tuple[Any, Any]:  # for the forward pass, and for its recomputation
             return contextlib.nullcontext(), statistics_kept(self)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -34,7 +34,7 @@ class Recomputed(torch.nn.Module):
 
 @contextlib.contextmanager
 def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
-    """Keep the running statistics of BatchNorms, which already include this batch."""
+    """Keep BatchNorm's running statistics unchanged, because they already include this batch."""
     norms = [module for module in block.modules() if isinstance(module, NORMS)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
     before = [buffer.clone() for buffer in buffers]
@@ -42,16 +42,16 @@ def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
-            # Not `buffer.copy_`: autograd has saved the buffer, and would refuse the change.
+            # Not `buffer.copy_`, because autograd has saved the buffer and forbids changes to it.
             buffer.data.copy_(value)
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     """Make each block of the model recompute its activations, in place; return the block names.
 
-    Blocks are the items of a Sequential or ModuleList that share their class with another item and
-    contain modules; of nested blocks, only the outermost counts. Parameter names and results do not
-    change, bit for bit.
+    Blocks are items of a Sequential or ModuleList that contain modules and share their class with
+    another item. Of nested blocks, only the outermost counts. Parameter names stay the same, and
+    results are bit-identical.
 
     Raises:
         UserError: The model has no such blocks.
@@ -59,8 +59,8 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     names = list(block_names("", model))
     if not names:
         raise UserError(
-            f"activation_checkpointing: {type(model).__name__} has no blocks of the same class in "
-            "a Sequential or ModuleList. Remove this setting."
+            f"activation_checkpointing: {type(model).__name__} has no repeated blocks: items of "
+            "the same class in a Sequential or ModuleList.\nRemove this setting."
         )
     for name in names:
         block = model.get_submodule(name)
@@ -77,7 +77,7 @@ def recomputed(kind: Any) -> Any:
 
 
 def block_names(prefix: str, module: torch.nn.Module) -> Iterator[str]:
-    """Yield the dotted names of the blocks inside a module."""
+    """Yield the dotted names of the blocks in a module."""
     kinds = collections.Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         is_whole = not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))

@@ -1,4 +1,4 @@
-"""Reporting: the hooks and rows for a Trainer's callbacks, and its memory use."""
+"""The part of a Trainer that calls hooks, logs rows and reports memory."""
 
 import math
 from collections.abc import Mapping
@@ -12,30 +12,30 @@ from stoker.trainer.stateful import Stateful
 
 
 class Reporting(Stateful):
-    """The part of a Trainer that reports."""
+    """The part of a Trainer that calls hooks, logs rows and reports memory."""
 
     model: Any
     history: History  # rows of the last fit
-    data_bytes: int = 0  # size of the loaders' data on the device
-    # parameters without an optimizer, as already reported
+    data_bytes: int = 0  # size of the data that loaders keep on the device
+    # names of parameters without an optimizer, for which a warning was logged
     untrained: AbstractSet[str] = frozenset()
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call one hook of every callback, in the order of the list."""
+        """Call a hook on every callback, in the order of the list."""
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
     @property
     def lr(self) -> float:
-        """The first group's learning rate, from the last step or set since then by `set_lr`."""
+        """The first group's learning rate in the last step, or as set by `set_lr` since then."""
         return self.rates[0]
 
     def log(self, numbers: Mapping[str, Any]) -> None:
-        """Log a row of numbers at this step; your own have names such as "my/number".
+        """Log a row of numbers at this step. Give your own numbers names such as "my/number".
 
-        Loggers write them and `Progress` shows them. `EarlyStopping` and `Checkpoint` can monitor
-        them. All callbacks get them immediately. With several processes, log the same numbers on
-        each.
+        All callbacks receive the row immediately: loggers write it, `Progress` shows it, and
+        `EarlyStopping` and `Checkpoint` can monitor its numbers. With several processes, log the
+        same numbers on all of them.
 
         Raises:
             UserError: A value is neither a number nor a tensor.
@@ -47,13 +47,13 @@ class Reporting(Stateful):
                 row[name] = value
             else:
                 row[name] = misuse.number(name, value)
-        # Lists may be large, such as a confusion matrix of many classes.
+        # Do not keep lists, which may be large, such as a confusion matrix of many classes.
         numbers_alone = {name: value for name, value in row.items() if not isinstance(value, list)}
         self.history.add(numbers_alone)
         self.call("on_log", row)
 
     def training_numbers(self) -> dict[str, Any]:
-        """Return the numbers of the steps since the last row, and start a new row."""
+        """Return the numbers for the steps since the last row, and start a new row."""
         row = dict(self.window.row(self.rates, labels(self.optimizer.param_groups)))
         if self.device.type != "cpu":
             held = memory.counted("memory_reserved", self.device) / memory.MIB
@@ -62,17 +62,21 @@ class Reporting(Stateful):
         return row
 
     def check_and_log(self) -> None:
-        """Log the steps since the last row, after checks that would cost too much in each step."""
+        """Log the steps since the last row, with checks that are too expensive for every step.
+
+        The checks make sure that unfrozen weights are trained and are equal on all processes. The
+        fp16 scale is checked after logging, so that the row shows what led to the error.
+        """
         trainer: Any = self
         parallel.check_exchanged(self.model, self.module)
         parallel.check_same_weights(self.model)
         misuse.warn_of_untrained(trainer)
         self.log(self.training_numbers())
         steps.check_scale(trainer)
-        self.window.restart()
+        self.window.start_clock()
 
     def memory_report(self) -> dict[str, float]:
-        """Return MiB by use; `peak` is for the device, or on the CPU and mps, for the process."""
+        """Return {use: MiB}. The peak is that of the device, or of the process on CPU and mps."""
         parameters = list(self.module.parameters())
         return {
             "parameters": summary.mib(parameters),

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, and the class that sets the rates."""
+"""Learning rate schedules: pure functions of the step, and the class that applies them."""
 
 import functools
 import inspect
@@ -11,15 +11,15 @@ import torch
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 from stoker.trainer.groups import rule_of
 
-Shape = Callable[[float], float]  # maps progress (0 to 1) to a factor
+Shape = Callable[[float], float]  # maps the progress (0 to 1) to a factor
 
 
 class Schedule:
-    """Sets each group's rate to its `initial_lr` times `factor(step)`.
+    """Sets each group's learning rate to its `initial_lr` times `factor(step)`.
 
-    `factors` maps the patterns of rules to their own schedules. This class does the same as torch's
-    LambdaLR in a tenth of the time, and keeps a rate that you set by hand. `description` is shown
-    in the plan.
+    `factors` maps patterns of rules to their own factor functions. This class works like torch's
+    LambdaLR, but takes a tenth of the time and keeps a rate that you set by hand. The plan of a run
+    shows the `description`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Schedule:
         self.description = description
         self.steps: int = 0
         self.set_rates()
-        # A resumed fit must start with the same rates.
+        # Saved in checkpoints, because a resumed fit must start with the same rates.
         self.given: list[float] = [group["initial_lr"] for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -39,10 +39,10 @@ class Schedule:
         self.set_rates()
 
     def set_rates(self) -> None:
-        """Set the rates of the current step."""
+        """Set the rates for the current step."""
         usual = self.factor(self.steps)
         self.rates: list[float] = []
-        self.in_groups: list[Any] = []  # numbers, or tensors that a captured step reads
+        self.in_groups: list[Any] = []  # the rates as stored: numbers, or tensors for CUDA graphs
         for group in self.optimizer.param_groups:
             factor = usual
             if self.factors:
@@ -56,7 +56,7 @@ class Schedule:
             self.in_groups.append(group["lr"])
 
     def take_over(self) -> None:
-        """Use a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, as the new base rate."""
+        """Make rates set by hand (`param_groups[0]["lr"] = 0.1`) the new base rates."""
         groups = self.optimizer.param_groups
         is_as_set = len(groups) == len(self.in_groups)
         for group, last, rate in zip(groups, self.in_groups, self.rates, strict=False):
@@ -72,7 +72,7 @@ class Schedule:
             self.set_rates()
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each group, a number even if the group holds a tensor."""
+        """Return the rate of each group, as a number even if the group holds a tensor."""
         self.take_over()
         return self.rates
 
@@ -80,7 +80,7 @@ class Schedule:
         return {"steps": self.steps, "given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. The initial rates come from the optimizer, loaded before."""
+        """Continue from a state. Load the optimizer first, because it holds the initial rates."""
         self.steps = state["steps"]
         self.set_rates()
 
@@ -96,20 +96,20 @@ def schedule(
     """Return a Schedule that multiplies each group's rate by `shape(progress)`.
 
     The progress is 0 after the warmup and 1 after the last step. A `warmup` below 1 is a fraction
-    of all steps; otherwise it is a number of steps. During the warmup, the rate rises linearly from
-    `start` times the rate.
+    of all steps; otherwise it is a number of steps. During the warmup, the factor rises linearly
+    from `start` to 1.
     """
     check_number("scheduler.warmup", warmup, least=0)
     check_number("scheduler.start", start, least=0)
     if start and not warmup:
-        raise UserError(f"scheduler.start={start} needs a warmup. Type scheduler.warmup=0.1.")
+        raise UserError(f"scheduler.start={start} requires a warmup, such as scheduler.warmup=0.1.")
     warmup_steps = int(warmup)
     if warmup < 1:
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     elif warmup != warmup_steps or warmup >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: give a whole number of steps below {total_steps}, the "
-            "length of the run, or a fraction of them, as in scheduler.warmup=0.1."
+            f"scheduler.warmup={warmup}: give a whole number of steps less than {total_steps} (the "
+            "steps of the run), or a fraction of the run, such as scheduler.warmup=0.1."
         )
 
     def factor(step: int) -> float:
@@ -128,14 +128,14 @@ def build(
     total_steps: int,
     previous: Any = None,
 ) -> Any:
-    """Call a scheduler factory with (optimizer, total_steps=...).
+    """Call a scheduler factory with (optimizer, total_steps=...), and return the scheduler.
 
-    A factory without that argument, such as torch's StepLR, is called with the optimizer alone.
-    The scheduler starts with the optimizer's initial rates, even if another scheduler has changed
-    them, or with rates that were set by hand since the `previous` scheduler.
+    A factory without a `total_steps` argument, such as torch's StepLR, is called with only the
+    optimizer. The scheduler starts with the optimizer's initial rates, even if the `previous`
+    scheduler has changed them, or with rates that were set by hand since then.
 
     Raises:
-        UserError: The factory needs more arguments, or its scheduler needs a number at each step.
+        UserError: The factory needs more arguments, or its scheduler needs a metric at each step.
     """
     if previous is not None:
         for group, rate in zip(optimizer.param_groups, previous.get_last_lr(), strict=False):
@@ -154,16 +154,16 @@ def build(
     except TypeError:
         raise UserError(
             f"scheduler: {type(scheduler).__name__} needs a metric at each step, but schedules "
-            "depend only on the step.\nType scheduler=cosine, linear or step; to "
+            "depend only on the step.\nType scheduler=cosine, linear or step. To "
             "follow a metric, use a callback such as examples.own_callback.Plateau."
         ) from None
     return scheduler
 
 
 def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> Callable[..., Any]:
-    """Return a factory of a schedule in which rules with a `scheduler` use their own.
+    """Return a factory for a schedule in which rules can have their own `scheduler`.
 
-    A rule's `scheduler` is the name of a schedule, {name: its arguments}, or a factory in Python.
+    A rule's `scheduler` is the name of a schedule, {name: arguments}, or in Python a factory.
     """
     chosen = {rule["match"]: named(rule["scheduler"]) for rule in rules if "scheduler" in rule}
     if not chosen:
@@ -175,8 +175,8 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
             part = build(one, optimizer, total_steps)
             if not (isinstance(schedule, Schedule) and isinstance(part, Schedule)):
                 raise UserError(
-                    "groups: the schedulers of a rule and of the run must be from "
-                    "stoker.trainer.schedules."
+                    "groups: a rule can have its own scheduler only if it and the run's scheduler "
+                    "both come from stoker.trainer.schedules."
                 )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"
@@ -187,7 +187,7 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
 
 
 def named(given: Any) -> Callable[..., Any]:
-    """Return the factory for "linear" or {"linear": {"warmup": 0.1}}, or the given factory."""
+    """Return the factory for "linear" or {"linear": {"warmup": 0.1}}; return a factory as is."""
     if callable(given):
         return given  # type: ignore[no-any-return]
     name = as_typed(given)
@@ -203,14 +203,14 @@ def named(given: Any) -> Callable[..., Any]:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, and the rate that a schedule starts with."""
+    """Set the rate of a parameter group, also as the initial rate of the next schedule."""
     is_tensor = isinstance(group["lr"], torch.Tensor)
     group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     group.pop("initial_lr", None)
 
 
 def reset(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the initial rates that a scheduler has changed."""
+    """Restore the initial rates, which a scheduler may have changed."""
     for group in optimizer.param_groups:
         set_rate(group, group.get("initial_lr", group["lr"]))
 
@@ -221,22 +221,25 @@ def set_lr(
     rate: float | Sequence[float],
     in_fit: bool,
 ) -> list[float]:
-    """Do the work of `Trainer.set_lr`; return the rates, which in a fit are scaled by the schedule.
+    """Do the work of `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
 
-    Outside a fit, the scheduler is that of the last fit.
+    Outside of a fit, `scheduler` is the one of the last fit.
     """
     if optimizer is None:
-        raise UserError("set_lr: this Trainer has no optimizer or is closed.")
+        raise UserError("set_lr: this Trainer has no optimizer, or it is closed.")
     groups = optimizer.param_groups
     rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
     if len(rates) != len(groups):
-        raise UserError(f"set_lr: {len(rates)} rates for {len(groups)} parameter groups.")
+        raise UserError(
+            f"set_lr: expected one rate, or one for each of {len(groups)} parameter groups, not "
+            f"{len(rates)}."
+        )
     rates = [float(check_number("set_lr", value, least=0)) for value in rates]
     if not isinstance(scheduler, Schedule):
         if in_fit:
             raise UserError(
-                f"set_lr: {type(scheduler).__name__} sets its own rates in a fit. Use one of "
-                "stoker.trainer.schedules, or call set_lr before the fit."
+                f"set_lr: during a fit, {type(scheduler).__name__} sets the rates itself. Use a "
+                "schedule from stoker.trainer.schedules, or call set_lr before the fit."
             )
         for group, value in zip(groups, rates, strict=True):
             set_rate(group, value)
@@ -262,7 +265,7 @@ def linear(
     start: float = 0.0,
     final: float = 0.0,
 ) -> Schedule:
-    """Decay linearly to `final` times the rate; with a warmup, a triangle."""
+    """Decay linearly to `final` times the rate. With a warmup, the curve is a triangle."""
     check_number("scheduler.final", final, least=0)
 
     def shape(progress: float) -> float:
@@ -274,7 +277,7 @@ def linear(
 def cosine(
     optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0, final: float = 0.0
 ) -> Schedule:
-    """Decay along half a cosine to `final` times the rate.
+    """Decay along half a period of a cosine to `final` times the rate.
 
     Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts.
     """
@@ -295,8 +298,8 @@ def wsd(
 ) -> Schedule:
     """Warm up, stay constant, then decay for a fraction `decay` of the steps after the warmup.
 
-    Hu et al. 2024, arXiv 2404.06395, section 4, with the decay 1 - sqrt of Hägele et al. 2024,
-    arXiv 2405.18392, section 3. A longer run can start from a checkpoint before the decay.
+    Hu et al. 2024, arXiv 2404.06395, section 4, with the 1-sqrt decay of Hägele et al. 2024, arXiv
+    2405.18392, section 3. A longer run can start from a checkpoint before the decay.
     """
     check_number("scheduler.decay", decay, above=0, most=1)
     check_number("scheduler.final", final, least=0)

@@ -1,4 +1,4 @@
-"""Seeds and random states of all generators: Python's, numpy's, torch's and the device's."""
+"""Seed the generators of Python, numpy, torch and the device, and keep their states."""
 
 import contextlib
 import hashlib
@@ -13,18 +13,18 @@ CPU = torch.device("cpu")
 
 
 def mix_seed(*parts: object) -> int:
-    """Return a 63-bit seed from any parts (numbers, strings).
+    """Return a 63-bit seed that depends on all parts (numbers or strings).
 
-    It is a hash, because with `seed + epoch`, neighboring seeds would share streams.
+    The seed is a hash. With `seed + epoch`, for example, neighboring seeds would share streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = ()) -> None:
-    """Seed the default generators of Python, numpy, torch, the device and GPUs with replicas.
+    """Seed the default generators of Python, numpy, torch, the device and the GPUs with replicas.
 
-    This takes 14 us; torch.manual_seed alone takes 275 us, because it seeds every backend.
+    This takes 14 us, while torch.manual_seed alone takes 275 us, because it seeds every backend.
     """
     random.seed(seed)  # `seed_python` inlined, to save a call per step
     numpy.random.seed(seed % 2**32)
@@ -45,7 +45,7 @@ def seed_python(seed: int) -> None:
 
 
 def host_random_states(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of all global generators except the device's, for comparison."""
+    """Return the states of all global generators except the device's, to compare them."""
     of_numpy = [numpy.asarray(part).tobytes() for part in numpy.random.get_state(legacy=True)]
     of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), of_numpy, of_torch
@@ -53,7 +53,7 @@ def host_random_states(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def random_states_kept(device: torch.device, replicas: Sequence[int] = ()) -> Iterator[None]:
-    """Restore the generators that `seed_generators` seeds at the end of this context."""
+    """At the end of this context, restore the generators that `seed_generators` seeds."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (random.setstate, random.getstate()),
         (numpy.random.set_state, numpy.random.get_state()),
@@ -74,7 +74,7 @@ def random_states_kept(device: torch.device, replicas: Sequence[int] = ()) -> It
 
 @contextlib.contextmanager
 def random_stream(*parts: object) -> Iterator[None]:
-    """Seed torch's CPU generator, random and numpy from these parts within a context."""
+    """Within this context, seed the generators of Python, numpy and torch (CPU) from `parts`."""
     with random_states_kept(CPU):
         seed_generators(CPU, mix_seed(*parts))
         yield

@@ -1,6 +1,7 @@
-"""The valid values of constructor arguments, without importing torch: `check("epochs", 3)`.
+"""The valid values of settings, which constructors check: `check("epochs", 3)`.
 
-The keys are those of the command line, so that a constructor's error names what you can type.
+The keys are those of the command line, so that an error names the key to type. This module does not
+import torch.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
-# The dtype of autocast, by precision, as torch names it.
+# precision -> torch's name for the dtype of autocast
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -23,12 +24,12 @@ class Limit(Protocol):
     """The valid values of a setting."""
 
     def check(self, key: str, value: Any) -> Any:
-        """Return `value` if it is valid; otherwise raise a UserError that names `key`."""
+        """Return `value` if it is valid, or raise a UserError that names `key`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number within these bounds; `optional` also allows None, `auto` the word "auto"."""
+    """A number within bounds. `optional` also allows None, and `auto` allows the word "auto"."""
 
     whole: bool = False
     least: float | None = None
@@ -62,18 +63,20 @@ class Checked:
 
 
 def check_device(device: Any) -> None:
-    """Raise UserError for an invalid device name; only torch knows which devices exist."""
+    """Raise UserError for an invalid device name. Only torch can tell which devices exist."""
     name = as_typed(device)
     if not re.fullmatch(r"[a-z]\w*(:\d+)?", name, re.ASCII):
         raise UserError(
             f"device={name}: not a valid device name.\n"
-            "Type device=auto, or name a device, as in device=cuda:1."
+            "Type device=auto, or the name of a device, such as device=cuda:1."
         )
 
 
 def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
-    """Parse `auto`, `dp:0+1` and so on as (name, listed GPUs or None); UserError for anything
-    else.
+    """Parse a strategy such as "auto" or "dp:0+1" as (name, list of GPUs or None).
+
+    Raises:
+        UserError: There is no such strategy.
     """
     text = as_typed(strategy)
     if text in STRATEGIES:
@@ -81,23 +84,23 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
     if not re.fullmatch(r"dp:\d{1,4}(\+\d{1,4})*", text, re.ASCII):
         raise UserError(
             f"strategy={text}: there is no such strategy.{did_you_mean(text, STRATEGIES)}\n"
-            "Type strategy=auto, single, dp, dp:0+1 (these GPUs), ddp or fsdp."
+            "Type strategy=auto, single, dp, dp:0+1 (GPUs 0 and 1), ddp or fsdp."
         )
     return "dp", [int(index) for index in text.removeprefix("dp:").split("+")]
 
 
-RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that no rule may set
+RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that a rule must not set
 
 
 def check_groups(rules: Any) -> Any:
-    """Return the rules of parameter groups; UserError if this is not a list of rules."""
+    """Return the rules of parameter groups; UserError if this is not a list of valid rules."""
     is_list = isinstance(rules, (list, tuple))
     for rule in rules if is_list else [{}]:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
         if not is_rule or len(rule) == 1 or RESERVED & rule.keys():
             raise UserError(
                 f"groups={as_typed(rules)}: give a list of rules, each with a name pattern and "
-                "optimizer options, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
+                "optimizer options, such as 'groups=[{match: \"head.*\", lr: 1e-4}]'."
             )
         if "lr_decay" in rule:
             check_number(f"groups: lr_decay of {rule['match']}", rule["lr_decay"], above=0, most=1)
@@ -105,17 +108,14 @@ def check_groups(rules: Any) -> Any:
 
 
 def check_thaw_at(value: Any) -> tuple[float, bool]:
-    """Parse 500, "500 steps" or "2 epochs" as (number, whether it counts epochs).
-
-    "never" is (inf, False).
-    """
+    """Parse 500, "500 steps", "2 epochs" or "never" (inf) as (number, whether it counts epochs)."""
     if value is None:  # the callback is off
         return math.inf, False
     match = re.fullmatch(r"never|(\d{1,18})(?: steps?|( epochs?))?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
-            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, epochs as in "
-            "'callbacks.freeze.thaw_at=2 epochs', or never."
+            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, a number of "
+            "epochs ('callbacks.freeze.thaw_at=2 epochs'), or never."
         )
     return (int(match[1]) if match[1] else math.inf, match[2] is not None)
 
@@ -151,17 +151,17 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: T, *, optional: bool = False) -> T:
-    """Return `value` if it is valid for `key`, or None if `optional`; UserError otherwise."""
+    """Return `value` if it is valid for `key`; UserError otherwise. `optional` also allows None."""
     if value is not None or not optional:
         LIMITS[key].check(key, value)
     return value
 
 
 def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
-    """Return `size`; UserError if it is invalid, or if `grad_accum_steps` also splits the batch."""
+    """Return `size`; UserError if it is invalid or conflicts with `grad_accum_steps` (`parts`)."""
     if size is not None and parts > 1:
         raise UserError(
             f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both split the batch. "
-            "Type one of them."
+            "Type only one of them."
         )
     return check("micro_batch", size)

@@ -1,7 +1,7 @@
 """Named spans of a fit, which the loop, the loaders and the Checkpoint callback enter and leave.
 
-A silent span costs nothing: `SILENT` runs no Python code. To see where the time
-goes, put context managers into `Trainer.spans`, and put `SILENT` back afterwards.
+A silent span costs nothing, because `SILENT` runs no Python code. To measure where the time goes,
+put your own context managers into `Trainer.spans`, and put `SILENT` back afterwards.
 """
 
 from contextlib import AbstractContextManager
@@ -24,8 +24,8 @@ Spans = dict[str, AbstractContextManager[Any]]
 class Silent(AbstractContextManager[Any]):
     """A context manager that does nothing and does not suppress exceptions.
 
-    Its methods are C functions that take any arguments and return an empty string, so that entering
-    and leaving it creates no Python frame.
+    Its methods are C functions that accept any arguments and return an empty string. Entering and
+    leaving it therefore creates no Python frame.
     """
 
     __enter__ = "".format
@@ -36,5 +36,5 @@ SILENT = Silent()
 
 
 def silent_spans() -> Spans:
-    """Return all spans by name, all silent."""
+    """Return {name: SILENT} for all spans."""
     return dict.fromkeys(NAMES, SILENT)

@@ -8,29 +8,29 @@ import torch
 
 from stoker.trainer.errors import UserError
 
-# Options that do not change an optimizer's results; they may differ between a GPU and a CPU.
+# Options of an optimizer that do not change its results, and may differ between devices.
 WAYS = ("foreach", "fused", "capturable")
-# A form has the same nesting as the state. It contains example numbers and tensors, types, and the
-# following.
+# A form describes a valid state. It has the same nesting, with example numbers, example tensors,
+# types, or one of the following in place of the values.
 ANYTHING = object()
 
 
 class Either(tuple[Any, ...]):
-    """A form: one of several forms. Errors are reported for the last one."""
+    """A form that matches any of several forms. Errors are reported for the last one."""
 
 
 class Exactly(tuple[Any]):
-    """A form: this value, Exactly([value])."""
+    """A form that matches only one value: Exactly([value])."""
 
 
 class AtLeast(dict[Any, Any]):
-    """A form: these entries, and any others."""
+    """A form that matches a dict with these entries and any others."""
 
 
 def form_of(part: Any, name: str) -> Any:
-    """Return the form of the state of a part of a Trainer.
+    """Return the form of the state that a part of a Trainer can load.
 
-    A part with its own kind of state, such as a custom optimizer, may have any form.
+    If it defines its own state, as a custom optimizer may do, the form is ANYTHING.
     """
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         groups = [form_of_group(group) for group in part.state_dict()["param_groups"]]
@@ -47,9 +47,7 @@ def form_of(part: Any, name: str) -> Any:
 
 
 def form_of_group(group: dict[str, Any]) -> AtLeast:
-    """Return the form of a parameter group, with the same parameters and options; numbers may
-    differ.
-    """
+    """Return the form of a parameter group: options must match, but numbers may differ."""
     form = AtLeast()
     for key, value in group.items():
         if key in ("params", "param_names") or isinstance(value, (bool, str)):
@@ -60,9 +58,9 @@ def form_of_group(group: dict[str, Any]) -> AtLeast:
 
 
 def form_of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """Return the form of a scheduler's state, with the same settings and base rates.
+    """Return the form of a scheduler's state: settings and base rates must match.
 
-    The rates are `given` in our Schedule, and `base_lrs` in torch's schedulers.
+    The base rates are `given` in our Schedule, and `base_lrs` in torch's schedulers.
     """
     form: dict[str, Any] = scheduler.state_dict()
     for key in (*inspect.signature(type(scheduler)).parameters, "given", "base_lrs"):
@@ -72,10 +70,10 @@ def form_of_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def compare(state: Any, form: Any, name: str) -> None:
-    """Compare a state with its form: keys, lengths, shapes and types.
+    """Compare the keys, lengths, shapes and types of a state with a form.
 
     Raises:
-        UserError: They differ; the message says where.
+        UserError: They differ. The message names the place.
     """
     if isinstance(form, Either):
         for option in form[:-1]:
@@ -103,7 +101,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def is_like(value: Any, form: Any) -> bool:
-    """Return whether a value has this form, where they are not both dicts or both lists."""
+    """Return whether a value matches this form; `compare` handles pairs of dicts or lists."""
     if form is ANYTHING or torch.nn.parameter.is_lazy(form):
         return True
     if isinstance(form, Exactly):
@@ -122,7 +120,7 @@ def is_like(value: Any, form: Any) -> bool:
 
 
 def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
-    """Return whether this is a tensor of the same shape, and floating-point if `like` is."""
+    """Return whether this is a tensor of the same shape as `like`, and floating-point if it is."""
     return (
         isinstance(state, torch.Tensor)
         and state.shape == like.shape
@@ -131,7 +129,7 @@ def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
 
 
 def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's state has torch's form."""
+    """Return whether the state of an optimizer has torch's usual form."""
     kind = type(optimizer)
     usual = torch.optim.Optimizer
     return kind.state_dict is usual.state_dict and kind.load_state_dict is usual.load_state_dict
@@ -143,14 +141,14 @@ def refuse(problem: str, name: str) -> NoReturn:
     advice = ""
     if name.startswith("scheduler"):
         advice = (
-            "\nUse the learning rate, scheduler and epochs of the checkpoint's run. To change the "
-            "rate from this point on, call trainer.set_lr(rate) in on_fit_start."
+            "\nUse the learning rate, scheduler and epochs of the run that wrote the checkpoint. "
+            "To change the rate from here on, call trainer.set_lr(rate) in on_fit_start."
         )
-    raise UserError(f"The checkpoint does not fit this Trainer: {name} is {problem}.{advice}")
+    raise UserError(f"The checkpoint does not match this Trainer: {name} is {problem}.{advice}")
 
 
 def shown(value: Any) -> str:
-    """Describe a value or a form in a few words."""
+    """Describe a value or a form for an error message."""
     if isinstance(value, Exactly):
         return shown(value[0])
     if isinstance(value, torch.Tensor):

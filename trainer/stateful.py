@@ -1,4 +1,4 @@
-"""Save the state of a Trainer, and load it to resume."""
+"""The part of a Trainer that is saved in checkpoints, and loaded to resume."""
 
 import collections
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import checkpoint, copies, schedules
+from stoker.trainer import checkpoint, schedules, transfer
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.loading import IterableLoader
@@ -15,32 +15,32 @@ from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import AtLeast, Exactly, compare, form_of, freeze, frozen
 from stoker.trainer.window import Window
 
-# Attributes that are saved as they are, with their types.
+# name -> type of the attributes that are saved unchanged
 SAVED = {"step": int, "steps_per_epoch": int, "epochs_before": int, "evaluation_due": bool}
 
 
 class Stateful:
-    """The part of a Trainer that is saved and loaded."""
+    """The part of a Trainer that is saved in checkpoints, and loaded to resume."""
 
     device: torch.device
     module: Any
     optimizer: Any
-    scheduler: Any = None  # built by `fit`, which knows the number of steps
+    scheduler: Any = None  # built by `fit`, once the number of steps is known
     scaler: torch.amp.GradScaler
     window: Window
     micro_batch: MicroBatch
     callbacks: list[Callback]
     train_loader: Any = None  # only during a fit
     val_loader: Any = None
-    step: int  # the only clock: completed optimizer steps
+    step: int  # number of completed optimizer steps, on which all schedules depend
     total_steps = 0
     steps_per_epoch = 0
-    # epochs started by earlier fits: each fit has its own random numbers
+    # Number of epochs started by earlier fits, so that each fit has its own random numbers.
     epochs_before = 0
-    evaluation_due = False  # the step is done, but its evaluation is not
-    is_evaluating = False  # whether `evaluating()` is active
-    rates: Sequence[float]  # learning rate of each parameter group, from the last step or set since
-    carried: Mapping[str, Any] = {}  # values of Carried attributes, by name
+    evaluation_due = False  # whether the step is complete except for its evaluation
+    is_evaluating = False  # whether the context `evaluating()` is active
+    rates: Sequence[float]  # learning rate of each group in the last step, or as set since then
+    carried: Mapping[str, Any] = {}  # name -> value of each Carried attribute
     # Parameters without an optimizer at the start of the fit.
     unoptimized: Sequence[torch.Tensor] = ()
 
@@ -54,18 +54,18 @@ class Stateful:
         return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
 
     def set_lr(self, rate: float | Sequence[float]) -> None:
-        """Set the base learning rate, which the schedule multiplies, from the next step on.
+        """Set the base learning rate, which the schedule scales, from the next step on.
 
-        Call it before a fit, between fits or in a callback. Checkpoints save the rate.
+        You can call this before a fit, between fits, or in a callback. Checkpoints save the rate.
 
         Args:
-            rate: A single number for all parameter groups, or one number per group.
+            rate: One number for all parameter groups, or one number per group.
         """
         in_fit = self.train_loader is not None
         self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
-        """Return {name: object with a state_dict} to save; add a second optimizer here."""
+        """Return {name: object with a state_dict} to save; override it to add an optimizer."""
         parts = {
             "model": self.module,
             "optimizer": self.optimizer,
@@ -79,7 +79,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
-        """Return {name: parameter} of parameters without an optimizer, including frozen ones."""
+        """Return {name: parameter} for parameters that no optimizer has, including frozen ones."""
         optimized: set[torch.Tensor] = set()
         for part in self.stateful().values():
             if isinstance(part, torch.optim.Optimizer):
@@ -89,7 +89,7 @@ class Stateful:
         return {name: p for name, p in parameters if p not in optimized}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training depends on, except settings; tensors are not copied."""
+        """Return everything that training depends on except settings, without copying tensors."""
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
@@ -113,10 +113,10 @@ class Stateful:
         self.epochs_before = max(self.epochs_before, begun)  # so that the next fit repeats no epoch
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
-        """Load a state from `state_dict`, and the position of `loader` for a fit about to start.
+        """Load a state from `state_dict`, and with it the position of `loader` or `train_loader`.
 
         Raises:
-            UserError: The state is from a different model, optimizer or Trainer; nothing is loaded.
+            UserError: The state is from a different model, optimizer or Trainer. Nothing is loaded.
         """
         if loader is None:
             loader = self.train_loader
@@ -129,7 +129,7 @@ class Stateful:
                 checkpoint.restore(part, state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 reason = first_line(error)
-                raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
+                raise UserError(f"The checkpoint does not match this {name}: {reason}") from None
         if self.optimizer is not None and self.scheduler is None:
             schedules.reset(self.optimizer)
         for name, callback in self.named_callbacks().items():
@@ -137,16 +137,16 @@ class Stateful:
                 callback.load_state_dict(state["callbacks"][name])
         for name in SAVED:
             setattr(self, name, state[name])
-        self.carried = copies.move(state.get("carried", {}), self.device)
+        self.carried = transfer.move(state.get("carried", {}), self.device)
 
     def resume_from(self, state: Any, loader: Any = None) -> None:
-        """Load a state and freeze the parameters that were frozen in it, to continue training."""
+        """Load a state to continue training, and freeze the parameters that were frozen in it."""
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
 
     def form(self, state: dict[str, Any], loader: Any) -> Any:
-        """Return the form of the states that can be loaded; `state` is the one to compare."""
-        trainer: Any = self  # for the callbacks
+        """Return the form that `state` must have to be loaded."""
+        trainer: Any = self
         form: dict[str, Any] = AtLeast(SAVED)
         form["frozen"] = list
         for name, part in self.stateful().items():
@@ -159,13 +159,13 @@ class Stateful:
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"] or callback.state_dict():
                 part = callback.state_form(trainer)
-                if isinstance(part, dict):  # a subclass may save other keys
+                if isinstance(part, dict):  # a subclass may save different keys
                     part = AtLeast({key: part[key] for key in callback.state_dict() if key in part})
                 form["callbacks"][name] = part
         return form
 
     def named_callbacks(self) -> dict[str, Callback]:
-        """Return the callbacks by class name; the second of the same class is "Name.1"."""
+        """Return {class name: callback}; the second callback of the same class is "Name.1"."""
         named: dict[str, Callback] = {}
         counts: collections.Counter[str] = collections.Counter()
         for callback in self.callbacks:

@@ -1,4 +1,4 @@
-"""Explain errors in a step: which tensor is on the wrong device, and what to change."""
+"""Explain errors in a step, such as a tensor on the wrong device, and say what to change."""
 
 import re
 from typing import Any
@@ -8,25 +8,25 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer.errors import UserError
 
-# What to do about an error of torch, by a pattern in its message.
+# regular expression for an error message of torch -> what to do about it
 ADVICE = {
     "device-side assert": (
-        "An assertion inside a kernel failed (device-side assert): usually a class in the targets, "
-        "or an index into an Embedding, is out of range.\n"
-        "Type device=cpu to see which one: the same step fails there with a clear message."
+        "An assertion inside a GPU kernel failed (device-side assert). Usually a class in the "
+        "targets or an index into an Embedding is out of range.\n"
+        "Type device=cpu, where the same step fails with a clear message."
     ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one.\n"
         "Type drop_last=true, or change batch_size or micro_batch."
     ),
-    "view size is not compatible": (  # .view() of a tensor in another memory format
-        "The model calls .view() on an image, whose memory format may be channels_last.\n"
+    "view size is not compatible": (
+        "The model calls .view() on an image, but its memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
     "DTensor|FSDP|[Ss]harding (strategy|propagation)": (
-        "strategy=fsdp: torch cannot do this with sharded parameters.\n"
-        "Type strategy=ddp, or another optimizer if that is the cause. "
-        "A step must call self.model, not parts of it."
+        "strategy=fsdp: torch does not support this operation on sharded parameters.\n"
+        "Type strategy=ddp, or choose another optimizer if it causes the error. "
+        "A step must call self.model as a whole, not parts of it."
     ),
     "mark a variable ready only once|marked as ready twice": (
         "strategy=ddp: a parameter got two gradients in one backward().\n"
@@ -40,7 +40,7 @@ TWO_DEVICES = "(on|at) the same device|not on the expected device|Expected objec
 def explain(
     error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
 ) -> UserError | None:
-    """Return a UserError that says what to change, or None if the cause is unknown."""
+    """Return a UserError that says what to change, or None if the cause is not known."""
     text = str(error)
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
@@ -48,7 +48,7 @@ def explain(
     wrong = misplaced(module, batch, device)
     if wrong and re.search(TWO_DEVICES, text):
         return UserError(
-            f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}."
+            f"Tensors on two devices: the Trainer uses {device}, but {'; '.join(wrong[:3])}."
         )
     return None
 
@@ -64,7 +64,7 @@ def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (description, tensor) for all tensors in a module and a batch."""
-    # The usual mistake: a tensor kept as a plain attribute does not move with the module.
+    # The usual mistake is a tensor in a plain attribute, which does not move with the module.
     attributes = []
     for path, child in module.named_modules():
         for name, value in vars(child).items():

@@ -1,6 +1,7 @@
 """Special steps: for fp16, `micro_batch=auto`, CUDA graphs and closure optimizers.
 
-The Trainer chooses one when it is built, and `train_step` calls it.
+The Trainer chooses one when it is built, and `train_step` calls it in place of its own body. Each
+repeats what `train_step` does: accumulate gradients, clip them, update the weights.
 """
 
 import functools
@@ -16,20 +17,19 @@ from stoker.trainer.readable import brief
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-# The fp16 scaler starts at 65,536 and halves its scale with each skipped step. Below the smallest
-# normal float16 number, the scale cannot be the reason that a gradient overflows.
+# The fp16 scaler starts at a scale of 65,536 and halves it at each skipped step. At scales below
+# the smallest normal float16 number, the scale cannot be the reason why a gradient overflows.
 LOWEST_SCALE = 2.0**-14
 
 
-# Replaces the body of `Trainer.train_step`.
 Step = Callable[["Trainer", Any], torch.Tensor]
 
 
 def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
-    """Return the step that the settings and the optimizer need, or None for the plain one.
+    """Return the special step that the settings or the optimizer require, or None.
 
     Raises:
-        UserError: `compile="graph"` or the closure optimizer does not work with other settings.
+        UserError: `compile="graph"` or the closure optimizer conflicts with another setting.
     """
     step: Step | None = None
     if compile == "graph":
@@ -39,10 +39,10 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
         step = adaptive_step
     if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
         return step
-    if step is not None or parallel.ranks() > 1:
+    if step is not None or parallel.process_count > 1:
         raise UserError(
             f"optimizer: {type(trainer.optimizer).__name__} evaluates the loss several times per "
-            "step: use one process, without compile=graph, precision=fp16 and micro_batch=auto."
+            "step. Use one process, without compile=graph, precision=fp16 or micro_batch=auto."
         )
     return closure_step
 
@@ -53,7 +53,7 @@ def captures(trainer: "Trainer") -> bool:
 
 
 def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
-    """Take a step with the fp16 scaler, which may skip it, or with micro_batch=auto."""
+    """Take a step with micro_batch=auto, or with the fp16 scaler, which may skip the update."""
     scaler = trainer.scaler
     loss = trainer.micro_batch.work(
         functools.partial(accumulate, trainer),
@@ -66,7 +66,7 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
             scaler.unscale_(trainer.optimizer)
             unscale_others(trainer)
         norm = clip(trainer)
-        scaler.step(trainer.optimizer)  # skips it if a gradient is not finite
+        scaler.step(trainer.optimizer)  # skips the update if a gradient is not finite
         if scaler.is_enabled():
             norm = update_scale(trainer, norm)
         optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
@@ -75,13 +75,13 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 
 def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
-    """Take a step of an optimizer that takes a closure, such as LBFGS."""
+    """Take a step with an optimizer that requires a closure, such as LBFGS."""
     parts = trainer.micro_batch.split(batch)
     norms = []
     carried = trainer.carried
 
     def evaluate() -> torch.Tensor:
-        undo(trainer)  # so that each evaluation uses the same dropout
+        undo(trainer)  # every evaluation of the loss must use the same dropout
         trainer.carried = carried
         loss = accumulate(trainer, parts)
         norms.append(clip(trainer))
@@ -94,14 +94,17 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 
 def scale_of(trainer: "Trainer") -> torch.Tensor:
-    """Return the fp16 scale on the device, without waiting; the backward pass has created it."""
-    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
+    """Return the fp16 scale as a tensor on the device, without waiting for the device.
+
+    Call it after the backward pass, which creates the scale.
+    """
+    # private: _get_scale_async, because get_scale() waits for the device, torch 2.15
     scale: torch.Tensor = trainer.scaler._get_scale_async()
     return scale
 
 
 def unscale_others(trainer: "Trainer") -> None:
-    """Unscale the gradients of parameters without an optimizer, which the norm also covers."""
+    """Unscale the gradients of parameters without an optimizer, because they count in the norm."""
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale_of(trainer)
@@ -110,7 +113,7 @@ def unscale_others(trainer: "Trainer") -> None:
 def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
     """Update the fp16 scale and record whether the step was skipped, without waiting.
 
-    Return the norm, 0 for a skipped step.
+    Return the norm, or 0 if the step was skipped.
     """
     scale = scale_of(trainer)
     before = scale.clone()
@@ -137,16 +140,16 @@ class GraphStep:
     """A step that is captured as a CUDA graph, once per kind of batch, and then replayed."""
 
     def begin_fit(self, trainer: "Trainer") -> None:
-        """Prepare for the steps of a fit. The optimizer and the schedule are ready."""
-        # A loaded checkpoint has plain numbers as learning rates, and new tensors.
+        """Prepare the optimizer and the schedule for capture, and forget earlier graphs."""
+        # A loaded checkpoint has new tensors, and plain numbers as learning rates.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
-            trainer.scheduler.set_rates()  # updates the tensors
+            trainer.scheduler.set_rates()  # writes the rates into the new tensors
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         """Take one step, as `Trainer.train_step` does."""
-        if trainer.optimizer.state is not self.captured.state:  # a callback loaded another state
+        if trainer.optimizer.state is not self.captured.state:  # a callback loaded a checkpoint
             self.begin_fit(trainer)
         loss: torch.Tensor
         loss, norm = self.captured(functools.partial(update, trainer), batch)
@@ -155,7 +158,7 @@ class GraphStep:
 
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do the part of a step that a graph captures; return the mean loss and the gradient norm."""
+    """Do the part of a step that a graph can capture; return (mean loss, gradient norm)."""
     with graph.without_clock(trainer):
         loss = accumulate(trainer, trainer.micro_batch.split(batch))
         norm = clip(trainer)
@@ -165,8 +168,8 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
-    """Accumulate gradients over micro-batches, as `train_step` does; return their mean loss."""
-    terms = []
+    """Accumulate gradients over micro-batches; return the mean loss of the batch."""
+    terms = []  # a copy of the loop in `Trainer.train_step`: change both
     for i, (micro_batch, fraction) in enumerate(trainer.with_fractions(parts), 1):
         with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
             with trainer.spans["forward"], trainer.autocast:
@@ -174,7 +177,7 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
             if fraction is not None:
                 loss = losses.scaled(loss, fraction, outputs)
             terms.append(loss.detach())
-            if parallel.joined > 1:
+            if parallel.process_count > 1:
                 loss = losses.scaled(loss, trainer.process_weight, outputs)
             with trainer.spans["backward"]:
                 trainer.scaler.scale(loss).backward()
@@ -189,7 +192,7 @@ def clip(trainer: "Trainer") -> torch.Tensor | None:
 
 
 def undo(trainer: "Trainer") -> None:
-    """Drop the gradients and reseed, to repeat a step."""
+    """Drop the gradients and reseed the generators, so that the step can be repeated."""
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     trainer.seed_generators("step")
 

@@ -1,4 +1,4 @@
-"""Describe what a Trainer will do, and how much memory its tensors use."""
+"""Describe what a Trainer is going to do, and how much memory its tensors use."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ MIB = memory.MIB
 
 
 def plan(trainer: "Trainer") -> Iterator[str]:
-    """Yield the first lines of a run: model, device and plan."""
+    """Yield the lines that are printed at the start of a run: model, device and plan."""
     weights = list(trainer.module.parameters())
     total = sum(p.numel() for p in weights)
     frozen = sum(p.numel() for p in weights if not p.requires_grad)
@@ -44,7 +44,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if that is the length of an epoch."""
+    """Return "3 epochs of 8 steps = 24 steps", or "24 steps" if the run is a single epoch."""
     total = counted(trainer.total_steps, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
         return total
@@ -55,12 +55,12 @@ def length(trainer: "Trainer") -> str:
 
 
 def counted(number: float, unit: str) -> str:
-    """Return '1 step', '1,000 steps' or '2.5 epochs'."""
+    """Return "1 step", "1,000 steps" or "2.5 epochs"."""
     return f"{number:,.10g} {unit}{'' if number == 1 else 's'}"
 
 
 def precision(trainer: "Trainer") -> str:
-    """Return 'fp32', 'bf16' or 'fp16'."""
+    """Return "fp32", "bf16" or "fp16"."""
     return next(name for name, dtype in devices.DTYPES.items() if dtype is trainer.dtype)
 
 
@@ -74,13 +74,13 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the size of tensors in MiB; for sharded tensors, only this process's shards."""
+    """Return the size of the tensors in MiB. Of sharded tensors, only the local shards count."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
 
 
 def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
-    """Return the memory report including gradients, which a fit frees at its end."""
+    """Return the memory report, including the gradients that a fit frees when it ends."""
     report = trainer.memory_report()
     report["gradients"] = mib(p for p in trainer.module.parameters() if p.requires_grad)
     return report

@@ -1,4 +1,4 @@
-"""Text for a terminal: wrapped at words, with little color. Output to a pipe is unchanged."""
+"""Print text on a terminal, wrapped at words and with a little color. Pipes get unchanged text."""
 
 import logging
 import os
@@ -9,28 +9,29 @@ import textwrap
 from collections.abc import Mapping
 from typing import TextIO
 
-INDENT = " " * 9  # aligns with the text of a line such as "model    MLP, 85,002 parameters"
+INDENT = " " * 9  # aligned with the text of lines such as "model    MLP, 85,002 parameters"
 STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
-# Commands are not wrapped, so that you can copy them.
+# Matches lines with a command, which are not wrapped, so that you can copy them.
 COMMAND = re.compile(r"(^|: |^(?:resume|use it|best) +)(\S*python[\d.]*|stoker|torchrun) ")
 
 
 def is_terminal(file: TextIO) -> bool:
-    """Return whether this is a terminal that can redraw a line."""
+    """Return whether this is a terminal on which a line can be redrawn."""
     return file.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def width() -> int:
-    """Return the number of columns."""
+    """Return the number of columns of the terminal."""
     return shutil.get_terminal_size().columns
 
 
 def wrapped(text: str, indent: str = INDENT) -> str:
-    """Wrap lines at words, with a hanging indent; commands and indented lines are not wrapped."""
+    """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped."""
     lines = []
     for line in text.split("\n"):
         is_text = not line.startswith(" ") and not COMMAND.search(line)
-        if len(line) > width() and is_text and len(line.split()) > 2:  # not just a name and a path
+        # A line of one or two words is a path, perhaps with a label.
+        if len(line) > width() and is_text and len(line.split()) > 2:
             line = textwrap.fill(
                 line,
                 width(),
@@ -50,7 +51,7 @@ def styled(text: str, style: str) -> str:
 
 
 class Wrapping(logging.Formatter):
-    """Wraps warnings if standard error is a terminal."""
+    """Wraps log messages if standard error is a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -58,7 +59,7 @@ class Wrapping(logging.Formatter):
 
 
 def show(text: str, style: str | None = None) -> None:
-    """Print text, wrapped and styled if standard output is a terminal."""
+    """Print text; wrap and style it if standard output is a terminal."""
     if is_terminal(sys.stdout):
         text = wrapped(text)
         if style is not None:

@@ -1,4 +1,4 @@
-"""A Trainer that also computes its metrics on training batches."""
+"""A Trainer that also computes its metrics on the training batches."""
 
 import copy
 from typing import Any
@@ -13,21 +13,21 @@ from stoker.trainer.trainer import Trainer
 
 
 class TrainMetrics(Trainer):
-    """A Trainer whose training rows also have its metrics, such as "train/acc".
+    """A Trainer that also logs its metrics on training batches, such as "train/acc".
 
-    They cover the steps since the last row, and use the same outputs as the loss: with dropout, and
-    with the weights of each step. A resumed fit starts counting where it resumes.
-    `evaluate(train_loader, "train")` computes them with the current weights.
+    The metrics cover the steps since the last row, and use the same outputs as the loss: with
+    dropout, and with the weights of each step. A resumed fit starts to count where it resumes. To
+    compute the metrics with the current weights, call `evaluate(train_loader, "train")`.
 
-    To use it with your own Trainer, put it first, so that it wraps your `compute_loss`::
+    To combine it with your own Trainer, list it first, so that it wraps your `compute_loss`::
 
         class Mine(TrainMetrics, OfDicts):
             pass
 
     Raises:
-        UserError: micro_batch="auto" and LBFGS may compute a batch several times, and
-            compile="graph" does not run the Python code of a step. Or a subclass overrides
-            `compute_loss`.
+        UserError: The Trainer uses micro_batch="auto" or LBFGS, which may compute a batch several
+            times, or compile="graph", which does not run the Python code of a step; or a subclass
+            overrides `compute_loss`.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -35,24 +35,24 @@ class TrainMetrics(Trainer):
         repeats = self.special_step is closure_step or self.micro_batch.adapts
         if repeats or captures(self):
             raise UserError(
-                f"{type(self).__name__}: leave out micro_batch='auto', compile='graph' and LBFGS, "
-                "which compute a batch's loss several times or in a CUDA graph."
+                f"{type(self).__name__} cannot be used with micro_batch='auto', compile='graph' or "
+                "LBFGS, which compute a batch's loss several times or in a CUDA graph."
             )
         name = type(self).__name__
         if type(self).compute_loss is not TrainMetrics.compute_loss:
             raise UserError(
-                f"{name}.compute_loss hides TrainMetrics.compute_loss, which computes the "
+                f"{name}.compute_loss overrides TrainMetrics.compute_loss, which computes the "
                 f"metrics.\nDerive {name} from Trainer, and train with class "
                 f"Both(TrainMetrics, {name})."
             )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
-        """Train as `Trainer.fit` does."""
+        """Train as in `Trainer.fit`, starting with empty metrics."""
         evaluation.reset(self)
         return super().fit(train_loader, val_loader, resume)
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Return the mean loss of the batch, and the outputs."""
+        """Return the mean loss of the batch and the outputs; in training, update the metrics."""
         loss, outputs = super().compute_loss(batch)
         if self.module.training:
             with torch.no_grad():
@@ -69,7 +69,7 @@ class TrainMetrics(Trainer):
             self.metrics = of_training
 
     def training_numbers(self) -> dict[str, Any]:
-        """Return the numbers of the steps since the last row, with the metrics."""
+        """Return the numbers for the steps since the last row, including the metrics."""
         row = super().training_numbers()
         row.update(evaluation.metric_values(self, "train"))
         evaluation.reset(self)

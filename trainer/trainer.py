@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from stoker.trainer import device as devices
 from stoker.trainer import (
-    copies,
     evaluation,
     fitting,
     launch,
@@ -20,8 +20,8 @@ from stoker.trainer import (
     seeding,
     settings,
     steps,
+    transfer,
 )
-from stoker.trainer import device as devices
 from stoker.trainer.callback import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
@@ -40,7 +40,7 @@ class Trainer(Predicting, Stoppable, Reporting):
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
     `fit`, in this order of preference. For what happens between steps, add a callback. One batch of
     the loader is one optimizer step. The result depends only on the model, the data, these
-    arguments and the seed. Override `sample_dim` if the samples of a batch are not in the first
+    arguments and the seed. Override `sample_dim` if the samples of a batch are not along its first
     dimension, and `loss_weight` if your loss does not divide by the number of samples.
 
     Args:
@@ -49,7 +49,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             `compute_loss`.
         optimizer: Optimizer of the model's parameters, or a factory that is called with parameter
             groups, such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
-        scheduler: Factory that is called with (optimizer, total_steps=...), stepped at every step.
+        scheduler: Factory of the learning rate schedule, called with (optimizer, total_steps=...).
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
         epochs: Length of the run, in passes over the training loader.
@@ -62,25 +62,27 @@ class Trainer(Predicting, Stoppable, Reporting):
         channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or for a
             model whose code calls `.view()`.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
-        micro_batch: Split by size instead, at most this many samples each; "auto" starts with whole
+        micro_batch: Instead, limit micro-batches to this many samples; "auto" starts with whole
             batches and halves the size when memory runs out.
-        max_grad_norm: Clip gradients to this norm; None does not clip.
+        max_grad_norm: Clip gradients to this norm; None disables clipping.
         log_every: Log a row every this many steps, and at the end of each epoch.
         eval_every: Evaluate every this many steps; None evaluates once per epoch.
         groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
-        seed: Seed for everything random in the run.
+        seed: Seed for all random numbers in the run.
 
     Raises:
         UserError: An argument has the wrong type or is out of range, or two arguments conflict.
     """
 
-    # The rest is in the base classes:
-    # - Batching: a batch's samples and weight; weigh, cut, process_weight
-    # - Stateful: what a checkpoint saves; step, epochs_before (those of earlier fits), is_due
-    # - Reporting: hooks and rows; call, log, check_and_log
-    # - Stoppable: stop, interrupt, stop_reason, poll_interruption
-    # - Predicting: predict
-    # `fitting.prepare` sets train_loader, val_loader, steps_per_epoch, total_steps and scheduler.
+    # From the base classes:
+    # - Predicting: predict. Its base Batching measures and splits batches: step_samples and
+    #   step_weight are those of this process's part, process_weight is the factor of its loss.
+    # - Stoppable: stop, interrupt, poll_interruption, stop_reason, failed (an error ended the fit)
+    # - Reporting: call (a hook), log, check_and_log, history (the logged rows), data_bytes (the
+    #   loaders' data on the device). Its base Stateful is what a checkpoint saves: is_due,
+    #   epochs_before (of earlier fits), carried (state kept from batch to batch, as in an RNN),
+    #   unoptimized (parameters without an optimizer, whose gradients would accumulate)
+    # `fitting.prepare` resets what belongs to one fit: loaders, lengths, scheduler, history, ...
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -108,7 +110,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
         self.micro_batch = MicroBatch(self.device, self.sample_dims, micro_batch, grad_accum_steps)
-        # An evaluation needs less memory, so its size adapts on its own.
+        # Evaluations need less memory: with micro_batch="auto", their size adapts separately.
         self.eval_micro_batch = self.micro_batch.for_evaluation()
         self.agreement = parallel.Agreement()
         settings.check("compile", compile)
@@ -143,24 +145,24 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.spans = silent_spans()
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
-        """Train to the end, or until a callback stops it; return the logged rows.
+        """Train to the last step, or until a callback stops the run; return the logged rows.
 
         Args:
-            train_loader: Iterable of batches; one without a length needs `max_steps`.
+            train_loader: Iterable of batches. If it has no length, set `max_steps`.
             val_loader: Iterable of batches to evaluate on, or several as {name: iterable}, whose
                 results are named "name/loss" and so on.
-            resume: Checkpoint to resume from: a file, its contents, or a folder, whose newest one
-                is used. None starts at step 0 with the current weights.
+            resume: Checkpoint to resume from: a file, its contents, or a folder (its newest
+                checkpoint is used). None starts at step 0 with the current weights.
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
         batch = None
-        with fitting.isolated(self):
+        with fitting.setup_and_cleanup(self):
             try:
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
-                self.window.restart()
-                if self.evaluation_due:  # the run was interrupted during an evaluation
+                self.window.start_clock()
+                if self.evaluation_due:  # an evaluation was interrupted: repeat only this
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
@@ -168,7 +170,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                     self.model.train()
                     for batch in self.train_loader:
                         with self.spans["transfer"]:
-                            batch = copies.move(batch, self.device)
+                            batch = transfer.move(batch, self.device)
                         self.begin_step(batch)
                         loss = self.train_step(batch)
                         self.step += 1
@@ -177,14 +179,14 @@ class Trainer(Predicting, Stoppable, Reporting):
                         evaluates = self.val_loader is not None and self.is_due(eval_every)
                         epoch_ends = self.step % self.steps_per_epoch == 0
                         if evaluates or epoch_ends or self.is_due(self.log_every):
-                            self.check_and_log()
+                            self.check_and_log()  # logs the loss; checks weights and fp16 scale
                         self.end_step(evaluates)
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
-                    else:  # the loader is exhausted; its length may have been wrong
+                    else:  # the loader ended: raise if its length was wrong
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
-            except EvaluationInterrupted:  # it is repeated when the run resumes
+            except EvaluationInterrupted:  # the evaluation is repeated when the run resumes
                 pass
             except BaseException as error:
                 self.failed = True
@@ -192,24 +194,24 @@ class Trainer(Predicting, Stoppable, Reporting):
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks
-                self.call("on_fit_end")  # where `Checkpoint` saves the step of an interruption
+                self.call("on_fit_end")  # after an interruption, `Checkpoint` saves here
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
-        terms = []  # `steps.accumulate` repeats this loop for special steps
-        micro_batches = self.cut(batch)
+        terms = []  # `steps.accumulate` is a copy of this loop: change both
+        micro_batches = self.split_with_fractions(batch)
         for i, (micro_batch, fraction) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, outputs = self.compute_loss(micro_batch)
-                if fraction is not None:
+                if fraction is not None:  # None for a whole batch
                     loss = losses.scaled(loss, fraction, outputs)
                 terms.append(loss.detach())
-                if parallel.joined > 1:  # which average their gradients
+                if parallel.process_count > 1:  # because processes average their gradients
                     loss = losses.scaled(loss, self.process_weight, outputs)
                 with self.spans["backward"]:
                     loss.backward()
@@ -218,10 +220,37 @@ class Trainer(Predicting, Stoppable, Reporting):
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
                 self.window.add_norm(norm)
             self.optimizer_step()
-            # `unoptimized` are parameters without an optimizer, whose gradients would add up.
             optimizers.zero_grad(self.optimizer, self.unoptimized)
         self.scheduler.step()
         return sum(terms[1:], terms[0])
+
+    def begin_step(self, batch: Any) -> None:
+        """Record the learning rates, measure the batch, and seed the step's random numbers."""
+        self.rates = self.scheduler.get_last_lr()
+        self.measure_batch(batch)  # sets step_samples, step_weight and process_weight
+        self.seed_generators("step")
+
+    def seed_generators(self, use: str) -> None:
+        """Seed the generators for this step and `use`, differently in each fit and process."""
+        earlier_fits = ("after", self.epochs_before) if self.epochs_before else ()
+        parts = (self.seed, use, self.step, *earlier_fits, *self.seed_suffix)
+        seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replica_indices)
+
+    def end_step(self, evaluates: bool) -> None:
+        """Evaluate if `evaluates`, call the callbacks, and stop if the run was interrupted."""
+        self.evaluation_due = evaluates  # while True, an interruption ends the evaluation
+        if evaluates:
+            with self.spans["evaluation"]:  # also covers `log`, unlike the span in `evaluate`
+                # This may take long, so processes exchange interruptions before and after it.
+                self.agreement.exchange_next()
+                results = evaluation.validate(self)
+                self.agreement.exchange_next()
+                self.evaluation_due = False  # before `log`, whose callbacks may evaluate too
+                self.log(results)
+        if self.step % self.steps_per_epoch == 0:
+            self.call("on_epoch_end")
+        self.call("on_step_end")
+        self.poll_interruption()
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""
@@ -239,11 +268,11 @@ class Trainer(Predicting, Stoppable, Reporting):
     def evaluate(self, loader: Any, split: str = "val") -> dict[str, Any]:
         """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader."""
         with self.spans["evaluation"]:
-            return evaluation.evaluate(self, loader, split)
+            return evaluation.run(self, loader, split)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in evaluation mode, with averaged weights if there is an EMA."""
-        return evaluation.evaluating(self)
+        """Return a context with the model in evaluation mode, and with EMA's averaged weights."""
+        return evaluation.eval_mode(self)
 
     def close(self) -> None:
         """Drop the model, the optimizer and the data, and free their memory."""
@@ -266,34 +295,6 @@ class Trainer(Predicting, Stoppable, Reporting):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin_step(self, batch: Any) -> None:
-        """Record the learning rates, and seed the step so that it depends only on (seed, step)."""
-        self.rates = self.scheduler.get_last_lr()
-        self.weigh(batch)
-        self.seed_generators("step")
-
-    def seed_generators(self, use: str) -> None:
-        """Seed the generators for this use at this step; each fit and process has its own seed."""
-        fit = ("after", self.epochs_before) if self.epochs_before else ()
-        parts = (self.seed, use, self.step, *fit, *self.seed_suffix)
-        seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replica_indices)
-
-    def end_step(self, evaluates: bool) -> None:
-        """Run an evaluation if `evaluates`, call the callbacks, and look for an interruption."""
-        self.evaluation_due = evaluates
-        if evaluates:
-            with self.spans["evaluation"]:  # includes the row, unlike that of `evaluate`
-                # It may take long, so the processes exchange interruptions at its start and end.
-                self.agreement.exchange_next()
-                results = evaluation.of_fit(self)
-                self.agreement.exchange_next()
-                self.evaluation_due = False
-                self.log(results)
-        if self.step % self.steps_per_epoch == 0:
-            self.call("on_epoch_end")
-        self.call("on_step_end")
-        self.poll_interruption()
-
     def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-        """Return the parameter groups for the optimizer, following the rules of `groups`."""
+        """Return the optimizer's parameter groups by the rules of `groups`; you can override it."""
         return parameter_groups(self.module, rules)

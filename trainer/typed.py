@@ -1,4 +1,4 @@
-"""Convert plain values from an untrusted JSON or YAML file to annotated dataclasses."""
+"""Convert the contents of an untrusted JSON or YAML file to annotated dataclasses."""
 
 import contextlib
 import dataclasses
@@ -8,14 +8,14 @@ from typing import Any, TypeGuard
 
 
 def typed(value: Any, hint: Any, name: str = "file") -> Any:
-    """Convert a plain value to the annotated type; `name` is its key.
+    """Convert a plain value to the type `hint`. `name` is the key of the value.
 
     A hint is a dataclass, `list[X]`, `tuple[X, ...]`, `dict[str, X]`, `Literal`, a union of these,
-    or one of str, bool, int, float and Any. Numbers must be finite. In a dataclass, missing entries
-    get their defaults, or None where that is allowed; unknown entries are ignored.
+    str, bool, int, float or Any. Numbers must be finite. In a dataclass, missing entries get their
+    defaults, or None where the type allows it; unknown entries are ignored.
 
     Raises:
-        TypeError: The value has another type; the message names its key, such as "best.step".
+        TypeError: The value has a different type. The message names its key, such as "best.step".
     """
     kind = typing.get_origin(hint)
     parts = typing.get_args(hint)
@@ -52,5 +52,5 @@ def record(entries: dict[str, Any], hint: Any, name: str) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether an entry is a finite number of reasonable size."""
+    """Return whether a value is a finite number of reasonable size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100

@@ -1,4 +1,4 @@
-"""The window of steps since the last logged row: mean loss, gradients, and time."""
+"""The window of steps since the last logged row: mean loss, gradient norm and time."""
 
 import time
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ class Window:
     """Collects the numbers of steps until the next logged row.
 
     Attributes:
-        loss: Mean loss over the window, with each step weighted by its batch.
-        grad_norm: Mean gradient norm over the steps of the window, if gradients are clipped. A
-            skipped step counts as 0.
-        skipped: Fraction of the steps that the fp16 scaler skipped; empty without a scaler.
-        start: When the window started, in seconds; evaluation time is added to it.
+        loss: Mean loss over the window. Each step is weighted by the weight of its batch.
+        grad_norm: Mean gradient norm over the window, if gradients are clipped. A skipped step
+            counts as 0.
+        skipped: Fraction of steps that the fp16 scaler skipped; empty without a scaler.
+        start: Time at which the window started, in seconds. Evaluation time is added to it.
     """
 
     def __init__(self) -> None:
@@ -27,33 +27,33 @@ class Window:
         self.start: float = 0.0
 
     def clear(self) -> None:
-        """Forget the steps."""
+        """Forget all steps."""
         for mean in (self.loss, self.grad_norm, self.skipped):
             mean.reset()
 
-    def restart(self) -> None:
+    def start_clock(self) -> None:
         """Start the clock."""
         self.start = time.perf_counter()
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Add the gradient norm of a step, which is the same on all processes."""
+        """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks."""
         norm = parallel.whole(norm)
         if launch.is_first():
             self.grad_norm.update(norm)
 
     def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Record whether the fp16 scaler skipped a step; it does so on all processes or none."""
+        """Record on rank 0 whether the fp16 scaler skipped a step; all ranks skip it or none."""
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
-        """Return the numbers of the window over all processes, and clear it.
+        """Return the numbers of the window over all processes, and clear the window.
 
-        `rates` are the learning rates of the parameter groups, with their `labels`. If they differ,
-        each further label has its own entry.
+        `rates` and `labels` are the learning rates and the names of the parameter groups. If the
+        rates differ, the row has an entry for every further label.
 
         Reading the loss waits for the device, so the measured time is correct. If all targets were
-        ignored, there is no loss.
+        ignored, the row has no loss.
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
@@ -63,7 +63,7 @@ class Window:
         row["train/lr"] = float(rates[0])
         row["train/samples"] = loss.samples
         if weight != loss.samples:
-            row["train/weight"] = weight  # the loss's weight, for means over rows
+            row["train/weight"] = weight  # the weight of the loss in means over several rows
         row["train/seconds"] = time.perf_counter() - self.start
         if any(rate != rates[0] for rate in rates):
             for label, rate in zip(labels[1:], rates[1:], strict=True):

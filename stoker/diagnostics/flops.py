@@ -37,7 +37,7 @@ def efficiency(
     achieved = flops * samples_per_second if flops and samples_per_second else None
     best = None
     with contextlib.suppress(RuntimeError):  # not enough memory for the matrices
-        best = peak(trainer.device, trainer.dtype) * parallel.ranks()
+        best = peak(trainer.device, trainer.dtype) * parallel.process_count
     if achieved and best and achieved > best:  # the device was busy when its peak was measured
         best = None
     return {

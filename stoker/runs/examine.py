@@ -90,7 +90,7 @@ class Examination:
 
     def indices(self, count: int, device: torch.device) -> Tensor:
         """Return the indices in the split of the next samples of this process."""
-        of_batch = range(launch.rank(), self.batch_size, parallel.ranks())
+        of_batch = range(launch.rank(), self.batch_size, parallel.process_count)
         places = torch.arange(self.samples, self.samples + count, device=device)
         batches = places // len(of_batch)
         within = places % len(of_batch) * of_batch.step + of_batch.start
@@ -99,7 +99,7 @@ class Examination:
     def compute(self) -> float:
         """Make the record, and return nan; all processes must call this."""
         usual_ranks = parallel.add_up(int(self.is_usual))
-        if usual_ranks == parallel.ranks():
+        if usual_ranks == parallel.process_count:
             samples = parallel.add_up(self.samples)
             kind: Any = self.data.kind
             self.evaluation = Evaluation(self.split, kind, samples)

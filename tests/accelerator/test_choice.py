@@ -8,8 +8,8 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
 from stoker.diagnostics.activations import Saved
 from stoker.diagnostics.audit import DeviceAudit
-from stoker.trainer import copies, memory, parallel
 from stoker.trainer import device as devices
+from stoker.trainer import memory, parallel, transfer
 from stoker.trainer.errors import TrainingError, UserError
 
 pytestmark = pytest.mark.accelerator
@@ -96,7 +96,7 @@ def test_the_activations_are_those_on_the_cpu(accelerator):
         trainer = make_trainer(make_model(), device=device)
         saved = Saved(trainer.module)
         with saved.counted():
-            loss = trainer.compute_loss(copies.move(batches()[0], trainer.device))
+            loss = trainer.compute_loss(transfer.move(batches()[0], trainer.device))
         reports.append({**trainer.memory_report(), "activations": saved.most / 2**20})
         del loss
     for part in ("activations", "parameters", "gradients", "optimizer", "buffers"):

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerator.test_training import make_images
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
-from stoker.trainer import copies
 from stoker.trainer import device as devices
+from stoker.trainer import transfer
 from stoker.trainer.callbacks import EMA, Callback
 
 pytestmark = pytest.mark.accelerator
@@ -85,7 +85,7 @@ def test_streamed_batches_are_pinned_beside_the_steps(accelerator):
 def test_a_pinned_batch_is_copied_beside_the_work_which_waits_for_it(accelerator):
     batch = torch.arange(6.0).view(2, 3).pin_memory(), torch.arange(2).pin_memory()
     before = accelerator.counts()
-    moved = copies.move(batch, torch.device(accelerator.NAME, 0))
+    moved = transfer.move(batch, torch.device(accelerator.NAME, 0))
     after = accelerator.counts()
     made = {name: after[name] - before[name] for name in after if after[name] > before[name]}
     assert made == {"copies_in": 2, "side_copies": 2, "stream_waits": 2, "recorded": 2}

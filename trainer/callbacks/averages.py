@@ -1,4 +1,4 @@
-"""Callbacks that keep averages of the weights."""
+"""Callbacks that average the weights over steps."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,18 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ShadowWeights(Callback):
-    """A callback that keeps a second set of the weights and of BatchNorm's statistics.
+    """A callback that keeps a second set of weights and BatchNorm statistics (the shadow).
 
-    Subclasses define `update`, which brings the set up to date with the trainer's step. It is
-    called at the end of each step, and before an evaluation at that step.
+    Subclasses define `update`, which brings the shadow up to date with the trainer's step. It is
+    called at the end of each step, and before the evaluation at that step.
     """
 
-    key: str  # the set's key in a checkpoint
+    key: str  # the key of the shadow in a checkpoint
 
     def __init__(self) -> None:
         self.shadow: Tensors | None = None
         self.step = 0  # the step of the last update
-        # Outside of a fit: the module whose weights these are, and their checksum.
+        # Outside of a fit: the module that the shadow belongs to, and the checksum of its weights.
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.sum: str | None = None
 
@@ -45,7 +45,7 @@ class ShadowWeights(Callback):
         if self.shadow is None or not trainer.step:
             self.shadow = current
             self.step = trainer.step
-        # Copied to the devices and layouts of the model: a checkpoint's tensors are on the CPU.
+        # A checkpoint's tensors are on the CPU: copy them to the devices and layouts of the model.
         shadow = {name: torch.empty_like(tensor) for name, tensor in current.items()}
         copy_into(shadow, self.shadow)
         self.shadow = shadow
@@ -54,18 +54,18 @@ class ShadowWeights(Callback):
         self.update(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        # After a failed fit, the device may no longer work. A closed Trainer has no module.
+        # After an error, the device may no longer work. A closed Trainer has no module.
         if not trainer.failed and trainer.module is not None:
             self.module = weakref.ref(trainer.module)
             self.sum = checksum(trainer.module)
 
     def on_eval_start(self, trainer: "Trainer") -> None:
         self.forget_if_changed()
-        if self.shadow is not None:  # None if evaluated before any training
+        if self.shadow is not None:  # it is None before any training
             self.update(trainer)
 
     def forget_if_changed(self) -> None:
-        """Discard the set if its fit is over and the weights have changed since."""
+        """Discard the shadow if the weights have changed since the end of its fit."""
         module = self.module() if self.module else None
         if self.shadow is None or module is None:
             return
@@ -79,15 +79,15 @@ class ShadowWeights(Callback):
         )
 
     def update(self, trainer: "Trainer") -> None:
-        """Bring the set up to date with `trainer.step`, once per step."""
+        """Bring the shadow up to date with `trainer.step`, once per step."""
         raise NotImplementedError
 
     @torch.no_grad()
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
         """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
 
-        The average of a frozen weight is the weight itself, even if it is trained again later. It
-        is copied at every step, because other code may change it.
+        The shadow of a frozen weight is the weight itself, even if it is trained again later. It is
+        copied at every step, because other code may change the weight.
         """
         assert self.shadow is not None
         trained = floating_state(trainer.module)
@@ -119,12 +119,11 @@ class ShadowWeights(Callback):
 
 
 class Lookahead(ShadowWeights):
-    """Every `every` steps, move slow weights toward the trained ones and continue from them.
+    """Every `every` steps, move slow weights toward the trained ones and continue from there.
 
-    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; this also happens at the
-    last step. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
-    2404.00498, section 3.4). With power 0 it is constant (Zhang 2019, arXiv 1907.08610, algorithm
-    1, where 1 - d is called alpha).
+    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics, also at the last step.
+    d = `decay` * (step / total_steps) ** `power` (Jordan 2024, arXiv 2404.00498, section 3.4). With
+    power 0, d is constant (Zhang 2019, arXiv 1907.08610, algorithm 1, where 1 - d is called alpha).
     """
 
     key = "slow"
@@ -136,11 +135,11 @@ class Lookahead(ShadowWeights):
         self.power: float = check_number("callbacks.lookahead.power", power, least=0)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Raise UserError if an EMA comes first: its averages would be taken for weights."""
+        """Raise UserError if an EMA comes first, because it would average outdated weights."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError(
-                "callbacks: Lookahead changes the weights that EMA averages. Put it before EMA."
+                "callbacks: Lookahead changes the weights that EMA averages. Put Lookahead first."
             )
         super().on_fit_start(trainer)
 
@@ -156,8 +155,8 @@ class Lookahead(ShadowWeights):
 class EMA(ShadowWeights):
     """Evaluate and predict with an exponential moving average of weights and BatchNorm statistics.
 
-    The decay is min(decay, (1 + step) / (10 + step)), so that the average is already useful in the
-    first epoch (as in tf.train.ExponentialMovingAverage).
+    The decay at each step is min(decay, (1 + step) / (10 + step)), so that the average is useful as
+    early as the first epoch (as in tf.train.ExponentialMovingAverage).
     """
 
     key = "average"
@@ -196,20 +195,20 @@ class EMA(ShadowWeights):
         """Raise UserError unless the model currently holds the trained weights."""
         if self.raw is not None:
             raise UserError(
-                "EMA: during an evaluation the model holds the averages, not the trained weights. "
-                "Save and load the run's state before or after it."
+                "EMA: during an evaluation, the model holds the averages, not the trained weights. "
+                "Save or load the state before or after the evaluation."
             )
 
 
 def checksum(module: torch.nn.Module) -> str:
-    """Return a checksum of the weights and floating-point statistics of this process."""
+    """Return a checksum of the weights and the floating-point statistics in this process."""
     state = {**floating_state(module), **dict(module.named_parameters())}
     tensors = [tensor.detach().cpu().contiguous() for tensor in parallel.local(state.values())]
     return checkpoint.digest(dict(zip(state, tensors, strict=True)), "")
 
 
 def floating_state(module: torch.nn.Module) -> Tensors:
-    """Return the live floating-point weights and statistics by name."""
+    """Return {name: tensor} of the module's floating-point weights and statistics, not copied."""
     state: Tensors = {}
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -219,9 +218,9 @@ def floating_state(module: torch.nn.Module) -> Tensors:
 
 @torch.no_grad()
 def copy_into(tensors: Tensors, values: Tensors) -> None:
-    """Copy the values into the tensors of the same names.
+    """Copy the values into the tensors with the same names, in place.
 
-    They are copied in place, because sharded modules ignore tensors swapped through `.data`.
+    Assigning to `.data` instead has no effect on sharded modules.
     """
     for name, tensor in tensors.items():
         tensor.copy_(parallel.like(values[name], tensor))

@@ -20,25 +20,25 @@ class Freeze(Callback):
     """Freeze the parameters whose names match one of the patterns, until `thaw_at`.
 
     `thaw_at` is a number of steps, "2 epochs" or "never". A frozen BatchNorm uses its running
-    statistics without updating them, as in evaluation.
+    statistics and does not update them, as in evaluation.
     """
 
-    thaw_step: float  # the step after which the parameters are thawed
+    thaw_step: float  # thaw the parameters after this step
 
     def __init__(self, match: str | Sequence[str], thaw_at: int | str = "never") -> None:
         self.patterns = [match] if isinstance(match, str) else match
         is_list = isinstance(self.patterns, (list, tuple)) and len(self.patterns) > 0
         if not is_list or not all(isinstance(pattern, str) for pattern in self.patterns):
             raise UserError(
-                f"freeze={as_typed(match)}: give a list of name patterns, "
-                "as in 'freeze=[\"backbone.*\"]'."
+                f"freeze={as_typed(match)}: expected a list of name patterns, "
+                "such as 'freeze=[\"backbone.*\"]'."
             )
         self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
         self.frozen: set[torch.Tensor] = set()
-        self.norms: dict[torch.nn.Module, Any] = {}  # norm -> hook that keeps its statistics
+        self.norms: dict[torch.nn.Module, Any] = {}  # frozen norm -> hook that keeps its statistics
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Freeze, or thaw in a run that resumes after `thaw_at`.
+        """Freeze the parameters, or thaw them if the run resumes after `thaw_at`.
 
         Raises:
             UserError: A pattern matches no parameter, or nothing is left to train.
@@ -47,8 +47,8 @@ class Freeze(Callback):
         self.frozen = set().union(*[matching(names, one, "freeze") for one in self.patterns])
         if not any(p.requires_grad for p in names.keys() - self.frozen):
             raise UserError(
-                f"freeze={as_typed(list(self.patterns))}: this matches all parameters, so nothing "
-                "is left to train."
+                f"freeze={as_typed(list(self.patterns))}: the patterns match all parameters, so "
+                "nothing is left to train."
             )
         self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
         is_thawed = trainer.step >= self.thaw_step

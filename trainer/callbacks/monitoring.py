@@ -1,6 +1,6 @@
-"""Callbacks that watch a logged number or the time, and can stop training.
+"""Callbacks that monitor a logged number or the time, and can stop training.
 
-`Monitor.improved` decides what counts as the best, for `Checkpoint` and `EarlyStopping`.
+`Monitor.improved` decides which value is the best, for both `Checkpoint` and `EarlyStopping`.
 """
 
 import math
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 class Monitor(Callback):
     """A callback that monitors one logged number.
 
-    `monitor="auto"` picks the first validation metric that says whether higher or lower is better,
-    or else the validation loss, or else the training loss. For the training loss,
-    this is the mean over an epoch.
-
-    With `mode` "max" or "min", it can also be a number that you pass to `trainer.log`.
+    `monitor="auto"` picks the first validation metric that declares whether higher is better, or
+    else the validation loss, or else the training loss. The training loss is averaged over an
+    epoch. To monitor a number that you pass to `trainer.log`, set `mode` to "max" or "min".
     """
 
     state_forms: ClassVar[dict[str, Any]] = {
@@ -50,10 +48,10 @@ class Monitor(Callback):
         """Choose the number to monitor.
 
         Raises:
-            UserError: The number is never logged, or has no direction.
+            UserError: The number is never logged, or it is unknown whether higher is better.
         """
         if not trainer.step:
-            self.forget()  # the results of an earlier fit
+            self.forget()  # values from an earlier fit
         higher_is_better: dict[str, bool | None] = {}
         splits = by_name(trainer.val_loader)
         for split in splits:
@@ -74,26 +72,25 @@ class Monitor(Callback):
                 f"monitor={as_typed(self.name)}: no such number is logged, or it is unknown "
                 f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
                 f"Choose one of: {', '.join(higher_is_better)}.\n"
-                "For a number that you log, such as my/number, also type monitor_mode=max or min."
+                "For a number that you log yourself, also type monitor_mode=max or min."
             )
         self.sign = 1 if higher else -1
         self.warned = False
         self.is_missing = self.best is None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Warn if the number was not logged in a whole fit."""
+        """Warn if the number was not logged once in a complete fit."""
         if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
             launch.warn(
-                f"{type(self).__name__}: monitor={self.name} was not logged, "
-                "so nothing counts as the best."
+                f"{type(self).__name__}: monitor={self.name} was never logged, "
+                "so there is no best value."
             )
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
-        """Return whether the row's number improves on the best by more than `min_delta`; if so,
-        record it as the best.
+        """Return whether the row's value is better than the best by more than `min_delta`.
 
-        A non-finite number is never an improvement, and causes one warning per fit. Return None if
-        the row does not have the number, or if it is a training loss in the middle of an epoch.
+        If so, record it as the best. A non-finite value is never better, and causes one warning per
+        fit. Return None if the row has no value, or only a training loss in the middle of an epoch.
         """
         value = row.get(self.name)
         if self.name == "train/loss" and "train/samples" in row:
@@ -102,12 +99,12 @@ class Monitor(Callback):
             return None
         self.is_missing = False
         if isinstance(value, list):
-            raise UserError(f"monitor={self.name}: this is a list. Monitor a single number.")
+            raise UserError(f"monitor={self.name}: this is a list. Choose a single number.")
         if not math.isfinite(value):
             if not self.warned:
                 launch.warn(
                     f"{type(self).__name__}: {self.name} is {value} at step {trainer.step:,}, "
-                    "which never counts as the best."
+                    "which is never the best value."
                 )
             self.warned = True
             return False
@@ -117,10 +114,10 @@ class Monitor(Callback):
         return True
 
     def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
-        """Return the mean training loss of the epoch if this row ends it, else None.
+        """Return the mean training loss of the epoch if this row ends the epoch, else None.
 
-        Training for less than one epoch counts as one epoch. A row whose targets are all ignored
-        has no loss.
+        A fit of less than one epoch counts as an epoch. A row has no loss if all of its targets are
+        ignored.
         """
         if "train/loss" in row:
             self.epoch["loss"] += weight_of(row) * row["train/loss"]
@@ -154,7 +151,7 @@ class EarlyStopping(Monitor):
         super().on_fit_start(trainer)
         if not trainer.step:
             self.waited = 0
-        self.stop_when_due(trainer)  # a run that stopped early stays stopped
+        self.stop_when_due(trainer)  # if the run had already stopped early
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         better = self.improved(trainer, row, self.min_delta)
@@ -170,9 +167,9 @@ class EarlyStopping(Monitor):
 
 
 class TimeLimit(Callback):
-    """Stop after `minutes`. The schedule keeps its full length: resume the run to complete it."""
+    """Stop after `minutes`. The schedule keeps its full length; resume the run to complete it."""
 
-    end: float  # on the clock of `trainer.agreement`
+    end: float  # by the clock of `trainer.agreement`
 
     def __init__(self, minutes: float) -> None:
         self.minutes = settings.check("max_minutes", minutes)

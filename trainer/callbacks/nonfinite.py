@@ -1,6 +1,6 @@
 """Stop training when a number is not finite, and replay steps to find the first bad one.
 
-A step depends only on the state before it and the seed, so a replay needs no recording.
+A step depends only on the seed and the state before it, so steps can be replayed without recording.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, copies, launch, parallel
+from stoker.trainer import checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
 from stoker.trainer.callbacks.saving import Checkpoint
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 class NaNGuard(Callback):
     """Raise NotFinite at the first logged loss or gradient norm that is not finite.
 
-    `fit` then replays the steps since a good checkpoint, to find the first bad step and
-    whether its batch, loss or gradients were not finite. It saves that batch in `folder`, with a
-    checkpoint of the state before the step. Until a Checkpoint has saved a state of the fit, a copy
-    of its first state is kept in CPU memory, unless the weights are sharded.
+    `fit` then replays the steps since a good checkpoint, to find the first bad step, and to find
+    out whether its batch, its loss or its gradients were not finite. It saves this batch in
+    `folder`, with a checkpoint of the state before the step. Until a Checkpoint callback has saved
+    a state of the fit, a copy of the first state is kept in CPU memory, unless the weights are
+    sharded.
     """
 
     finite_until: int  # the step of the last row with finite training numbers
     first_step: int  # the step at which the fit started
-    first_state: State | None = None  # the Trainer's state at that step, on the CPU
+    first_state: State | None = None  # the Trainer's state at the first step, on the CPU
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -59,8 +60,8 @@ class NaNGuard(Callback):
             is_trained = checkpoint.first_nonfinite(trainer.module) is None
             if split in by_name(trainer.val_loader) and is_trained:
                 raise NotFinite(
-                    f"{symptom}, and all weights are finite.\n"
-                    f"Check the data and the targets of {split}."
+                    f"{symptom}, but all weights are finite.\n"
+                    f"Check the inputs and the targets of {split}."
                 )
             raise NotFinite(f"{symptom} {rate(trainer)}.\n{advice(trainer)}", symptom)
         if "train/loss" in row:
@@ -69,7 +70,7 @@ class NaNGuard(Callback):
                 self.first_state = None
 
 
-SILENT = (Monitor, NaNGuard, TimeLimit)  # these only stop training or write files
+SILENT = (Monitor, NaNGuard, TimeLimit)  # callbacks that only stop training or write files
 
 
 def savers(trainer: "Trainer") -> list[Checkpoint]:
@@ -77,10 +78,11 @@ def savers(trainer: "Trainer") -> list[Checkpoint]:
 
 
 def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
-    """Return the error with the step and the cause if a replay finds them, or else the given error.
+    """Replay the steps to find the first bad one; return an error that explains it.
 
-    The Trainer is left in the state before that step. This state is saved to the NaNGuard's folder
-    as a checkpoint, with the batch.
+    Return the given error if the replay does not find the cause. Otherwise, the Trainer is left in
+    the state before the bad step, and NaNGuard's folder gets a checkpoint of this state and the
+    batch.
     """
     guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
     if guard is None or not error.symptom:
@@ -98,18 +100,18 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     except Exception as failure:
         log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
-    again = f"Its batch is in {guard.folder}; fit(..., resume={str(path)!r}) replays it."
+    again = f"Its batch is in {guard.folder}. To replay it, call fit(..., resume={str(path)!r})."
     return NotFinite(f"{text}\n{again}", replay=path)
 
 
 def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     """Replay the steps since a good state; return (text, batch, state) of the first bad step.
 
-    The state is the one before that step. Return None if there is no good state, or if all numbers
-    are finite in the replay. The callbacks see a new fit: their `on_fit_end` is called first.
+    The state is the one before the step. Return None if there is no good state, or if all numbers
+    are finite in the replay. Callbacks see a new fit: `on_fit_end` is called before `on_fit_start`.
     """
     last = trainer.step
-    # Callbacks of the first rank only print or write files.
+    # Skip callbacks of the first rank, which only print or write files.
     active = [c for c in trainer.callbacks if not (c.first_rank_only or isinstance(c, SILENT))]
     name = f"replay/{trainer.epochs_before}/{trainer.step}"
     saved = checkpoint.together(name, lambda: good_checkpoint(trainer, guard.first_step))
@@ -120,15 +122,14 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
         callback.on_fit_end(trainer)
     trainer.resume_from(good)
     launch.warn(
-        f"Replaying training from step {trainer.step + 1} to find the first number that is "
-        "not finite."
+        f"Replaying training from step {trainer.step + 1} to find the first non-finite value."
     )
     for callback in active:
         callback.on_fit_start(trainer)
     trainer.model.train()
     harmless: set[str] = set()
     for batch in replayed(trainer, last):
-        # The loss of the last good row was finite, but its gradient may not have been.
+        # In the last step of the last good row, the loss was finite, but perhaps not the gradient.
         is_suspect = trainer.step + 1 >= guard.finite_until
         if is_suspect:
             trainer.window.clear()
@@ -148,9 +149,9 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
 
 
 def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
-    """Return the newest checkpoint after `first_step` that has only finite numbers.
+    """Return (path, state) of the newest checkpoint after `first_step` with only finite numbers.
 
-    A checkpoint's weights are always finite, but the loss since its last row may not be.
+    The weights in a checkpoint are always finite, but the loss since its last row may not be.
     """
     for saver in savers(trainer):
         saver.wait()
@@ -163,12 +164,12 @@ def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] |
 
 
 def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
-    """Yield the batches of the steps up to `last`; the caller takes a step with each."""
+    """Yield the batches of the steps up to `last`. The caller takes a step with each batch."""
     while trainer.step < last:
         epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
         trainer.train_loader.seek(trainer.epochs_before + epoch, position)
         for batch in trainer.train_loader:
-            yield copies.move(batch, trainer.device)
+            yield transfer.move(batch, trainer.device)
             if trainer.step == last:
                 return
 
@@ -180,17 +181,17 @@ def examine(
     loss: torch.Tensor,
     harmless: set[str],
 ) -> str | None:
-    """Return what was not finite first in a step, and what to do; None if all was finite.
+    """Return a text about the first non-finite value in a step and what to do, or None.
 
-    Batch entries that were not finite in a good step, such as masks, are `harmless`.
+    `harmless` are entries of batches that are non-finite even in good steps, such as masks.
     """
     strange = strange_entries(batch)
     blamed = [text for name, text in strange.items() if name not in harmless]
     problems = [(0, text) for text in blamed]  # (position in the step, text)
     if not loss.isfinite():
-        problems.append((1, f"the loss is {float(loss)} with a finite batch"))
+        problems.append((1, f"the loss is {float(loss)}, although the batch is finite"))
     for name, norm in norms.items():
-        if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such a step
+        if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such steps
             problems.append((2, f"the gradient of {name} has the norm {norm}"))
     broken = checkpoint.first_nonfinite(trainer.module)
     if broken:
@@ -202,7 +203,7 @@ def examine(
     rank, report = min(reports, key=lambda item: item[1][0][0])
     position, text = report[0]
     place = f"in step {trainer.step:,}"
-    if parallel.ranks() > 1:
+    if parallel.process_count > 1:
         place += f" on rank {rank}"
     if position == 0:
         return f"{place}, {text}.\nCheck these samples, or remove them."
@@ -220,10 +221,9 @@ def rate(trainer: "Trainer") -> str:
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Take a step as `fit` does; return the norms of the gradients in order of computation, and the
-    loss.
+    """Take a step as `fit` does, but do not log or evaluate; return (gradient norms, loss).
 
-    The step logs no row and runs no evaluation.
+    The norms are in the order in which the backward pass computes the gradients.
     """
     norms: dict[str, torch.Tensor] = {}
 
@@ -249,19 +249,19 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
 
 
 def strange_entries(batch: Any) -> dict[str, str]:
-    """Return {name: description} of the tensors of a batch with non-finite values."""
+    """Return {name: description} of the tensors in a batch with non-finite values."""
     texts = {}
     for name, tensor in batches.entries(batch):
         rows = ~torch.atleast_1d(tensor).isfinite()
         rows = rows.reshape(len(rows), -1).any(1)
         if rows.any():
-            count = f"{rows.sum()} of {len(rows)} rows, the first being {rows.int().argmax()}"
-            texts[name] = f"{name} has values that are not finite, in {count}"
+            count = f"{rows.sum()} of {len(rows)} rows (the first is row {rows.int().argmax()})"
+            texts[name] = f"{name} has non-finite values in {count}"
     return texts
 
 
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:
-    """Write the state before a step, and its batch as {name: tensor}; return the state's path."""
+    """Write the state before a step and the batch of the step; return the path of the state."""
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
     tensors = checkpoint.own_storage(dict(batches.entries(batch)))
     checkpoint.write_tensors(

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from stoker.trainer.callbacks.table import Table
     from stoker.trainer.trainer import Trainer
 
-SILENCE = 30  # seconds between lines within an epoch
+SILENCE = 30  # maximum seconds without a line
 
 
 class Progress(Callback):
     """Print a line per epoch with loss, metrics, speed and the numbers passed to `trainer.log`.
 
-    On a terminal these are the rows of a table, above a line that is updated at each step.
-    Elsewhere, a line is also printed at intervals during a long epoch.
+    On a terminal, the lines are rows of a table, above a line that is updated during the epoch.
+    Elsewhere, lines are also printed at intervals during a long epoch.
     """
 
     first_rank_only = True
-    table: "Table | None" = None  # on a terminal
-    monitor: Monitor | None = None  # marks the best row
-    last_line: float  # when it was printed
+    table: "Table | None" = None  # only on a terminal
+    monitor: Monitor | None = None  # the callback that knows the best row
+    last_line: float  # time at which the last line was printed
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
@@ -43,16 +43,16 @@ class Progress(Callback):
             if isinstance(callback, Monitor):
                 self.monitor = callback
         self.last_line = time.monotonic()
-        self.cells = {"loss": ""}  # the latest text of each number
-        self.rates: dict[str, str] = {}  # of the last training row, for the line below the table
-        self.is_evaluated = False  # since the last line
+        self.cells = {"loss": ""}  # column -> latest displayed value
+        self.rates: dict[str, str] = {}  # learning rate and speed, for the line below the table
+        self.is_evaluated = False  # whether there was an evaluation since the last line
         self.start_epoch()
 
     def start_epoch(self) -> None:
         self.samples = 0
         self.seconds = 0.0
-        self.fresh: set[str] = set()  # the cells of the next line
-        # Of the training numbers, each times its weight.
+        self.fresh: set[str] = set()  # columns with a new value since the last line
+        # column -> weighted sum of its values in this epoch, and sum of the weights
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.weights: defaultdict[str, float] = defaultdict(float)
 
@@ -74,7 +74,7 @@ class Progress(Callback):
             self.rates = {"lr": f"{row['train/lr']:.1e}", "samples/s": speed}
 
     def show(self, name: str, value: float, weight: float) -> None:
-        """Show a number from now on; with a weight, its mean over the epoch so far."""
+        """Show a number from now on. With a weight, show the mean over the epoch so far."""
         if weight:
             self.sums[name] += weight * value
             self.weights[name] += weight
@@ -86,9 +86,10 @@ class Progress(Callback):
         ends_epoch = trainer.step % trainer.steps_per_epoch == 0
         is_silent = self.table is None and time.monotonic() > self.last_line + SILENCE
         is_due = ends_epoch or self.is_evaluated or is_silent
-        if is_due:  # with what `on_epoch_end` logged
+        if is_due:  # also shows what callbacks logged in `on_epoch_end`
             self.line(trainer)
-        is_one_epoch = trainer.steps_per_epoch == trainer.max_steps  # each line has its own means
+        # If the run is a single epoch, start new means after each line.
+        is_one_epoch = trainer.steps_per_epoch == trainer.max_steps
         if ends_epoch or (is_due and is_one_epoch):
             self.start_epoch()
         if self.table is not None and (is_due or self.table.is_due()):
@@ -100,7 +101,7 @@ class Progress(Callback):
         return self.monitor.best if self.monitor else None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if not trainer.failed and self.fresh - {"loss"}:  # logged after the last line
+        if not trainer.failed and self.fresh - {"loss"}:  # values logged after the last line
             self.line(trainer)
         if self.table is not None:
             self.table.close()
@@ -111,7 +112,7 @@ class Progress(Callback):
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     def line(self, trainer: "Trainer") -> None:
-        """Print a line with the numbers so far, as a row of the table if it fits."""
+        """Print a line with the new values, as a row of the table if it fits."""
         cells = place(trainer)
         for name, text in self.cells.items():
             cells[name] = text if name in self.fresh else ""
@@ -133,7 +134,7 @@ class Progress(Callback):
         self.write("  ".join(parts))
 
     def write(self, text: str) -> None:
-        """Print a line, above the one that is redrawn."""
+        """Print a line, above the line of the current step if there is a table."""
         if self.table is None:
             print(text, flush=True)
         else:
@@ -141,7 +142,7 @@ class Progress(Callback):
 
 
 def place(trainer: "Trainer") -> dict[str, str]:
-    """Return {"epoch": "2.50/10", "step": "50/200"}, without the epoch if there is only one."""
+    """Return {"epoch": "2.50/10", "step": "50/200"}, or only the step if there is one epoch."""
     steps = f"{trainer.total_steps:,}"
     cells = {"step": f"{trainer.step:{len(steps)},}/{steps}"}
     if trainer.steps_per_epoch == trainer.max_steps:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class Checkpoint(Monitor):
     """Save the whole state to `folder`/step_<number>.ckpt; keep the last `keep` and the best.
 
-    It saves every `every` steps, every `epochs` epochs and every `minutes` (None means never), when
-    the monitored number is the best so far, and at the end. Put it last in the list, so that it
-    saves the state of the other callbacks after this step. Training only waits while the state is
-    copied; a thread writes the copy. The plain values in `about`, such as the config, are saved
-    with it.
+    The state is saved every `every` steps, every `epochs` epochs and every `minutes` minutes (None
+    means never), when the monitored number is the best so far, and at the end. Put this callback
+    last in the list, so that it saves the state of the other callbacks after the same step.
+    Training waits only while the state is copied; a thread writes the copy. The plain values in
+    `about`, such as the config, are saved too.
     """
 
     state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"metrics": dict}
-    saved: int  # the step of the last copy
+    saved: int  # the step of the last save
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Checkpoint(Monitor):
         self.keep = settings.check("checkpoint.keep", keep)
         self.due = False
         self.metrics: Row = {}  # the last value of each logged number
-        self.last_time = 0.0  # of the last copy, by `trainer.agreement`'s clock
-        self.is_checked = False  # whether the state can be saved
+        self.last_time = 0.0  # time of the last save, by the clock of `trainer.agreement`
+        self.is_checked = False  # whether `check_state` was called in this fit
         self.writer: ThreadPoolExecutor | None = None
         self.writing: Future[None] | None = None
 
@@ -62,7 +62,7 @@ class Checkpoint(Monitor):
             steps = checkpoint.files(self.folder)
             is_gone = self.best is not None and self.best["step"] not in steps
         if parallel.add_up(int(is_gone)):
-            self.best = None  # it belongs to another folder
+            self.best = None  # its checkpoint is in another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.saved = trainer.step
         self.is_checked = False
@@ -72,21 +72,21 @@ class Checkpoint(Monitor):
             self.metrics = {}
 
     def check_folder(self, trainer: "Trainer") -> None:
-        """Raise UserError unless the folder is free for this run."""
+        """Raise UserError if the folder has checkpoints of another run, or is not a folder."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
-                f"{self.folder} already has checkpoints: pass a different folder, or resume from "
-                f"them with fit(..., resume={str(self.folder)!r})."
+                f"{self.folder} already contains checkpoints. Pass a different folder, or resume "
+                f"from them with fit(..., resume={str(self.folder)!r})."
             )
         is_file = self.folder.exists() and not self.folder.is_dir()
         if is_file or self.folder.is_symlink():  # a link may point anywhere
             raise UserError(
-                f"{self.folder} is not a folder, and checkpoints need one. Remove it, or move it "
-                "away."
+                f"{self.folder} is not a folder, so no checkpoints can be saved there. Remove it, "
+                "or move it away."
             )
 
     def check_state(self, trainer: "Trainer") -> None:
-        """Raise UserError if the state cannot be saved, instead of hours later."""
+        """Raise UserError right away if the state cannot be saved, instead of hours later."""
         owners = {**trainer.stateful(), "loader": getattr(trainer.train_loader, "loader", None)}
         for name, value in trainer.state_dict().items():
             kind = type(owners[name]).__name__ if name in owners else ""
@@ -96,7 +96,7 @@ class Checkpoint(Monitor):
         if self.improved(trainer, row):
             self.due = True
         numbers = {**self.metrics, **row}
-        # Not part of a run's result.
+        # These are not results of a run.
         for name in ("train/seconds", "train/samples", "device/memory_mib"):
             numbers.pop(name, None)
         self.metrics = dict(sorted(numbers.items()))
@@ -106,7 +106,7 @@ class Checkpoint(Monitor):
             self.due = True
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if not self.is_checked:  # the loader and the optimizer have a state after their first step
+        if not self.is_checked:  # after the first step, the loader and the optimizer have a state
             self.check_state(trainer)
             self.is_checked = True
         if self.writing is not None and self.writing.done():
@@ -123,8 +123,8 @@ class Checkpoint(Monitor):
                 self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        # The run was interrupted during the step's evaluation, or after this callback was called.
-        # After an error, the state is unknown, so it is not saved.
+        # Save if the run was interrupted after this callback's `on_step_end`, or in an evaluation.
+        # After an error, the state is not reliable.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
@@ -134,9 +134,9 @@ class Checkpoint(Monitor):
         super().on_fit_end(trainer)
 
     def save(self, trainer: "Trainer") -> None:
-        """Copy the state and write it in a thread, one copy at a time.
+        """Copy the state, and write the copy in a thread. There is only one copy at a time.
 
-        All processes must call this, because each may hold a part of the state; rank 0 writes.
+        All processes must call this, because each may hold a part of the state. Rank 0 writes.
 
         Raises:
             NotFinite: A weight is not finite.
@@ -161,7 +161,7 @@ class Checkpoint(Monitor):
             self.writing = self.writer.submit(self.write, path, state, self.best)
 
     def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
-        """Write the new file, then remove old ones. Runs in the writer thread."""
+        """Write the new checkpoint, then remove old ones. This runs in the writer thread."""
         checkpoint.save(path, state)
         old = list(checkpoint.files(self.folder).items())[self.keep :]
         for step, old_path in old:
@@ -169,7 +169,7 @@ class Checkpoint(Monitor):
                 old_path.unlink()
 
     def wait(self) -> None:
-        """Wait until everything is written; raise the thread's error, if any."""
+        """Wait until everything is written; raise the error of the thread, if any."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None

@@ -15,7 +15,7 @@ Cells = Mapping[str, str]  # {name: text}
 GAP = "  "
 LEAST = 6  # minimum width of a column, in characters
 ROWS = 20  # rows between two headers
-LEFT = 9  # width of the last column, the time left
+LEFT = 9  # width of the last column, which shows the time left
 EVERY = 0.1  # seconds between redraws
 
 
@@ -27,12 +27,12 @@ class Table:
             initial=step,
             total=total_steps,
             file=sys.stdout,
-            bar_format="{desc}{remaining}\r",  # a typed ^C appears over the line
+            bar_format="{desc}{remaining}\r",  # with \r, a typed ^C overwrites the line's start
             leave=False,
         )
-        self.widths: dict[str, int] = {}  # of the columns
-        self.rows: int = 0  # since the header
-        self.drawn: float = 0.0
+        self.widths: dict[str, int] = {}  # column -> width
+        self.rows: int = 0  # number of rows since the last header
+        self.drawn: float = 0.0  # time at which the line was last drawn
         log.addFilter(self.clear)
 
     def clear(self, _: logging.LogRecord) -> bool:
@@ -65,7 +65,7 @@ class Table:
         return time.monotonic() > self.drawn + EVERY
 
     def draw(self, step: int, cells: Cells) -> None:
-        """Draw the line of the current step: as a row, or as many names and values as fit."""
+        """Draw the line of the current step: as a row, or else as many names and values as fit."""
         self.drawn = time.monotonic()
         room = terminal.width() - LEFT
         text = self.aligned(cells)

@@ -1,4 +1,4 @@
-"""Copies between the host and a device, through pinned memory."""
+"""Move batches and tensors between the host and a device, through pinned memory."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 
 CPU = torch.device("cpu")
-UNIFIED = ("cpu", "mps", "meta")  # devices that share the host's memory: pinning is not needed
+UNIFIED = ("cpu", "mps", "meta")  # devices to which copies do not need pinned memory
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device: any nesting of tensors and of objects with `.to`.
+    """Move a batch to the device: any nesting of tensors and objects with a `.to` method.
 
-    Host tensors are pinned and copied while the device works, without waiting for it.
+    Host tensors are pinned and copied asynchronously, while the device works.
     """
     if isinstance(batch, (list, tuple)):
         for tensor in batch:
@@ -33,9 +33,9 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a pinned tensor to the device while the device works on earlier steps.
+    """Copy a pinned tensor to the device while it works on earlier steps.
 
-    In the compute stream, the copy would wait for those steps.
+    The copy has its own stream. In the compute stream, it would wait for the earlier steps.
     """
     backend = torch.get_device_module(device)
     work_stream = backend.current_stream(device)
@@ -43,12 +43,12 @@ def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     with backend.stream(copy_stream):
         copied = tensor.to(device, non_blocking=True)
     work_stream.wait_stream(copy_stream)
-    copied.record_stream(work_stream)  # keeps its memory allocated until the work on it is done
+    copied.record_stream(work_stream)  # keeps the memory allocated until its last use has ended
     return copied
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a tensor that was just created on the CPU to the device, without waiting for it."""
+    """Move a tensor that was just created on the CPU to the device, without waiting."""
     if device.type in UNIFIED:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -57,7 +57,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy on the CPU, which is complete once the device is synchronized.
 
-    Asynchronous copies from a GPU go into pinned memory.
+    Copies from a GPU are asynchronous and use pinned memory.
     """
     return tensor.to(
         CPU,
