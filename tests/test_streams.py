@@ -177,7 +177,9 @@ def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
 def test_an_evaluation_of_an_endless_stream_is_refused(monkeypatch):
     monkeypatch.setattr(samples, "MOST", 1000)  # samples, or 10 batches of an unknown size
     assert list(samples.make_loader(iter(range(10)), "val", 5)) == [*range(10)]
-    with pytest.raises(UserError, match="val: this stream continues after 10 batches.*limit_val=N"):
+    with pytest.raises(
+        UserError, match="val: this stream has not ended after 10 batches.*limit_val=N"
+    ):
         list(samples.make_loader(itertools.count(), "val", 5))
 
 
