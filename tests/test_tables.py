@@ -645,8 +645,10 @@ def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
         trained=about,
     )
     assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
-        "line 7: 'd' in the column 'city' did not occur in the training data; such values are "
-        + "treated as unknown."
+        (
+            "line 7: 'd' in the column 'city' did not occur in the training data; such values "
+            "are treated as unknown."
+        )
     ]
     assert sum(
         (part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)
