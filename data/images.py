@@ -91,7 +91,7 @@ def image_folder(
     see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
     an error when one is read.
-    `trained`: the description of a run's data, for an evaluation, which needs only one class.
+    `trained`: the description of a run's data; an evaluation needs it, and accepts a single class.
     """
     import PIL
 
@@ -216,7 +216,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     for name in names:
         part = PARTS.get(name)
         if part is None:
-            left_out[f"folder beside train ({printable(name)})"] += 1
+            left_out[f"folder next to train ({printable(name)})"] += 1
         elif part in tops:
             raise UserError(
                 f"{printable(os.path.join(root, name))}: {printable(tops[part])} is already the "
@@ -483,7 +483,9 @@ class ImageSplit:
         return self.cache.missing(self.slots).nonzero().view(-1)
 
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
-        """Return the pixels of these samples, (N, channels, H, W); `map` can run in threads."""
+        """Return the pixels of these samples, (N, channels, H, W); `map` may decode them in
+        threads.
+        """
         if self.cache is None:
             images = list(map(self._decode, indices))
             return torch.stack(images)
@@ -509,7 +511,7 @@ class ImageSplit:
 
 
 def decoding_threads(size: Sequence[int] | None) -> int:
-    """Return how many threads to use to decode images of size (H, W). None: they may be large."""
+    """Return how many threads to use to decode images of size (H, W); None means any size."""
     # Decoding a small image takes less time than passing the GIL to another thread: at 32x32, one
     # thread decodes 8,600 images per second, and two threads decode 5,600.
     is_small = size is not None and math.prod(size) < 256 * 256

@@ -28,9 +28,7 @@ from stoker.trainer.seeding import mix_seed, random_stream
 # Intel Xeon at 2.6 GHz). A GPU is fastest with a few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-MOST_DECODED = (
-    64 * MIB
-)  # maximum size of images decoded before training; above it, they are streamed
+MOST_DECODED = 64 * MIB  # maximum size of images decoded before training; larger data is streamed
 AHEAD = 256 * MIB  # maximum size of all prefetched batches
 
 # (inputs, targets)
@@ -180,10 +178,7 @@ def _choose_place(
     if resident is True:
         return True, "as requested"
     if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
-        return (
-            False,
-            "because the images are not decoded yet; the next run keeps them on the device",
-        )
+        return False, "as the images are not decoded yet; the next run keeps them on the device"
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
@@ -247,7 +242,7 @@ def scaling(
 
 
 class Loader(Ordered):
-    """Base class of both loaders. To start in the middle of an epoch, no earlier sample is read.
+    """The base class of both loaders. Starting in the middle of an epoch reads no earlier samples.
 
     A batch is (inputs, targets) on the device: uint8 images are converted to float32 and
     normalized; floats keep their dtype. A batch depends only on (seed, epoch, batch index), and
@@ -383,8 +378,8 @@ def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostLoader(Loader):
-    """Leaves the split on the host, where `workers` processes read and decode samples (0: this
-    process does).
+    """Leaves the split on the host, where `workers` processes read and decode samples; with 0,
+    this process does.
 
     Everything else happens on the device. If a sample cannot be read, or a worker dies or takes
     longer than `timeout` seconds (0: no limit) for a batch, a TrainingError names the samples.

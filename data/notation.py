@@ -11,9 +11,9 @@ from pyarrow import compute
 from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
-DIGITS = 15  # digits of a whole number that a float64 can represent
-FEW = 0.05  # a column with at most this fraction of other values is meant to be numeric
-FEW_KINDS = 20  # up to this many distinct values may be categories or classes in any table
+DIGITS = 15  # a float64 can represent every whole number with this many digits
+FEW = 0.05  # a column is meant to be numeric if at most this fraction are not numbers
+FEW_KINDS = 20  # up to this many distinct values may be categories or classes, in any table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (
     r"^[\p{Sc} ]*[-+]?[\p{Sc} ]*(\d+|\d{1,3}([., '\x{2019}]\d{3})+)([.,]\d+)?"
@@ -92,7 +92,7 @@ def are_numbers(texts: Texts) -> bool:
     """Return whether nearly all of these distinct texts are numbers in some notation.
 
     If there are more than FEW_KINDS texts, letters after a number are taken for a unit, as in 12
-    kg. A few texts, such as 1st and 2nd, are names.
+    kg. With fewer texts, they are part of a name, as in 1st and 2nd.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
     matches = compute.match_substring_regex(texts, IN_SIGNS.replace("UNITS", units))

@@ -101,7 +101,7 @@ class Data:
     def targets_are_uniform(self) -> bool:
         """Whether all training samples have the same number of targets, and none is ignored.
 
-        A split without `targets` says so in an attribute with this name.
+        A split without `targets` can say so in an attribute with this name.
         """
         if self.kind != "classification":
             return True
@@ -258,8 +258,8 @@ class Data:
             counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
         if not counts.all():
             raise UserError(
-                f"loss.weight=balanced: this needs a training split with `targets` and samples of "
-                f"every class, unlike that of {self.name}.\nType a list of numbers, one per class."
+                f"loss.weight=balanced: the training split of {self.name} must have `targets` and "
+                "samples of every class.\nType a list of numbers, one per class."
             )
         weights: list[float] = (counts.sum() / (len(counts) * counts.double())).tolist()
         return weights
@@ -271,7 +271,7 @@ class Data:
 
 
 def input_type(part: Split) -> torch.dtype:
-    """Return the dtype of a split's inputs; if the split does not name it, read a sample."""
+    """Return the dtype of a split's inputs; if the split has no dtype, read a sample."""
     dtype = getattr(getattr(part, "inputs", part), "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -356,7 +356,7 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
             raise UserError(
                 f"{where}: inputs have shape {shape}, but should have shape {in_shape}."
             )
-        # A NaN anywhere makes both extremes NaN. They take one pass and no extra memory.
+        # A NaN anywhere makes both extremes NaN. Finding them needs one pass and no memory.
         if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()

@@ -193,7 +193,7 @@ class Table:
         names: The column names.
         notation: How its numbers are written.
         shown: The path, as shown in messages.
-        warned: The columns for which unknown categories cause no warning, or no second one.
+        warned: The columns whose unknown categories cause no warning, or no further one.
     """
 
     def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
@@ -448,7 +448,7 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
 
 
 def numbered(values: Any) -> Tensor:
-    """Replace each distinct value with its own number, and missing values with -1."""
+    """Number the distinct values, and return the number of each value (-1 if it is missing)."""
     return tensor_of(values.dictionary_encode().indices.fill_null(-1))
 
 
@@ -473,7 +473,7 @@ def _encoded(
 ) -> Tensor:
     """Encode these rows as numbers, (N, width); UserError if they do not fit in memory.
 
-    Removes the columns from `values`, so that memory does not hold a large table twice.
+    Removes the columns from `values`, so that a large table is not held in memory twice.
     """
     width = sum(len(names_of(column)) for column in columns)
     if width * len(rows) > MOST_NUMBERS:  # a small file could need any amount of memory

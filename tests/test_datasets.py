@@ -288,7 +288,7 @@ def tensors():
             torch.zeros(6, 3),
             torch.tensor([0, 1] * 3),
             "classification",
-            r"have the shape \(3,\), but should have \(4,\)",
+            r"have shape \(3,\), but should have shape \(4,\)",
         ),
         (
             torch.zeros(6, 4),

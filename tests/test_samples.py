@@ -238,8 +238,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"val": Boxes()}, "returns a dict without train"),
-        ({"train": None}, "returns a dict without train"),
+        ({"val": Boxes()}, "returns a dict without a train split"),
+        ({"train": None}, "returns a dict without a train split"),
         ({"train": "a.csv"}, "returns a str as 'train'"),
         ({"train": Boxes(), "a/b": Boxes()}, "returns a Boxes as 'a/b'"),
         ({"train": Boxes(0)}, "is empty"),

@@ -135,7 +135,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         ({"path": str(tmp_path)}, "not a regular file"),
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
         ({"path": 2024}, "dataset.path=2024: No such file"),
-        ({"path": str(binary), "tokens": "uint16"}, "does not contain uint16"),
+        ({"path": str(binary), "tokens": "uint16"}, "not a valid uint16 file"),
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
         (
             {"path": str(other), "length": 16, "trained": about},
