@@ -15,10 +15,9 @@ from stoker.trainer.copies import to_device
 from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
 
-# The default values of the geometric augmentations, which are always applied in this order. `flip`
-# has no number.
+# Geometric augmentations with their default values; they are always applied in this order.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
-SLIDING = ("crop", "shift")  # the order of drawing: both for rows, then both for columns
+SLIDING = ("crop", "shift")  # drawn in this order, first for rows and then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
 DEFAULTS: dict[str, Any] = {**GEOMETRIC, **MIXING}
 
@@ -215,12 +214,12 @@ class Augment:
 
 
 def _between(place: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
-    """Return which positions lie in [start, stop)."""
+    """Return a mask of the positions in [start, stop)."""
     return (place >= start) & (place < stop)
 
 
 def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """Combine (..., H) and (..., W) into (..., H, W), which is true where both are true."""
+    """Combine masks (..., H) and (..., W) into (..., H, W), which is true where both are true."""
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
 

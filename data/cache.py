@@ -100,7 +100,7 @@ class PixelCache:
         return reopen, (self.path, len(self.pixels), self.shape)
 
     def missing(self, slots: Tensor) -> Tensor:
-        """Return which of these slots are empty, as a bool per slot."""
+        """Return a bool tensor that is true for the empty slots."""
         return torch.from_numpy(self.sums[slots.numpy()] == 0)
 
     def read(self, slots: list[int]) -> tuple[Tensor, list[int], list[int]]:
@@ -124,8 +124,8 @@ class PixelCache:
         self._release(1)
 
     def _release(self, count: int) -> None:
-        """Count `count` more slots as mapped, and unmap everything once the limit is reached; the
-        pages stay in the system's page cache.
+        """Count `count` more slots as mapped, and unmap everything once the limit is reached. The
+        pages stay in the page cache of the system.
         """
         self.touched += count * (self.size + FAULT)
         if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
@@ -134,12 +134,14 @@ class PixelCache:
 
 
 def checksum(data: Any) -> int:
-    """Return the CRC32 of some bytes, with 0 replaced by 1."""
+    """Return the CRC32 of some bytes, but 1 instead of 0, which marks an empty slot."""
     return zlib.crc32(data) or 1
 
 
 def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
-    """Open a cache in a worker process; None if it was deleted, so the worker must decode."""
+    """Open a cache in a worker process. If it was deleted, return None: the worker then decodes
+    the images itself.
+    """
     try:
         return PixelCache(path, images, shape)
     except OSError:

@@ -91,7 +91,7 @@ def image_folder(
     see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
     an error when one is read.
-    `trained`: the description of a run's data; an evaluation needs it, and accepts a single class.
+    `trained`: the description of a run's data, for an evaluation, where a single class is enough.
     """
     import PIL
 
@@ -380,7 +380,7 @@ class Paths:
         return Paths(self.root, self.names[chosen], self.sizes[chosen], self.times[chosen])
 
     def feed(self, state: "hashlib.blake2b") -> None:
-        """Add all names and sizes to a hash, but not the root and the times."""
+        """Add all names and sizes to a hash, but not the root or the times."""
         state.update(b"".join(self.names.tolist()))
         state.update(numpy.strings.str_len(self.names).cumsum().tobytes())
         state.update(self.sizes.tobytes())
@@ -483,8 +483,9 @@ class ImageSplit:
         return self.cache.missing(self.slots).nonzero().view(-1)
 
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
-        """Return the pixels of these samples, (N, channels, H, W); `map` may decode them in
-        threads.
+        """Return the pixels of these samples, (N, channels, H, W).
+
+        To decode in threads, pass the `map` of a thread pool.
         """
         if self.cache is None:
             images = list(map(self._decode, indices))
@@ -596,7 +597,7 @@ def open_image(file: str) -> "Iterator[Image]":
             pixels = image.width * image.height
             most = Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels are more than Pillow's limit of {most:,}")
+                raise ValueError(f"its {pixels:,} pixels exceed Pillow's limit of {most:,}")
             yield image
     except MemoryError:
         raise

@@ -51,12 +51,12 @@ def make_loaders(
     limit_train: Limit = None,
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Return ((train, val, test), why): a loader or None per split, and a phrase that says where
-    the data is. With several validation splits, val is {name: loader}.
+    """Return ((train, val, test), why): a loader or None for each split, and a phrase that says
+    where the data is. With several validation splits, val is {name: loader}.
 
-    `resident`: True, False, or "auto", which keeps the data on the device if all splits have
-    `tensors` and fit in half of its free memory. If more than 64 MiB of images are not cached yet,
-    "auto" streams them in this run and fills the cache.
+    `resident`: True, False, or "auto", which keeps the data on the device if all splits have a
+    `tensors` method and fit in half of its free memory. If more than 64 MiB of images are not
+    cached yet, "auto" streams them in this run and fills the cache.
     `workers`: the number of processes that read data that is not resident; "auto" is one per core,
     up to 8, and 0 for tensors.
     `timeout`: seconds to wait for a batch from a worker.
@@ -163,7 +163,9 @@ def _refuse(typed: dict[str, bool], why: str) -> None:
 def _choose_place(
     splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
-    """Return whether to keep the splits on the device, and why. The run reads all of `needed`."""
+    """Return whether to keep the splits on the device, and why; `needed` lists the splits that the
+    run reads.
+    """
     if resident is False:
         return False, "as requested"
     for split in splits.values():

@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
 DIGITS = 15  # a float64 can represent every whole number with this many digits
-FEW = 0.05  # a column is meant to be numeric if at most this fraction are not numbers
+FEW = 0.05  # a column with at most this fraction of other values is numeric, with typos
 FEW_KINDS = 20  # up to this many distinct values may be categories or classes, in any table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (

@@ -246,7 +246,7 @@ class Data:
     def balanced_weights(self) -> list[float]:
         """Return class weights that give all classes the same total weight in training.
 
-        As in scikit-learn: samples / (classes * samples of the class).
+        The formula is that of scikit-learn: samples / (classes * samples of the class).
 
         Raises:
             UserError: The targets are not classes, or a class has no training sample.
@@ -371,7 +371,7 @@ def _target_shape(part: Split) -> tuple[int, ...]:
 
 
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
-    """Check that labels are valid class indices with as many dimensions as `shape` per sample."""
+    """Check that labels are valid class indices, with the dimensions of `shape` for each sample."""
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: a sample's targets have shape {_target_shape(part)}, "

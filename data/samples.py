@@ -102,7 +102,7 @@ def loader_line(data: Data) -> str:
     if data.kind != "other" or has_samples(part) or is_stream(part):
         return ""
     loader = IterableLoader(part)
-    if loader.is_stateful or not loader.length_is_exact:  # for a stream, `fit` warns
+    if loader.is_stateful or not loader.length_is_exact:  # `fit` warns about streams
         return ""
     return (
         f"loader   train is your own {loader.name}: a resumed run reads it again up to where it "
@@ -253,7 +253,7 @@ class SampleReader(Reader):
                     raise
                 dataset = type(self.split).__name__
                 raise UserError(
-                    f"{self.where}: its samples cannot be collated into a batch: {cause(error)}.\n"
+                    f"{self.where}: samples cannot be collated into a batch: {cause(error)}.\n"
                     f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
                     "batch, or return tensors of equal shape."
                 ) from error

@@ -35,7 +35,7 @@ PIECE = 2**18  # bytes of a csv file read at once
 ROWS = 2**12  # rows of a parquet file read at once
 LONGEST = 2**20  # maximum size of a header in bytes
 MOST_NUMBERS = 2**28  # maximum number of values in a table
-EMPTY = ("", "?")  # a missing value, in any column
+EMPTY = ("", "?")  # missing values, in any column
 WORDS = ("na", "n/a", "nan", "null", "none")  # also missing values, except in a text target
 MISSING = (*EMPTY, *WORDS)
 CORRECT = (
@@ -476,7 +476,7 @@ def _encoded(
     Removes the columns from `values`, so that a large table is not held in memory twice.
     """
     width = sum(len(names_of(column)) for column in columns)
-    if width * len(rows) > MOST_NUMBERS:  # a small file could need any amount of memory
+    if width * len(rows) > MOST_NUMBERS:  # even a small file could need a huge amount of memory
         raise UserError(
             f"{table.shown}: {len(rows):,} rows x {width:,} numbers (one per category) do not fit "
             "in memory.\nType dataset.ignore=[COLUMN] to leave out a column with many categories."

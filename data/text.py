@@ -43,7 +43,7 @@ class TextSplit:
         self.length = length
         self.stride = stride
         self.target_shape = (length,)
-        self.nbytes: int = 16 * len(tokens)  # on a device: two int64 copies
+        self.nbytes: int = 16 * len(tokens)  # two int64 copies on the device
 
     def __len__(self) -> int:
         return (len(self.tokens) - self.length - 1) // self.stride + 1

@@ -31,7 +31,7 @@ class PerSample:
     A sample's random numbers depend only on the seed, the epoch and the sample's index, not on its
     batch or process. The loss ignores mask pixels that come from outside the image. If the
     transforms include a RandomResizedCrop or a Resize, and the split has a method
-    `originals(indices)`, this method returns the images in their original size.
+    `originals(indices)`, images are read with this method, in their original size.
     """
 
     def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:
@@ -65,7 +65,7 @@ class PerSample:
         return torch.stack(inputs), torch.stack(targets)
 
     def apply(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an image (C, H, W) and its target, transformed."""
+        """Transform an image (C, H, W) and its target."""
         from torchvision.tv_tensors import Image, Mask
 
         has_mask = targets.ndim == 2 and not targets.is_floating_point()

@@ -1,4 +1,4 @@
-"""CNN: convolutional blocks, global pooling and a linear layer, for images of at least 8x8."""
+"""CNN: convolutional blocks, global pooling and a linear layer, for images of 8x8 or larger."""
 
 from collections.abc import Sequence
 

@@ -97,7 +97,7 @@ class GPT(nn.Module):
         context = tokens[:, -self.length :]
         new = context
         for _ in range(count):
-            # Not self(...): a compiled model would be recompiled for each length.
+            # Do not call self(...): a compiled model would be recompiled for each length.
             logits = self.forward(new, past)[:, :, -1]
             new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat([tokens, new], 1)

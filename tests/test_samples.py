@@ -274,7 +274,7 @@ def test_samples_that_make_no_batch_are_explained():
             return {"x": [0.0] * 10}[i]
 
     with pytest.raises(
-        UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"
+        UserError, match="samples cannot be collated into a batch.*\nGive Ragged a collate"
     ):
         next(iter(SampleLoader(Ragged(), "the val split of mine", 8)))
     with pytest.raises(
