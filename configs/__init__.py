@@ -26,5 +26,5 @@ def file_of(name: str) -> Path | None:
 
 
 def is_group(name: str) -> bool:
-    """Return whether a run has a group with this name, such as `model` or `sweep/pruner`."""
+    """Return whether there is a config group with this name, such as `model` or `sweep/pruner`."""
     return bool(name) and (FOLDER / name).is_dir()

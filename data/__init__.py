@@ -1,6 +1,4 @@
-"""Data sets by name (datasets, images, tables), batched augmentation, and the sample order
-(loader).
-"""
+"""Data sets (datasets, images, tables, text), loaders, and batched augmentation."""
 
 if __name__ == "data":  # a clone imports this package by its folder name
     from stoker.clone import alias

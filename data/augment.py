@@ -1,5 +1,5 @@
-"""Batched augmentation on the batch's device: each sample gets its own random values, all from one
-generator.
+"""Batched augmentation on the device of the batch. Each sample gets its own random values, all
+drawn from one generator.
 """
 
 import functools
@@ -15,27 +15,27 @@ from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.transfer import to_device
 
-# Geometric augmentations in the order in which they are applied, whatever their order in the list.
-# `flip` takes no value; these are the defaults of the others.
+# Geometric augmentations with their default values; they are always applied in this order.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
-SLIDING = ("crop", "shift")  # drawn in this order, first for rows, then for columns
+SLIDING = ("crop", "shift")  # drawn in this order, first for rows and then for columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
 DEFAULTS: dict[str, Any] = {**GEOMETRIC, **MIXING}
 
-# A list such as ["flip", {"crop": 4}, function], one of these alone, or None.
+# A list such as ["flip", {"crop": 4}, function], a single item of such a list, or None.
 Spec = Any
-# The geometric augmentations' random numbers for a batch: on the CPU, one row per sample.
+# The random numbers of the geometric augmentations for a batch: CPU tensors, one row per sample.
 Draws = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]
 
 
 class Augment:
-    """Augments batches, as a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]` says.
+    """Augments batches according to a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`.
 
-    `draw` draws the random numbers of a batch, `move` applies steps 2 and 3, and `mix` step 4:
+    Augmentation has four steps. `draw` draws the random numbers that a batch needs in step 2,
+    `move` applies steps 2 and 3, and `mix` applies step 4.
 
-    1. torchvision's v2 transforms, as each sample is read, in the order of the list: see PerSample.
-    2. The geometric augmentations, in one gather on the raw (uint8 or float) images: a random
+    1. torchvision's v2 transforms, in the order of the list, when a sample is read: see PerSample.
+    2. The geometric augmentations, in a single gather on the raw (uint8 or float) images: a random
        left-right `flip`, or `{flip: alternate}`, which flips each sample in every second epoch
        (Jordan 2024, arXiv 2404.00498, section 3.6); a `shift` by up to k pixels, filled with zeros;
        a random `crop` after k pixels of reflection padding; a `cutout` of a k x k square.
@@ -43,10 +43,11 @@ class Augment:
     4. `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
        `(inputs, targets, generator) -> (inputs, targets)`, in the order of the list.
 
-    `mixup` and `cutmix` make class targets soft: (N, num_classes). Masks (N, H, W) move with their
-    images, and pixels lost to a shift or a cutout are ignored in the mask.
+    `mixup` and `cutmix` turn class targets into soft targets of shape (N, num_classes). Masks
+    (N, H, W) move with their images; pixels lost to a shift or cutout become -100 in the mask,
+    which the loss ignores.
 
-    The generator is always on the CPU, so the images are the same on every device.
+    The generator is always on the CPU, so every device produces the same images.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Augment:
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
-        """Return a reader that transforms samples of this shape; None without transforms."""
+        """Return a reader that transforms samples of this shape, or None if there are no
+        transforms.
+        """
         return PerSample(self.transforms, in_shape, seed) if self.transforms else None
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
@@ -116,7 +119,8 @@ class Augment:
         smallest = min(in_shape[1:], default=math.inf)
         if crop >= smallest:
             raise UserError(
-                f"dataset.augment.crop={crop}: choose a number below the image's {smallest} pixels."
+                f"dataset.augment.crop={crop}: choose a number less than {smallest}, the shorter "
+                "side of the images."
             )
 
     def draw(
@@ -127,8 +131,8 @@ class Augment:
     ) -> Draws:
         """Draw the random numbers of the geometric augmentations for a batch of (N, C, H, W).
 
-        `flips` (N,) says which samples `{flip: alternate}` flips in this epoch; with None, they are
-        drawn at random.
+        `flips` (N,) says which samples `{flip: alternate}` flips in this epoch; if it is None,
+        flips are drawn at random.
         """
         draws: Draws = {}
         column = (shape[0], 1)
@@ -166,13 +170,13 @@ class Augment:
     def _move_pixels(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
         """Apply flip, shift, crop and cutout to images, and to their masks if they have any.
 
-        Each of these picks source rows and columns independently, so two small tables, (N, H) and
-        (N, W), are enough for a single gather.
+        Each of them maps rows and columns independently, so two small tables of source indices,
+        (N, H) and (N, W), are enough for a single gather.
         """
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
         sources = []
-        shown = []  # the rows, then the columns, that a shift fills from the image
+        shown = []  # which rows, then which columns, are still inside the image after a shift
         cut_out = []
         for axis, size in enumerate((height, width)):
             place = torch.arange(size, device=inputs.device).expand(n, size)
@@ -210,20 +214,21 @@ class Augment:
 
 
 def _between(place: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
-    """Return which positions lie in [start, stop)."""
+    """Return a mask of the positions in [start, stop)."""
     return (place >= start) & (place < stop)
 
 
 def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """Combine (..., H) and (..., W) into (..., H, W), which is true where both are."""
+    """Combine masks (..., H) and (..., W) into (..., H, W), which is true where both are true."""
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
 
 def sample_beta(a: float, generator: Generator) -> Tensor:
-    """Draw once from Beta(a, a), as a 0-dim CPU tensor: no device sync, and no rejection sampling.
+    """Draw a value from Beta(a, a) as a 0-dim CPU tensor, without device sync or rejection
+    sampling.
 
-    Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for
-    Student's t: exact for every a > 0.
+    The method is exact for every a > 0. It is from Devroye 1996, "Random variate generation in one
+    line of code", and is based on Bailey's 1994 generator for Student's t.
     """
     u, v = torch.rand(2, generator=generator).unbind()
     cosine = torch.cos(2 * math.pi * v)
@@ -245,7 +250,7 @@ def _soft(targets: Tensor, num_classes: int, inputs: Tensor) -> Tensor:
 def _with_neighbours(values: Tensor, share: Tensor) -> Tensor:
     """Mix each sample with its neighbor in the batch.
 
-    The batch was drawn at random, so a neighbor is as random a partner as a permutation would give.
+    The samples of a batch are in random order, so no further permutation is needed.
     """
     return values * share + values.roll(1, 0) * (1 - share)
 
@@ -282,7 +287,7 @@ def _cutmix(
         stop = ((middle + side / 2) * size).round()
         inside.append(_between(torch.arange(size, device=inputs.device), start, stop))
     pasted = _outer(*inside)
-    # The share of each image that is kept, after clipping the rectangle at the border.
+    # The fraction of each image that is kept, once the rectangle is clipped at the border.
     share = 1 - pasted.to(targets.dtype).mean()
     mixed = torch.where(pasted, inputs.roll(1, 0), inputs)
     return mixed, _with_neighbours(targets, share)

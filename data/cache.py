@@ -19,9 +19,9 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
 
-VERSION = 4  # file format version, part of every name
-# The most bytes of the file to keep mapped. Without a limit, the whole file would count as this
-# process's memory.
+VERSION = 4  # file format version, part of every file name
+# Maximum number of mapped bytes. Without a limit, the whole file would count towards the memory of
+# this process.
 MAPPED = 64 * MIB
 # A page fault maps this many bytes around the address.
 FAULT = 64 * 1024
@@ -30,12 +30,12 @@ FAULT = 64 * 1024
 def open_cache(
     place: str | bool, source: str, state: str, images: int, shape: Sequence[int]
 ) -> "tuple[PixelCache | None, str]":
-    """Open or create a cache; return it with a phrase that says where it is.
+    """Open or create a cache, and return it with a phrase that says where it is.
 
-    `place` is "auto" (under ~/.cache), False or a folder. `source` identifies the folder and the
-    image size, and `state` the current files; caches of the same source in another state are
-    removed. If the cache cannot be created (for example, too little free space), returns None and
-    the reason; for an explicit folder, this is a UserError.
+    `place` is "auto" (under ~/.cache), a folder, or False for no cache. `source` identifies the
+    image folder and size, and `state` the current files; caches with the same source but another
+    state are deleted. If the cache cannot be created, for example because there is too little
+    space, return None and the reason; if `place` is a folder, raise UserError instead.
     """
     if isinstance(place, bool):
         return None, ""
@@ -73,12 +73,12 @@ class WrongSize(OSError):
 
 
 class PixelCache:
-    """`images` slots of one uint8 (C, H, W) each, shared by all processes that open or inherit it.
+    """A file with a slot for each of `images` uint8 images (C, H, W), shared by all processes.
 
     A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. A partial write,
     a killed process or a flipped bit is therefore detected when the slot is read. No lock is
-    needed, because all processes write the same bytes to a slot. A spawned worker reopens the file.
-    Raises OSError for a link, a pipe, or a file of another size.
+    needed, because all processes write the same bytes to a slot. A forked worker inherits the file,
+    and a spawned worker reopens it. Raises OSError for a link, a pipe, or a file of another size.
     """
 
     def __init__(self, path: Path, images: int, shape: Sequence[int]) -> None:
@@ -100,11 +100,11 @@ class PixelCache:
         return reopen, (self.path, len(self.pixels), self.shape)
 
     def missing(self, slots: Tensor) -> Tensor:
-        """Return a bool per slot: whether it is empty."""
+        """Return a bool tensor that is true for the empty slots."""
         return torch.from_numpy(self.sums[slots.numpy()] == 0)
 
     def read(self, slots: list[int]) -> tuple[Tensor, list[int], list[int]]:
-        """Return pixels (N, C, H, W), and which of the N are missing, and which are damaged."""
+        """Return pixels (N, C, H, W), and lists of the positions that are missing or damaged."""
         pixels = self.pixels.index_select(0, torch.tensor(slots))
         rows = pixels.numpy()
         missing = []
@@ -124,8 +124,8 @@ class PixelCache:
         self._release(1)
 
     def _release(self, count: int) -> None:
-        """Count `count` more slots as mapped, and unmap everything once the limit is reached; the
-        pages stay in the system's page cache.
+        """Count `count` more slots as mapped, and unmap everything once the limit is reached. The
+        pages stay in the page cache of the system.
         """
         self.touched += count * (self.size + FAULT)
         if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
@@ -134,12 +134,14 @@ class PixelCache:
 
 
 def checksum(data: Any) -> int:
-    """Return the CRC32 of some bytes, with 0 replaced by 1."""
+    """Return the CRC32 of some bytes, but 1 instead of 0, which marks an empty slot."""
     return zlib.crc32(data) or 1
 
 
 def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
-    """Open a cache in a worker process; None if it has been removed, and the worker must decode."""
+    """Open a cache in a worker process. If it was deleted, return None: the worker then decodes
+    the images itself.
+    """
     try:
         return PixelCache(path, images, shape)
     except OSError:
@@ -147,14 +149,14 @@ def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
 
 
 def create(path: Path, size: int) -> None:
-    """Write a file of `size` zeros and reserve its disk space, all or nothing.
+    """Create a file of `size` zeros with all of its disk space reserved.
 
-    In a sparse file, writing when the disk is full would raise SIGBUS.
+    In a sparse file, a write to the mapping would raise SIGBUS once the disk is full.
     """
     free = shutil.disk_usage(path.parent).free
     if size > free / 2:
         raise OSError(
-            f"{size / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} MiB free in "
+            f"{size / MIB:,.0f} MiB is more than half of the {free / MIB:,.0f} MiB free in "
             f"{path.parent}"
         )
     with replacing(path) as partial, open(partial, "r+b", buffering=0) as file:

@@ -61,8 +61,8 @@ def digits(
     mean: Sequence[float] = (0.3053,),
     std: Sequence[float] = (0.3759,),
 ) -> Data:
-    """1,797 real handwritten digits, 1x8x8, shipped with this package; source and license in
-    digits.md.
+    """1,797 real handwritten digits, 1x8x8, included in the package; see digits.md for their source
+    and license.
     """
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as lines:
@@ -83,7 +83,9 @@ def mnist(
     mean: Sequence[float] = (0.1307,),
     std: Sequence[float] = (0.3081,),
 ) -> Data:
-    """60,000 + 10,000 handwritten digits, 1x28x28 (LeCun, Cortes, Burges), from root/MNIST/raw."""
+    """60,000 training and 10,000 test images of handwritten digits, 1x28x28 (LeCun, Cortes,
+    Burges), from root/MNIST/raw.
+    """
     return _known("mnist", root, download, val_fraction, split_seed, mean, std)
 
 
@@ -95,8 +97,8 @@ def fashion_mnist(
     mean: Sequence[float] = (0.2860,),
     std: Sequence[float] = (0.3530,),
 ) -> Data:
-    """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from
-    root/FashionMNIST/raw.
+    """60,000 training and 10,000 test images of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747),
+    from root/FashionMNIST/raw.
     """
     return _known("fashion_mnist", root, download, val_fraction, split_seed, mean, std)
 
@@ -109,8 +111,8 @@ def kmnist(
     mean: Sequence[float] = (0.1918,),
     std: Sequence[float] = (0.3483,),
 ) -> Data:
-    """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from
-    root/KMNIST/raw.
+    """60,000 training and 10,000 test images of cursive Japanese characters, 1x28x28 (Clanuwat
+    2018, arXiv 1812.01718), from root/KMNIST/raw.
     """
     return _known("kmnist", root, download, val_fraction, split_seed, mean, std)
 
@@ -123,7 +125,7 @@ def cifar10(
     mean: Sequence[float] = (0.4914, 0.4822, 0.4465),
     std: Sequence[float] = (0.2470, 0.2435, 0.2616),
 ) -> Data:
-    """50,000 + 10,000 photographs in 10 classes, 3x32x32 (Krizhevsky 2009), from
+    """50,000 training and 10,000 test photographs in 10 classes, 3x32x32 (Krizhevsky 2009), from
     root/cifar-10-batches-py.
     """
     return _known("cifar10", root, download, val_fraction, split_seed, mean, std)
@@ -137,7 +139,7 @@ def cifar100(
     mean: Sequence[float] = (0.5071, 0.4865, 0.4409),
     std: Sequence[float] = (0.2673, 0.2564, 0.2762),
 ) -> Data:
-    """50,000 + 10,000 photographs in 100 classes, 3x32x32 (Krizhevsky 2009), from
+    """50,000 training and 10,000 test photographs in 100 classes, 3x32x32 (Krizhevsky 2009), from
     root/cifar-100-python.
     """
     return _known("cifar100", root, download, val_fraction, split_seed, mean, std)
@@ -152,8 +154,8 @@ def _known(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Data:
-    """Make the Data of a well-known set: its test samples are fixed, and its validation samples are
-    split off the rest.
+    """Make the Data of a standard data set. Its test split is fixed; its validation split is taken
+    from the training samples.
     """
     fractions = check_fractions(val_fraction=val_fraction)
     train, test, classes = _read_or_download(name, os.path.expanduser(root), download)
@@ -169,7 +171,7 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
         return read(title, root)
     except (RuntimeError, OSError, ValueError, EOFError) as error:
         reason = error
-    # Imported here, since it imports urllib and ssl, which most runs do not need.
+    # Imported here because it imports urllib and ssl, which most runs do not need.
     from stoker.data import download as downloads
 
     if download:
@@ -184,7 +186,7 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
 
 
 def _read_cifar(title: str, root: str) -> Known:
-    """Read CIFAR's files. They are pickles, but torchvision unpickles them only if all MD5 sums
+    """Read the CIFAR files. They are pickles, but torchvision unpickles them only if their MD5 sums
     match.
     """
     import torchvision
@@ -216,8 +218,8 @@ def _read_mnist(title: str, root: str) -> Known:
 
 
 def read_idx(path: str, dimensions: int) -> Tensor:
-    """Read a uint8 tensor from a file in LeCun's IDX format; anything else is an OSError or
-    ValueError.
+    """Read a uint8 tensor from a file in LeCun's IDX format; raise OSError or ValueError for any
+    other file.
 
     The header is 0, 0, 8 (for uint8), the number of dimensions, and the size of each as a
     big-endian int32.
@@ -234,7 +236,7 @@ def read_idx(path: str, dimensions: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
 
 
-# How each data set is read, and its name in torchvision.
+# The function that reads each data set, and the data set's name in torchvision.
 READERS: dict[str, tuple[Callable[[str, str], Known], str]] = {
     "mnist": (_read_mnist, "MNIST"),
     "fashion_mnist": (_read_mnist, "FashionMNIST"),
@@ -254,12 +256,12 @@ def synthetic(
     test_fraction: float = 0.1,
     split_seed: int = 0,
 ) -> Data:
-    """Make learnable data of any size: random patterns plus noise. `noise` is relative to their
-    standard deviation.
+    """Make learnable data of any size: random patterns plus noise. `noise` is relative to the
+    standard deviation of the patterns.
 
-    For classification, a sample is the pattern of its class plus noise. For regression, the
-    `num_classes` targets (standard normal) are the weights of a sum of all patterns. Shapes
-    (C, H, W) become uint8 images; flat shapes become float32.
+    For classification, a sample is the pattern of its class plus noise. For regression, it is the
+    sum of all patterns, weighted by the sample's `num_classes` targets (standard normal), plus
+    noise. Shapes (C, H, W) give uint8 images; flat shapes give float32 vectors.
     """
     check_choice("dataset.kind", kind, ("classification", "regression"))
     has_classes = kind == "classification"

@@ -1,5 +1,5 @@
-"""Descriptions: what a checkpoint says about its inputs and outputs, as plain values that may come
-from an untrusted file.
+"""Descriptions: what a checkpoint says about the model's inputs and outputs. They are plain values,
+which may come from an untrusted file.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-# The maximum number of values in one sample, and of classes.
+# The maximum number of values in a sample, and of classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
@@ -24,7 +24,7 @@ Column = dict[str, Any]
 
 @dataclasses.dataclass
 class Numbers:
-    """The entries of a numeric column."""
+    """A numeric column of a table."""
 
     name: str
     mean: float
@@ -33,7 +33,7 @@ class Numbers:
 
 @dataclasses.dataclass
 class Categories:
-    """The entries of a categorical column."""
+    """A categorical column of a table."""
 
     name: str
     categories: list[str]
@@ -41,7 +41,7 @@ class Categories:
 
 @dataclasses.dataclass
 class TableEntries:
-    """The entries of a description's table."""
+    """The columns of a table, and how to read it."""
 
     target: str
     missing: str
@@ -53,7 +53,7 @@ class TableEntries:
 
 @dataclasses.dataclass
 class Entries:
-    """The entries of a description."""
+    """The keys of a description, with their types."""
 
     dataset: str
     kind: Literal["classification", "regression"]
@@ -74,7 +74,7 @@ KEYS = [field.name for field in dataclasses.fields(Entries)]
 
 
 def names_of(column: Column) -> list[str]:
-    """Name the numbers that a table's column becomes: its own name, or one per category."""
+    """Return the names of a column's inputs: the name of the column, or one name per category."""
     categories = column.get("categories")
     if categories is None:
         return [column["name"]]
@@ -104,7 +104,7 @@ def columns_line(about: Description) -> str:
 
 
 def is_description(about: Any) -> bool:
-    """Return whether this looks like a `Data.description()` with usable numbers."""
+    """Return whether this has the form of a `Data.description()`, with valid values."""
     try:
         if about["kind"] == "other":
             known = {key for key in KEYS if about.get(key) is not None}
@@ -119,8 +119,8 @@ def _is_consistent(about: Entries) -> bool:
     shape = about.in_shape
     outputs = about.num_classes
     sizes = [outputs, *shape, int(about.resize or 1)]
-    # The order of the checks matters: the product of untrusted values could use any amount of
-    # memory.
+    # Check the sizes before they are multiplied: the product of huge integers from an untrusted
+    # file could use any amount of memory.
     if not all(1 <= size <= MOST_NUMBERS for size in sizes) or not 1 <= len(shape) <= 8:
         return False
     if math.prod(shape) > MOST_NUMBERS or not isinstance(getattr(torch, about.dtype), torch.dtype):
@@ -161,7 +161,7 @@ def samples_in(loader: Any) -> int | None:
 
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
-    """Return the line that describes the data; `whole` if a single split holds all of it."""
+    """Return the line that describes the data; `whole` means that one split holds all samples."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
@@ -180,5 +180,5 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = Fal
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"
-    cut = f", cut{data.cut}" if data.cut else ""
+    cut = f", split{data.cut}" if data.cut else ""
     return f"{line} of {inputs}, {data.num_classes:,} {classes}{cut}; {why}"

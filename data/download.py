@@ -1,4 +1,4 @@
-"""Download the known data sets, checking the SHA-256 of each file before writing it."""
+"""Download the standard data sets, and check the SHA-256 of each file before writing it."""
 
 import errno
 import gzip
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stoker.trainer.errors import TrainingError, UserError, printable
 from stoker.trainer.files import replacing
 
-SILENCE = 30  # seconds to wait for the next byte
+SILENCE = 30  # seconds to wait for more data
 
 
 class File(NamedTuple):
@@ -41,9 +41,9 @@ def mnist_files(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
     )
 
 
-# Folders as in torchvision. Sizes and checksums: MNIST, Fashion-MNIST and KMNIST from
-# tensorflow/datasets (url_checksums) and pytorch/vision's prototype; the CIFARs from keras and
-# pytorch/vision's prototype.
+# The folders are those of torchvision. The sizes and checksums of MNIST, Fashion-MNIST and KMNIST
+# are from tensorflow/datasets (url_checksums) and pytorch/vision's prototype; those of CIFAR are
+# from keras and pytorch/vision's prototype.
 SOURCES = {
     "mnist": Source(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",

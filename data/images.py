@@ -1,5 +1,5 @@
-"""A folder of images: listing the files, decoding them in splits, and measuring the pixels' mean
-and standard deviation.
+"""Folders of images: list the files, decode them, and measure the mean and standard deviation of
+the pixels.
 """
 
 import contextlib
@@ -52,13 +52,13 @@ IMAGE_ENDINGS = (
     ".webp",
     ".gif",
 )
-# Formats a file may have, whatever its name. Pillow reads many more, but some of them start another
-# program.
+# Allowed file formats, whatever the extension. Pillow reads many more, but for some of them it
+# starts another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-# Folder name -> part.
+# folder name -> split
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-MOST_SIZE = 4096  # largest side to resize images to, in pixels: 50 MB per color image
-CHUNK = 16 * MIB  # bytes decoded at once when all images are read
+MOST_SIZE = 4096  # maximum side length of resized images, in pixels: 50 MB per color image
+CHUNK = 16 * MIB  # bytes of pixels to decode at a time when all images are read
 MOST_MEASURED = 5000  # images used to compute the mean and standard deviation
 
 
@@ -76,22 +76,22 @@ def image_folder(
     on_bad_sample: str = "error",
     trained: Description | None = None,
 ) -> Data:
-    """Images in one folder per class, with its subfolders: root/{train,val,test}/CLASS/, or
+    """Images in one folder per class (subfolders included): root/{train,val,test}/CLASS/ or
     root/CLASS/.
 
-    `val` may also be named valid or validation. A split without a folder is taken from the training
-    images. The files read are those of torchvision's ImageFolder, plus .gif; a warning counts the
-    files that are left out.
+    The val folder can also be named valid or validation. A split that has no folder is taken from
+    the training images. The file extensions are those of torchvision's ImageFolder, plus .gif; a
+    warning counts the files that are skipped.
 
-    `size`: null expects all images to have the size of the first; a whole number up to 4,096
-    resizes them to size x size. With `resize`, the shorter side is resized to that many pixels and
+    `size`: null means that all images have the same size; a whole number up to 4,096 resizes them
+    to size x size. With `resize`, the shorter side is resized to that many pixels and
     the center is cropped to `size`, as torchvision's Resize and CenterCrop do.
     `mean` and `std`: null measures them on at most 5,000 training images.
-    `cache`: where to keep decoded images: auto (under ~/.cache), false, or a folder; see
-    data/cache.py.
+    `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
+    see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
     an error when one is read.
-    `trained`: the description of a run's data, for an evaluation, where one class is enough.
+    `trained`: the description of a run's data, for an evaluation, where a single class is enough.
     """
     import PIL
 
@@ -161,8 +161,8 @@ def image_folder(
 
 
 def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
-    """List the classes, and the images of each split that has a folder; without such folders, all
-    of `root` is the training split.
+    """List the classes, and the images of each split that has a folder. If there are no such
+    folders, all of `root` is the training split.
 
     Raises:
         UserError: There are fewer classes than `fewest`, or a class has no images.
@@ -179,8 +179,8 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
         classes = _folders(tops["train"])
         if len(classes) < fewest:
             raise UserError(
-                f"{printable(tops['train'])}: at least {fewest} class folders are needed, but "
-                f"there are {len(classes)}.\n"
+                f"{printable(tops['train'])}: this folder needs at least {fewest} class folders, "
+                f"but has {len(classes)}.\n"
                 "Type dataset.root=DIR for a folder that contains one folder per class."
             )
         listed = {part: _list_images(top, classes, left_out) for part, top in tops.items()}
@@ -197,7 +197,7 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
         )
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
-        log.warning("%s: left out: %s", printable(root), first_few(reasons, 8))
+        log.warning("%s: skipped: %s", printable(root), first_few(reasons, 8))
     return classes, listed
 
 
@@ -207,7 +207,8 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
             raise UserError(
-                f"{printable(root)}: it has {first_few(names, 3)}, but no train folder.\n"
+                f"{printable(root)}: this folder contains {first_few(names, 3)}, but no train "
+                "folder.\n"
                 "Name the folders train, val and test, in lower case."
             )
         return {"train": root}
@@ -215,11 +216,11 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     for name in names:
         part = PARTS.get(name)
         if part is None:
-            left_out[f"folder beside train ({printable(name)})"] += 1
+            left_out[f"folder next to train ({printable(name)})"] += 1
         elif part in tops:
             raise UserError(
                 f"{printable(os.path.join(root, name))}: {printable(tops[part])} is already the "
-                f"{part} split.\nRemove one of them, or merge them."
+                f"{part} split.\nRemove one of the two folders, or merge them."
             )
         else:
             tops[part] = os.path.join(root, name)
@@ -227,7 +228,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
 
 
 def _folders(top: str) -> list[str]:
-    """Return the sorted names of the folders in `top`, without hidden ones."""
+    """Return the sorted names of the folders in `top`, except hidden ones."""
     with os.scandir(top) as entries:
         return sorted(
             entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
@@ -235,7 +236,7 @@ def _folders(top: str) -> list[str]:
 
 
 def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Files":
-    """List the images below top/CLASS/ in the order of torchvision's ImageFolder, and their labels.
+    """List the images in top/CLASS/ in the order of torchvision's ImageFolder, with their labels.
 
     Raises UserError for a class that is not in `classes`.
     """
@@ -267,11 +268,11 @@ def _images_below(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (path, size, modification time) of the images in a folder and its subfolders.
 
-    Links are followed, except to a folder `around`, which would loop.
+    Links are followed, except those to an enclosing folder (`around`), which would loop forever.
     """
     here = os.path.join(os.path.realpath(folder), "")
     if any(outer.startswith(here) for outer in around):
-        left_out["links to a parent folder"] += 1
+        left_out["linking to a parent folder"] += 1
         return
     with os.scandir(folder) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".")]
@@ -283,11 +284,11 @@ def _images_below(
             status = entry.stat()
             yield entry.path, status.st_size, status.st_mtime_ns
         else:
-            left_out[f"not image files ({printable(ending)})"] += 1
+            left_out[f"of type {printable(ending)!r}"] += 1
 
 
 def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
-    """Return (height, width) of the first image, or with `skip`, of the first readable one."""
+    """Return (height, width) of the first image; with `skip`, of the first readable image."""
     from PIL import ImageOps
 
     for i in range(len(files)):
@@ -302,10 +303,10 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out unreadable images, with a warning that names some; UserError if a split or a class
-    has no others.
+    """Leave out unreadable images, and name some of them in a warning; UserError if a split or
+    class has no readable images.
 
-    Whether an image is left out depends only on its file, so the splits are reproducible.
+    Whether an image is left out depends only on its file, which keeps the splits reproducible.
     """
     broken: list[str] = []
     readable = {}
@@ -336,8 +337,7 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
     most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
     chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
-    # Computed from histograms: 256 counts per channel are exact, and avoid a float copy of the
-    # images.
+    # Use histograms: 256 counts per channel are exact, and avoid a float copy of the images.
     counts = torch.zeros(split.channels, 256, dtype=torch.float64)
     for images in split.chunks(chosen):
         for c in range(split.channels):
@@ -354,8 +354,8 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 class Paths:
     """File paths below a root, and the sizes and modification times of the files.
 
-    The names are one array of bytes, which worker processes share. With a list of strings, each
-    access would copy the memory page that holds the string's reference count.
+    The names are in one array of bytes, so that worker processes can share its memory. With a list
+    of strings, each access would copy the memory page that has the string's reference count.
     """
 
     root: str
@@ -375,12 +375,12 @@ class Paths:
         return os.path.join(self.root, os.fsdecode(self.names[i]))
 
     def take(self, indices: Tensor) -> "Paths":
-        """Return the Paths at these indices."""
+        """Return the paths at these indices."""
         chosen = indices.numpy()
         return Paths(self.root, self.names[chosen], self.sizes[chosen], self.times[chosen])
 
     def feed(self, state: "hashlib.blake2b") -> None:
-        """Feed all names and sizes, but neither the root nor the times, to a hash."""
+        """Add all names and sizes to a hash, but not the root or the times."""
         state.update(b"".join(self.names.tolist()))
         state.update(numpy.strings.str_len(self.names).cumsum().tobytes())
         state.update(self.sizes.tobytes())
@@ -392,11 +392,11 @@ Files = tuple[Paths, Tensor]
 
 @dataclasses.dataclass(eq=False)
 class ImageSplit:
-    """Image files as uint8 (channels, H, W), read from `cache` if present, or decoded and stored
-    there.
+    """A split of image files, read as uint8 (channels, H, W). Images that are not in `cache` yet
+    are decoded and added to it.
 
     `size`: the (H, W) that all images have or are resized to; see `decode_image`. `slots`: the
-    slot of each sample in the cache. `place`: where the cache is, for messages.
+    slot of each sample in the cache. `place`: a phrase that says where the cache is.
     """
 
     dtype = torch.uint8
@@ -427,24 +427,24 @@ class ImageSplit:
         return self.read(index), self.targets[index]
 
     def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the pixels of these samples at the size they have in their files."""
+        """Return the pixels of these samples in their original size."""
         images = [decode_image(self.files[i], None, self.channels) for i in indices]
         return images, self.targets[indices]
 
     def take(self, indices: Tensor) -> "ImageSplit":
-        """Return an ImageSplit of these samples."""
+        """Return an ImageSplit with only these samples."""
         files = self.files.take(indices)
         targets = self.targets[indices]
         slots = self.slots[indices]
         return dataclasses.replace(self, files=files, targets=targets, slots=slots)
 
     def feed(self, state: "hashlib.blake2b") -> None:
-        """Feed the shape, and the names and sizes of the files, to a fingerprint."""
+        """Add the shape of the images and the names and sizes of the files to a fingerprint."""
         state.update(f"{self.shape} ".encode())
         self.files.feed(state)
 
     def broken(self) -> list[int]:
-        """Return the indices of unreadable images, trying all that are not in the cache."""
+        """Return the indices of unreadable images. Images in the cache are not tried again."""
         broken = []
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
@@ -469,8 +469,8 @@ class ImageSplit:
         return inputs, self.targets
 
     def chunks(self, indices: Tensor) -> Iterator[Tensor]:
-        """Yield the pixels of these samples a few MiB at a time, decoded by several threads if that
-        is faster.
+        """Yield the pixels of these samples, a few MiB at a time. Several threads decode them if
+        that is faster.
         """
         with ThreadPoolExecutor(self.threads) as pool:
             for part in indices.split(self.at_once):
@@ -483,7 +483,10 @@ class ImageSplit:
         return self.cache.missing(self.slots).nonzero().view(-1)
 
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
-        """Return the pixels of these samples, (N, channels, H, W); `map` is used to decode them."""
+        """Return the pixels of these samples, (N, channels, H, W).
+
+        To decode in threads, pass the `map` of a thread pool.
+        """
         if self.cache is None:
             images = list(map(self._decode, indices))
             return torch.stack(images)
@@ -492,7 +495,7 @@ class ImageSplit:
         if damaged and not self.cache.warned:
             file = printable(self.files[indices[damaged[0]]])
             log.warning(
-                "%s: its pixels in %s were damaged, so it was decoded again.",
+                "%s: the cached pixels in %s were damaged, so the image was decoded again.",
                 file,
                 self.cache.path,
             )
@@ -509,9 +512,9 @@ class ImageSplit:
 
 
 def decoding_threads(size: Sequence[int] | None) -> int:
-    """Return how many threads decode images of this (H, W), or None if they may be large."""
-    # Small images are decoded faster than threads can hand over the GIL: at 32x32, one thread
-    # decodes 8,600 images per second, two decode 5,600.
+    """Return how many threads to use to decode images of size (H, W); None means any size."""
+    # Decoding a small image takes less time than passing the GIL to another thread: at 32x32, one
+    # thread decodes 8,600 images per second, and two threads decode 5,600.
     is_small = size is not None and math.prod(size) < 256 * 256
     return 1 if is_small else min(os.cpu_count() or 1, 16)
 
@@ -524,27 +527,27 @@ def broken_image(file: str, reason: str) -> BrokenImage:
     """Make the error for an image that cannot be read."""
     return BrokenImage(
         f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
-        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave such images out."
+        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave out such images."
     )
 
 
 def decode_image(
     file: str, size: Sequence[int] | None, channels: int, resize: bool | int = False
 ) -> Tensor:
-    """Decode an image to uint8 (channels, H, W), rotated as its EXIF data says: gray for 1 channel,
-    RGB for 3.
+    """Decode an image to uint8 (channels, H, W): grayscale for 1 channel, RGB for 3. The image is
+    rotated according to its EXIF data.
 
     `size` is the (H, W) that the image must have, or None for any. With `resize=True`, the image is
-    resized to `size`; if `resize` is a number, the shorter side is resized to it and the center is
-    cropped to `size`. Raises BrokenImage for a file that cannot be read, UserError for an image of
-    a different size.
+    resized to `size`. If `resize` is a number, the shorter side is resized to that many pixels, and
+    the center is cropped to `size`. Raises BrokenImage for a file that cannot be read, UserError
+    for an image of a different size.
     """
     from PIL import Image, ImageOps
 
     with open_image(file) as image:
         height, width = size or (image.height, image.width)
         if resize is True:
-            # Lets a large JPEG be decoded at a reduced scale, at least twice the target size.
+            # Decode a large JPEG at a reduced scale, but at least at twice the target size.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "F":
@@ -563,7 +566,7 @@ def decode_image(
         raise UserError(
             f"{printable(file)}: this image is {image.height}x{image.width} pixels, "
             f"but the first is {height}x{width}.\n"
-            f"Type dataset.size={min(height, width)}, or any other size, to resize them all."
+            f"Type dataset.size={min(height, width)}, or any other size, to resize all images."
         )
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, channels).permute(2, 0, 1)
@@ -594,20 +597,20 @@ def open_image(file: str) -> "Iterator[Image]":
             pixels = image.width * image.height
             most = Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels are more than Pillow's limit of {most:,}")
+                raise ValueError(f"its {pixels:,} pixels exceed Pillow's limit of {most:,}")
             yield image
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            reason = f"it is not one of {', '.join(IMAGE_FORMATS)}, or is damaged"
+            reason = f"it is damaged, or its format is not one of {', '.join(IMAGE_FORMATS)}"
         raise broken_image(file, reason) from None
 
 
 @functools.cache
 def ignore_bomb_warnings() -> None:
-    """Silence Pillow's warning about large images, which `open_image` refuses anyway."""
+    """Silence Pillow's warning about large images, which `open_image` rejects anyway."""
     from PIL.Image import DecompressionBombWarning
 
     warnings.simplefilter("ignore", DecompressionBombWarning)

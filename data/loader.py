@@ -1,5 +1,5 @@
-"""Data loaders: DeviceLoader (all data on the device) and HostLoader (worker processes) yield the
-same batches.
+"""Two data loaders that yield the same batches: DeviceLoader keeps all data on the device, and
+HostLoader reads it in worker processes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,13 +23,13 @@ from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
 from stoker.trainer.transfer import move, to_device
 
-# The number of values to gather and normalize at once. On a CPU they should fit in the cache: an
-# epoch of MNIST takes 19 ms with 4 batches of 128 at once, 30 ms with 16 (one thread of an Intel
-# Xeon at 2.6 GHz). A GPU is fastest with a few large kernels.
+# The number of values to gather and normalize at once. On a CPU, they should fit in the cache: an
+# epoch of MNIST takes 19 ms with 4 batches of 128 at once, and 30 ms with 16 (one thread of an
+# Intel Xeon at 2.6 GHz). A GPU is fastest with a few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-MOST_DECODED = 64 * MIB  # pixels to decode before training starts; beyond this, images are streamed
-AHEAD = 256 * MIB  # size of the batches to prefetch
+MOST_DECODED = 64 * MIB  # maximum size of images decoded before training; larger data is streamed
+AHEAD = 256 * MIB  # maximum size of all prefetched batches
 
 # (inputs, targets)
 Batch = tuple[Tensor, Tensor]
@@ -51,18 +51,18 @@ def make_loaders(
     limit_train: Limit = None,
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Return ((train, val, test), why): a loader or None per split, and a phrase that says where
-    the data is. With several validation splits, val is {name: loader}.
+    """Return ((train, val, test), why): a loader or None for each split, and a phrase that says
+    where the data is. With several validation splits, val is {name: loader}.
 
-    `resident`: True, False, or "auto", which keeps the data on the device if all splits have
-    `tensors` and fit in half of its free memory. If more than 64 MiB of images are not cached yet,
-    "auto" streams them in this run and fills the cache.
+    `resident`: True, False, or "auto", which keeps the data on the device if all splits have a
+    `tensors` method and fit in half of its free memory. If more than 64 MiB of images are not
+    cached yet, "auto" streams them in this run and fills the cache.
     `workers`: the number of processes that read data that is not resident; "auto" is one per core,
     up to 8, and 0 for tensors.
     `timeout`: seconds to wait for a batch from a worker.
-    `only`: the only split to load, for an evaluation.
+    `only`: the one split to load, for an evaluation.
     `limit_train`, `limit_val`: the fraction or number of samples to use per epoch or evaluation.
-    With torchvision transforms in `augment`, the training split is streamed.
+    If `augment` contains torchvision transforms, the training split is streamed.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -79,7 +79,7 @@ def make_loaders(
     for name, split in splits.items():
         size = eval_batch_size or batch_size
         options[name] = {"batch_size": size, "device": device, "seed": seed}
-        # An evaluation alone reads the whole split, unless it may not end.
+        # An evaluation of a single split reads all of it, unless the split may never end.
         if name not in ("train", "test") and (only is None or length_of(split) is None):
             options[name]["limit"] = limit_val
     if only is None:
@@ -90,7 +90,7 @@ def make_loaders(
     if data.kind == "other":
         _refuse(
             {"augment": bool(augment), "resident": resident not in ("auto", False)},
-            "this needs inputs of a known shape, but this data set can return anything.\n"
+            "this needs inputs of a known shape, but samples of this data set can be anything.\n"
             "Remove this key.",
         )
         for name, split in splits.items():
@@ -99,7 +99,7 @@ def make_loaders(
         return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
-    held = dict(splits)  # the splits that can be resident
+    held = dict(splits)  # the splits that may become resident
     transforms = None
     if only is None:
         options["train"]["augment"] = augment
@@ -111,7 +111,7 @@ def make_loaders(
                 "read. Type dataset.resident=auto."
             )
         del held["train"]
-    # A run does not have to read its test split, so it does not count here; it is decoded only if
+    # A run may never read its test split, so it does not count here. Its images are decoded only if
     # it becomes resident.
     needed = [split for name, split in held.items() if name != "test" or only]
     fits, why = _choose_place(held, needed, device, resident)
@@ -154,7 +154,7 @@ def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _refuse(typed: dict[str, bool], why: str) -> None:
-    """Raise UserError for the first setting of the loaders that was typed."""
+    """Raise UserError if one of these loader settings was typed."""
     for key, is_typed in typed.items():
         if is_typed:
             raise UserError(f"dataset.{key}: {why}")
@@ -163,21 +163,24 @@ def _refuse(typed: dict[str, bool], why: str) -> None:
 def _choose_place(
     splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
-    """Return whether the splits are resident, and why; `needed` are the splits that a run reads."""
+    """Return whether to keep the splits on the device, and why; `needed` lists the splits that the
+    run reads.
+    """
     if resident is False:
-        return False, "as asked"
+        return False, "as requested"
     for split in splits.values():
         if not hasattr(split, "tensors"):
             reason = f"{type(split).__name__} has no tensors(), which would return the whole split"
             if resident is True:
                 raise UserError(
-                    f"dataset.resident=true: {reason}.\nAdd it, or type dataset.resident=false."
+                    f"dataset.resident=true: {reason}.\nAdd this method, or type "
+                    "dataset.resident=false."
                 )
             return False, reason
     if resident is True:
-        return True, "as asked"
+        return True, "as requested"
     if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
-        return False, "which decodes the images; in the next run they are resident"
+        return False, "as the images are not decoded yet; the next run keeps them on the device"
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
@@ -186,7 +189,7 @@ def _choose_place(
 
 
 def bytes_to_decode(split: Split) -> int:
-    """Return how many bytes of pixels a split still has to add to its cache, 0 without a cache."""
+    """Return how many bytes of pixels are missing from a split's cache; 0 if it has no cache."""
     if not isinstance(split, ImageSplit) or split.cache is None:
         return 0
     return split.nbytes * len(split.missing()) // len(split)
@@ -241,11 +244,11 @@ def scaling(
 
 
 class Loader(Ordered):
-    """The base of both loaders. Starting in the middle of an epoch reads nothing before that point.
+    """The base class of both loaders. Starting in the middle of an epoch reads no earlier samples.
 
     A batch is (inputs, targets) on the device: uint8 images are converted to float32 and
-    normalized; floats keep their dtype. It depends only on (seed, epoch, batch index), and leaves
-    all global random generators unchanged.
+    normalized; floats keep their dtype. A batch depends only on (seed, epoch, batch index), and
+    reading it leaves all global random generators unchanged.
     """
 
     def __init__(
@@ -260,9 +263,9 @@ class Loader(Ordered):
         super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
         self.targets_are_uniform = data.targets_are_uniform
-        # Not a method: it would create a reference cycle, self -> augment -> self. The garbage
-        # collector would then free the loader, stop a DataLoader's workers in the wrong order, and
-        # wait 5 s for each.
+        # Not a method, which would create the reference cycle self -> augment -> self. The loader
+        # would then be freed by the garbage collector, which stops the workers of a DataLoader in
+        # the wrong order and waits 5 s for each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
@@ -272,7 +275,7 @@ class Loader(Ordered):
         if not self.dealt_late:
             self.share = len(self.mine(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
-        # Whether `flip: alternate` flips a sample in even or odd epochs.
+        # For each sample, whether `flip: alternate` flips it in even or in odd epochs.
         self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
@@ -321,15 +324,15 @@ class Loader(Ordered):
         return {name: torch.cat([self._dealt(draw[name]) for draw in draws]) for name in draws[0]}
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
-        """Yield (inputs, targets) on the device for these batches of indices, one or more batches
-        at a time.
+        """Yield (inputs, targets) on the device for these batches of indices; each item may hold
+        several batches.
         """
         raise NotImplementedError
 
 
 class DeviceLoader(Loader):
-    """Keeps the split as two tensors on the device, with images as uint8; several batches are
-    gathered and normalized at once.
+    """Keeps the split as two tensors on the device, with images as uint8, and gathers and
+    normalizes several batches at once.
     """
 
     def __init__(self, data: Data, split: str, batch_size: int, **options: Any) -> None:
@@ -377,7 +380,8 @@ def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostLoader(Loader):
-    """Leaves the split on the host; `workers` processes (0: this one) read and decode samples.
+    """Leaves the split on the host, where `workers` processes read and decode samples; with 0,
+    this process does.
 
     Everything else happens on the device. If a sample cannot be read, or a worker dies or takes
     longer than `timeout` seconds (0: no limit) for a batch, a TrainingError names the samples.
@@ -404,7 +408,7 @@ class HostLoader(Loader):
         self.workers = Workers(reader, workers, timeout, self.device, ahead)
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
-        # Every evaluation sees the same samples.
+        # In evaluations, the epoch is always 0, so that all of them see the same samples.
         for batch in self.workers.read(epoch if self.shuffle else 0, batches):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)

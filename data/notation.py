@@ -1,4 +1,4 @@
-"""How a table writes its numbers and dates, as pyarrow reads them."""
+"""The number and date formats of tables, which are parsed with pyarrow."""
 
 import contextlib
 import re
@@ -10,10 +10,10 @@ from pyarrow import compute
 
 from stoker.trainer.errors import UserError, check_choice
 
-LARGEST = 1e38  # largest number in a table; float32 ends at 3.4e38
-DIGITS = 15  # digits of a whole number that a float can hold
-FEW = 0.05  # at most this fraction of other values still makes a column one of numbers
-FEW_KINDS = 20  # up to this many distinct values can be categories or classes in any table
+LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
+DIGITS = 15  # a float64 can represent every whole number with this many digits
+FEW = 0.05  # a column with at most this fraction of other values is numeric, with typos
+FEW_KINDS = 20  # up to this many distinct values may be categories or classes, in any table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (
     r"^[\p{Sc} ]*[-+]?[\p{Sc} ]*(\d+|\d{1,3}([., '\x{2019}]\d{3})+)([.,]\d+)?"
@@ -23,25 +23,25 @@ TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
 # A date in another notation, such as 1/31/2024, which could be in two orders.
 OTHER_DATE = r"^(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./]\d{1,2}[./]\d{1,2})\b"
-CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float can hold
+CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float64 can represent
 MICROSECONDS = 86_400e6  # microseconds in a day
 
-Texts = Any  # a pyarrow array, with null for a missing value
+Texts = Any  # a pyarrow array of strings; null is a missing value
 
 
 def only(mask: Any, values: Any) -> Any:
-    """Return a pyarrow array with null where the mask is not true."""
+    """Return the pyarrow array `values`, with null where the mask is not true."""
     return compute.if_else(mask, values, pyarrow.scalar(None, values.type))
 
 
 def usable(numbers: Any) -> Any:
-    """Return the numbers, with null for those that float32 cannot hold."""
+    """Return the numbers, with null for any that are too large for float32."""
     return only(compute.less_equal(compute.abs(numbers), LARGEST), numbers)
 
 
 @dataclass(frozen=True)
 class Notation:
-    """Reads numbers with this decimal sign, without the characters in `marks`."""
+    """Parses numbers with this decimal separator, ignoring the characters in `marks`."""
 
     decimal: str = "."
     marks: str = ""
@@ -50,7 +50,7 @@ class Notation:
         check_choice("dataset.decimal", self.decimal, (".", ","))
         if set(self.marks) & set(f"0123456789+-{self.decimal}"):
             raise UserError(
-                f"dataset.marks={self.marks}: cannot contain a digit, + or -, or the decimal sign."
+                f"dataset.marks={self.marks}: must not contain digits, + or -, or the decimal sign."
             )
 
     def numbers(self, texts: Texts) -> Any:
@@ -94,8 +94,8 @@ def dates(texts: Texts) -> Any:
 def are_numbers(texts: Texts) -> bool:
     """Return whether nearly all of these distinct texts are numbers or dates in some notation.
 
-    Letters count as a unit, as in 12 kg, only if there are more than a few texts: 1st and 2nd are
-    names.
+    If there are more than FEW_KINDS texts, letters after a number are taken for a unit, as in 12
+    kg. With fewer texts, they are part of a name, as in 1st and 2nd.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
     pattern = f"{IN_SIGNS.replace('UNITS', units)}|{OTHER_DATE}"

@@ -29,8 +29,8 @@ def limited(n: int, limit: Limit, part: str) -> int:
         return max(1, round(limit * n))
     if limit > n:
         raise UserError(
-            f"limit_{part}={limit}: there are only {n:,} samples. Remove it, or type a lower "
-            "number."
+            f"limit_{part}={limit}: there are only {n:,} samples. Remove this setting, or type "
+            "a lower number."
         )
     return limit
 
@@ -38,13 +38,13 @@ def limited(n: int, limit: Limit, part: str) -> int:
 class Ordered(Seekable):
     """The order of a split's samples, and this process's share of each batch.
 
-    Without `shuffle`, samples keep the order of the split. With a `limit`, a fraction or a number
-    of samples, an epoch uses the first samples of its shuffled order; without `shuffle`, it uses
+    Without `shuffle`, samples keep the order of the split. With a `limit` (a fraction or a number
+    of samples), an epoch uses only the first samples of its shuffled order or, without `shuffle`,
     the same random subset each time. In distributed training, each process gets its share of every
     batch: samples rank, rank + world_size, ... of the `global_size` samples of the whole batch.
     """
 
-    global_size: int | None = None  # samples in the last batch, over all processes
+    global_size: int | None = None  # samples in the latest batch, over all processes
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Ordered(Seekable):
             if drop_last:
                 raise UserError(
                     f"batch_size={batch_size}: {name} has only {self.samples} training "
-                    "samples, and drop_last=true drops them.\n"
+                    "samples, so drop_last=true would drop all of them.\n"
                     f"Type drop_last=false, or a batch_size of at most {self.samples}."
                 )
             batch_size = self.samples
@@ -80,7 +80,7 @@ class Ordered(Seekable):
         if shuffle and smallest < launch.world_size():
             raise UserError(
                 f"batch_size={batch_size}: each of the {launch.world_size()} processes needs a "
-                f"sample of every batch, but the smallest has only {smallest}.\n"
+                f"sample of every batch, but the smallest batch has only {smallest}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
 
@@ -105,8 +105,8 @@ class Ordered(Seekable):
     def mine(self, batch: Tensor) -> Tensor:
         """Return this process's share of a whole batch.
 
-        If there are fewer samples than processes, it borrows the first one, because the other
-        processes wait for it to take part: see parallel.has_samples.
+        If the batch has fewer samples than there are processes, a process without a sample borrows
+        the first one, because the others wait for it to take part: see parallel.has_samples.
         """
         return (
             batch[launch.rank() :: launch.world_size()] if len(batch) > launch.rank() else batch[:1]

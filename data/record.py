@@ -27,28 +27,28 @@ from stoker.trainer.seeding import random_stream
 class Data:
     """The splits of a data set, and the facts that models, losses and metrics need.
 
-    Creating it checks sizes, labels and numbers. `val` and `test` may be None; `more_val` has
-    further validation splits by name. Classification targets are int64: one class per sample (N,),
-    per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore -100.
-    `mean` and `std`, one number per channel for pixels in 0..1, apply to uint8 images; without
-    them, uint8 is only scaled to 0..1. Floats are unchanged. Regression targets are (value -
-    target_mean) / target_scale, so errors can be reported in the original units; both may be lists
-    or tensors with one number per target. `cut` names the rule that divided the splits, if it was
-    not purely random. `table` describes a table's columns and how to read it: see tables.py.
-    `tokens` is the kind of tokens in a text, which a trained model needs to read and write text:
-    see text.py.
+    The constructor checks sizes, labels and numbers. `val` and `test` may be None; `more_val` has
+    additional validation splits by name. Classification targets are int64: one class per sample
+    (N,), per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore
+    -100. `mean` and `std` have one number per channel, for pixels in 0..1. They normalize uint8
+    images; without them, such images are only scaled to 0..1. Floating-point inputs are not
+    changed. Regression targets are (value - target_mean) / target_scale, so that errors can be
+    reported in the original units; both may be lists or tensors with one number per target. `cut`
+    is a phrase that says how the data was split, if not purely at random. `table` describes a
+    table's columns and how to read it: see tables.py. `tokens` is the kind of tokens in a text,
+    which a trained model needs to read and write text: see text.py.
 
-    With kind "other", the splits are torch data sets, iterables of batches or loaders. Nothing is
-    known about their batches, so `in_shape`, `num_classes` and all that depends on them are None:
-    see samples.py.
+    With kind "other", the splits are torch data sets, iterables of batches, or loaders. Nothing is
+    known about their batches, so `in_shape`, `num_classes` and everything that depends on them are
+    None: see samples.py.
     """
 
     name: str
     train: Any  # a Split, or for kind "other" anything that yields samples or batches
     val: Any
     test: Any
-    in_shape: Any = None  # a tuple of numbers
-    num_classes: Any = None  # for a regression, the number of targets
+    in_shape: Any = None  # a tuple of whole numbers
+    num_classes: Any = None  # for regression, the number of targets
     kind: str = "classification"
     classes: list[str] | None = None
     mean: Sequence[float] | None = None
@@ -90,17 +90,18 @@ class Data:
 
     @property
     def target_shape(self) -> tuple[int, ...]:
-        """The shape of a sample's classes, () for one class.
+        """The shape of a sample's class targets.
 
-        It is (T,) for one class per token, (H, W) for one per pixel, and () for other kinds.
+        It is () for one class per sample, (T,) for one per token, (H, W) for one per pixel, and ()
+        if the targets are not classes.
         """
         return _target_shape(self.train) if self.kind == "classification" else ()
 
     @property
     def targets_are_uniform(self) -> bool:
-        """Whether all training samples have the same number of targets, with none ignored.
+        """Whether all training samples have the same number of targets, and none is ignored.
 
-        A split without `targets` states this itself, in an attribute with this name.
+        A split without `targets` can say so in an attribute with this name.
         """
         if self.kind != "classification":
             return True
@@ -110,12 +111,12 @@ class Data:
         return int(targets.min()) >= 0
 
     def parts(self) -> dict[str, Any]:
-        """Return the splits by name, without those that are None."""
+        """Return the splits by name, except those that are None."""
         parts = {"train": self.train, "val": self.val, **self.more_val, "test": self.test}
         return {name: part for name, part in parts.items() if part is not None}
 
     def description(self) -> Description:
-        """Return the facts about its inputs and outputs that a trained model needs, as plain values
+        """Return what a trained model needs to know about its inputs and outputs, as plain values
         for checkpoints.
         """
         if self.kind == "other":
@@ -135,11 +136,12 @@ class Data:
         """Adopt the classes, mean, std and units of the data that a model was trained on.
 
         Classes are matched by name. Raises UserError if the model does not know a class, or if the
-        inputs have another shape.
+        inputs have a different shape.
         """
         if self.kind != about["kind"]:
             raise UserError(
-                f"dataset: {self.name} is for {self.kind}, but the run is for {about['kind']}."
+                f"dataset: {self.name} is data of kind {self.kind}, but the run was trained on "
+                f"data of kind {about['kind']}."
             )
         if self.kind == "other":
             return
@@ -191,16 +193,16 @@ class Data:
         for part in self.parts().values():
             if "targets" not in vars(part):
                 raise UserError(
-                    "dataset: the classes or units differ from the run's, "
-                    f"and the targets of a {type(part).__name__} cannot be changed."
+                    "dataset: the classes or units differ from those of the run, "
+                    f"but the targets of a {type(part).__name__} cannot be converted."
                 )
             part.targets = change(part.targets)
 
     def part_to_evaluate(self, split: str | None = None) -> str:
-        """Return the name of the split to evaluate: `split`, or else the test split, or else the
-        validation split.
+        """Return the name of the split to evaluate: `split` if given, otherwise the test split, or
+        the validation split if there is no test split.
 
-        "all" means the training split of undivided data.
+        "all" stands for the training split of data that is not divided.
         """
         parts = self.parts()
         if split == "all" and len(parts) == 1:
@@ -216,8 +218,8 @@ class Data:
         )
 
     def check_classes(self) -> None:
-        """Check that the training split has at least two classes, and all classes of the other
-        splits. Classes of tokens and pixels are not checked.
+        """Check that the training split has at least two classes, including all classes of the
+        other splits. Classes of tokens and pixels are not checked.
         """
         if self.kind != "classification" or self.target_shape:
             return
@@ -236,7 +238,7 @@ class Data:
             if is_new.any():
                 raise UserError(
                     f"{self.name}: the {name} split has the class {self._class_name(is_new)}, "
-                    "which the training split lacks.\n"
+                    "which does not occur in the training split.\n"
                     "Add training samples of this class, or choose a different "
                     "dataset.split_seed or smaller fractions."
                 )
@@ -244,7 +246,7 @@ class Data:
     def balanced_weights(self) -> list[float]:
         """Return class weights that give all classes the same total weight in training.
 
-        As in scikit-learn: samples / (classes * samples of the class).
+        The formula is that of scikit-learn: samples / (classes * samples of the class).
 
         Raises:
             UserError: The targets are not classes, or a class has no training sample.
@@ -256,20 +258,20 @@ class Data:
             counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
         if not counts.all():
             raise UserError(
-                f"loss.weight=balanced: the training split of {self.name} does not list targets of "
-                "every class.\nType a list of numbers, one per class."
+                f"loss.weight=balanced: the training split of {self.name} must have `targets` and "
+                "samples of every class.\nType a list of numbers, one per class."
             )
         weights: list[float] = (counts.sum() / (len(counts) * counts.double())).tolist()
         return weights
 
     def _class_name(self, mask: Tensor) -> str:
-        """Return the name of the first class in the mask."""
+        """Return the name of the first class that the mask selects."""
         label = int(mask.int().argmax())
         return str(label) if self.classes is None else repr(printable(self.classes[label]))
 
 
 def input_type(part: Split) -> torch.dtype:
-    """Return the dtype of a split's inputs, read from the first sample if the split has none."""
+    """Return the dtype of a split's inputs; if the split has no dtype, read a sample."""
     dtype = getattr(getattr(part, "inputs", part), "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -287,12 +289,12 @@ def unknown_class(name: str, known: Sequence[str]) -> UserError:
 
 
 def fingerprint(data: Data) -> str:
-    """Return a short hex string that identifies the data a run trains on. If it differs, a resumed
-    run would see different samples.
+    """Return a short hex string that identifies the data that a run trains on. If it changes, a
+    resumed run would see different samples.
 
     It covers the values of splits in memory; the relative paths, sizes and labels of image files;
-    the length and labels of your own splits and data sets. It does not cover modification times or
-    the root, so a copied folder has the same fingerprint.
+    and the length and labels of your own splits and data sets. It does not cover the root or
+    modification times, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
@@ -301,7 +303,7 @@ def fingerprint(data: Data) -> str:
         for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
             if isinstance(tensor, Tensor):
                 state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-                # Read as bytes without a copy; MNIST takes 0.05 s.
+                # Hash the bytes without a copy; this takes 0.05 s for MNIST.
                 values = tensor.detach().cpu().contiguous().reshape(-1)
                 state.update(values.view(torch.uint8).numpy().data)
         feed = getattr(part, "feed", None)
@@ -311,7 +313,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
-    """Return `mean` or `std` as a list; UserError unless it has one number per channel."""
+    """Return `mean` or `std` as a list; UserError if it does not have one number per channel."""
     if values is None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:
@@ -333,12 +335,12 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     ):
         raise UserError(
             f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
-            "Targets must be a tensor, and a list of indices must return (inputs, targets): see\n"
-            "examples/own_data.py. stoker.data.datasets.DatasetSplit(dataset) makes a split "
-            "from a torch Dataset."
+            "Targets must be a tensor, and split[[0, 1]] must return (inputs, targets): see "
+            "examples/own_data.py.\n"
+            "stoker.data.datasets.DatasetSplit(dataset) makes a split from a torch Dataset."
         )
     if len(part) == 0:
-        raise UserError(f"{where}: it is empty.")
+        raise UserError(f"{where}: this split is empty.")
     if targets is not None and len(targets) != len(part):
         raise UserError(f"{where}: there are {len(part)} inputs but {len(targets)} targets.")
 
@@ -351,12 +353,14 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
             continue
         shape = tuple(tensor.shape[1:])
         if name == "inputs" and shape != in_shape:
-            raise UserError(f"{where}: inputs have the shape {shape}, but should have {in_shape}.")
-        # If any value is NaN, so are the extremes, which take one pass and no extra memory.
+            raise UserError(
+                f"{where}: inputs have shape {shape}, but should have shape {in_shape}."
+            )
+        # A NaN anywhere makes both extremes NaN. Finding them needs one pass and no memory.
         if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()
-            raise UserError(f"{where}: {name}{place} is {value}. Give finite numbers.")
+            raise UserError(f"{where}: {name}{place} is {value}. All values must be finite.")
 
 
 def _target_shape(part: Split) -> tuple[int, ...]:
@@ -367,7 +371,7 @@ def _target_shape(part: Split) -> tuple[int, ...]:
 
 
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
-    """Check that labels are valid class indices with as many dimensions as `shape` per sample."""
+    """Check that labels are valid class indices, with the dimensions of `shape` for each sample."""
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: a sample's targets have shape {_target_shape(part)}, "
@@ -376,7 +380,7 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     labels = getattr(part, "targets", None)
     if labels is None:
         return
-    # A sequence has more than one token: (N, 1) means labels with an extra dimension.
+    # (N, 1) is not a sequence of one token, but labels with an extra dimension.
     if labels.dtype != torch.int64 or labels.ndim > 3 or shape == (1,):
         raise UserError(
             f"{where}: labels must be int64 of shape (N,), (N, T) or (N, H, W), "

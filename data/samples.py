@@ -1,7 +1,7 @@
 """Data sets of arbitrary samples, from a torch Dataset, an iterable or a loader.
 
-These are the splits of a Data of kind "other". This module orders and batches samples, and knows
-nothing about their content.
+They are the splits of a Data of kind "other". This module orders and batches samples, but knows
+nothing about their contents.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,19 +23,19 @@ Collate = Callable[[list[Any]], Any]
 
 
 def data_of(name: str, parts: Mapping[str, Any]) -> Data:
-    """Return the Data of {"train": ..., "val": ..., "test": ...}.
+    """Make a Data from {"train": ..., "val": ..., "test": ...}.
 
     Each split is a map-style torch Dataset, an IterableDataset, or a loader (any iterable of
-    batches). All splits but train may be missing or None; other keys are further validation splits.
-    Data sets of (tensor, class) with `classes` and `targets`, as in torchvision, become a
-    classification; anything else has kind "other".
+    batches). All splits but train may be missing or None; other keys are additional validation
+    splits. Data sets of (tensor, class) with `classes` and `targets`, like those of torchvision,
+    become classification data; anything else has kind "other".
 
     Raises:
         UserError: There is no training split, or a split yields neither samples nor batches.
     """
     if parts.get("train") is None:
         raise UserError(
-            f"dataset: {name} returns {kind_of(parts)} without train. "
+            f"dataset: {name} returns {kind_of(parts)} without a train split. "
             'Return {"train": ..., "val": ..., "test": ...}; only train is required.'
         )
     given = {key: part for key, part in parts.items() if part is not None}
@@ -45,7 +45,7 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
         if not str(key).isidentifier() or is_batch or not has_data:
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
-                "IterableDataset or a loader, under a name of letters, digits and _."
+                "IterableDataset or a loader; the key can contain letters, digits and underscores."
             )
     facts: dict[str, Any] = {"kind": "other"}
     if all(map(is_labelled, given.values())):
@@ -81,7 +81,7 @@ def is_labelled(part: Any) -> bool:
     if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
         return False
     whole = whole_of(part)
-    # With a target_transform, `targets` and `classes` are not what samples contain.
+    # With a target_transform, samples do not contain the values in `targets` and `classes`.
     is_changed = getattr(whole, "target_transform", None) is not None
     if is_changed or not hasattr(whole, "classes") or targets_of(part) is None:
         return False
@@ -95,16 +95,16 @@ def is_labelled(part: Any) -> bool:
 
 
 def loader_line(data: Data) -> str:
-    """Return a line on what your own training loader cannot guarantee; "" for built-in loaders."""
+    """Return a line that says what your own loader cannot guarantee; "" for built-in loaders."""
     part = data.train
     if data.kind != "other" or has_samples(part) or is_stream(part):
         return ""
     loader = IterableLoader(part)
-    if loader.is_stateful or not loader.length_is_exact:  # for a stream, `fit` warns
+    if loader.is_stateful or not loader.length_is_exact:  # `fit` warns about streams
         return ""
     return (
         f"loader   train is your own {loader.name}: a resumed run reads it again up to where it "
-        "stopped, which is exact only if its batches depend on nothing but the global seeds"
+        "stopped, which is exact only if its batches depend only on the global seeds"
     )
 
 
@@ -121,7 +121,7 @@ def make_loader(
 
     An IterableDataset becomes a DataLoader, by default without workers, because each worker would
     read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
-    its first batches, and an epoch continues where the last one stopped. `options` are those of
+    its first batches, and an epoch continues where the previous one stopped. `options` are those of
     Ordered.
     """
     if has_samples(part):
@@ -172,8 +172,8 @@ class SampleLoader(Ordered):
     """Batches of a map-style data set, collated by its `collate_fn` or torch's `default_collate`.
 
     A batch depends only on (seed, epoch, batch index). A sample's random numbers depend on (seed,
-    epoch, sample index), so they are the same for any number of workers and processes; only those
-    of a `collate_fn` differ between processes. In evaluations, the epoch is 0.
+    epoch, sample index), so they are the same for any number of workers and processes; only the
+    random numbers of a `collate_fn` differ between processes. In evaluations, the epoch is 0.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class SampleReader(Reader):
                     raise
                 dataset = type(self.split).__name__
                 raise UserError(
-                    f"{self.where}: its samples cannot be collated into a batch: {cause(error)}.\n"
+                    f"{self.where}: samples cannot be collated into a batch: {cause(error)}.\n"
                     f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
                     "batch, or return tensors of equal shape."
                 ) from error

@@ -1,4 +1,4 @@
-"""The valid values of loader arguments, without importing torch."""
+"""Check the settings of loaders without importing torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from stoker.trainer.settings import COUNT, Choice, Limit, Number
 
 @dataclasses.dataclass(frozen=True)
 class FractionOrCount:
-    """A fraction of the samples (0.1), a number of them, or None."""
+    """A fraction of the samples (0.1), a number of samples, or None."""
 
     def check(self, key: str, value: Any) -> Any:
         is_fraction = isinstance(value, float) and 0 < value <= 1

@@ -1,5 +1,5 @@
-"""Splits of a data set, in memory or read from a torch Dataset, and the rules that
-divide samples among them.
+"""Splits of a data set, in memory or read from a torch Dataset, and the rules that divide samples
+among splits.
 """
 
 import math
@@ -15,13 +15,13 @@ from stoker.trainer.seeding import mix_seed, random_stream
 
 
 class Split(Protocol):
-    """A split of a data set, as Data takes it and loaders read it.
+    """The interface of a split, which Data takes and loaders read.
 
     `split[[3, 1]]` returns (inputs, targets) of these samples, each stacked into one tensor. A
     split that can return all samples at once also has `tensors()`, and can then be resident on the
-    device. `targets` is optional for a regression, and for targets that are computed on access,
-    such as the next tokens; the latter need `target_shape`, (T,) or (H, W), and set
-    `targets_are_uniform` if no target is -100.
+    device. `targets` is optional for regression, and for classes that are computed on access, such
+    as next tokens. Such a split needs a `target_shape`, (T,) or (H, W), and sets
+    `targets_are_uniform` to True if no target is -100.
     """
 
     nbytes: int
@@ -33,7 +33,7 @@ class Split(Protocol):
 
 
 class TensorSplit:
-    """Samples in memory. Index it with an int, or with a list of ints for a whole batch.
+    """A split in memory. Index it with an int, or with a list of ints for a whole batch.
 
     `lines`: for a table, each sample's line number in its file; the header is line 1.
     """
@@ -82,7 +82,7 @@ class DatasetSplit:
                 targets = _stacked(dataset, [dataset[i] for i in range(len(dataset))], 1)
         self.dataset = dataset
         self.targets = torch.as_tensor(targets)
-        if self.targets.is_floating_point():  # for a regression: (N, number of targets)
+        if self.targets.is_floating_point():  # for regression: (N, number of targets)
             self.targets = self.targets.float().view(len(self.targets), -1)
 
     def __len__(self) -> int:
@@ -118,16 +118,17 @@ def check_fractions(**fractions: float) -> list[float]:
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
         names = " + ".join(f"dataset.{key}" for key in fractions)
-        raise UserError(f"{names}: above 0.95, which leaves too few samples to train on.")
+        raise UserError(f"{names} is above 0.95, which leaves too few samples to train on.")
     return list(fractions.values())
 
 
 def split_indices(targets: Tensor | int, fractions: Sequence[float], seed: int) -> list[Tensor]:
-    """Divide samples into [rest, split, split, ...], as sorted indices; one split per fraction.
+    """Divide samples into [rest, split, split, ...], with one split per fraction; return the sorted
+    indices of each.
 
-    `targets` is either the number of samples or their targets. If these are one class per sample,
-    each split has the same fraction of each class, and at least one sample of every class that has
-    enough of them. Raises UserError if a split would be empty.
+    `targets` is either the number of samples or their targets. With one class per sample, the
+    splits are stratified: each has the same fraction of every class, and at least one sample of
+    every class that has enough samples. Raises UserError if a split would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]
@@ -157,18 +158,20 @@ def divide(
 ) -> list[Tensor]:
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
-    `folds`: divide the samples outside the test split into this many folds of equal size, each with
-    the same fraction of each class if `targets` are classes; fold number `fold` is the validation
-    part.
-    `groups`: keep samples with the same group number in one split; fractions count groups.
-    `times`: use the latest samples as the test split and those before as the validation split;
-    samples with the same time stay together.
+    `folds`: divide the samples outside the test split into this many folds of equal size, which are
+    stratified if `targets` are classes; fold number `fold` is the validation split.
+    `groups`: keep samples with the same group number in one split; fractions refer to the number of
+    groups.
+    `times`: use the latest samples as the test split, and the samples before them as the validation
+    split; samples with the same time stay together.
     """
     check_number("dataset.folds", folds, whole=True, least=0)
     check_number("dataset.fold", fold, whole=True, least=0, most=max(folds - 1, 0))
     if times is not None:
         if folds or groups is not None:
-            raise UserError("dataset.split_time: leave out dataset.folds and dataset.split_group.")
+            raise UserError(
+                "dataset.split_time: cannot be combined with dataset.folds or dataset.split_group."
+            )
         return _by_time(times, fractions)
     if groups is not None:
         names, numbers = groups.unique(return_inverse=True)
@@ -180,7 +183,7 @@ def divide(
     if len(rest) < folds or folds == 1:
         raise UserError(
             f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose "
-            "between 2 and that many folds."
+            f"from 2 to {len(rest)} folds."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
@@ -192,7 +195,7 @@ def divide(
 
 
 def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """Return the sample indices of each split in order of time: the earliest first."""
+    """Return the sample indices of each split; the first split has the earliest samples."""
     starts = torch.tensor(_sizes(len(times), fractions)[:-1]).cumsum(0)
     ordered = torch.cat([times.sort().values, torch.tensor([math.inf])])
     number = torch.bucketize(times, ordered[starts], right=True)
@@ -226,6 +229,6 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
-    """Return the TensorSplit of the rest and of each split, None for a fraction of 0."""
+    """Return a TensorSplit of the rest and one for each fraction (None if it is 0)."""
     parts = split_indices(targets, fractions, seed)
     return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]

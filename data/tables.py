@@ -31,14 +31,14 @@ except ModuleNotFoundError as error:
         raise
     pyarrow = None
 
-Texts = Any  # a pyarrow array, with null for a missing value
+Texts = Any  # a pyarrow array of strings; null is a missing value
 FIRST = 2  # line of the first row; the header is line 1
 PIECE = 2**18  # bytes of a csv file read at once
 ROWS = 2**12  # rows of a parquet file read at once
-LONGEST = 2**20  # bytes in a header
-MOST_NUMBERS = 2**28  # values in a table
-EMPTY = ("", "?")  # a missing value, in any column
-WORDS = ("na", "n/a", "nan", "null", "none")  # also these, except in a text target
+LONGEST = 2**20  # maximum size of a header in bytes
+MOST_NUMBERS = 2**28  # maximum number of values in a table
+EMPTY = ("", "?")  # missing values, in any column
+WORDS = ("na", "n/a", "nan", "null", "none")  # also missing values, except in a text target
 MISSING = (*EMPTY, *WORDS)
 CORRECT = (
     "Write numbers as 1234.5 (at most 1e38), dates as 2024-01-31 or 31.01.2024, and leave missing "
@@ -67,24 +67,25 @@ def csv(
 ) -> Data:
     """Read a csv file with a header line, or a parquet file; one column is the target.
 
-    Numbers are standardized and categories are one-hot encoded, using only the training rows. A
-    column is numeric if every value is a number and it is not listed in `categorical`; if only a
-    few values are not numbers or dates, or nearly all are in another notation, it is an error.
-    Dates become days. A category that does not occur in the training rows is all zeros.
+    Numbers are standardized and categories are one-hot encoded, based on the training rows only. A
+    column is numeric if every value is a number and the column is not listed in `categorical`. It
+    is an error if only a few values of a column are not numbers or dates, or if nearly all values
+    are in another notation. Dates are converted to days. A category that does not occur in the
+    training rows is encoded as all zeros.
 
     `kind`: "auto" treats these targets as classes: text, codes such as 007, and up to 20 distinct
-    whole numbers if that is less than a tenth of the rows. Other targets are a regression. Classes
-    keep their spelling: 1, 01 and 1.0 are three classes.
+    whole numbers if that is less than a tenth of the rows. Any other target means regression.
+    Classes keep their spelling: 1, 01 and 1.0 are three classes.
     `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing category is all
     zeros).
-    `decimal`, `marks`: the decimal sign, and characters to strip from numbers.
+    `decimal`, `marks`: the decimal separator, and characters to ignore in numbers.
     `split_group`, `split_time`: a column that divides the rows (see `divide`) and is not an input.
     `trained`: the description of a run's data, whose columns, classes and units replace those of
     this table.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    target = str(target)  # on the command line, a bare 2024 is a number
+    target = str(target)  # a bare 2024 on the command line is a number
     reading = {
         "target": target,
         "missing": missing,
@@ -122,13 +123,13 @@ def csv(
     used = list(dict.fromkeys([target, *names, *divided_by]))
     values = table.read(used, [target, *categorical])
     kind, classes, targets = _read_target(target, values[target], table, kind, trained)
-    answers = pyarrow.array(targets.numpy(), from_pandas=True)  # with null for NaN
+    answers = pyarrow.array(targets.numpy(), from_pandas=True)  # converts NaN to null
     rows = table.complete({**values, target: answers})
     if len(rows) == 0:
-        raise UserError(f"{table.shown}: there are no rows, or each one has a missing value.")
+        raise UserError(f"{table.shown}: there are no rows, or every row has a missing value.")
     if len(rows) < len(targets):
         log.warning(
-            "%s: %d of %d rows have missing values and are left out.",
+            "%s: skipped %d of %d rows because they have missing values.",
             table.shown,
             len(targets) - len(rows),
             len(targets),
@@ -142,7 +143,7 @@ def csv(
         groups = numbered(values[str(split_group)])[rows]
     if split_time is not None:
         times = table.times(str(split_time), values[str(split_time)])[rows]
-    # Sorted indices of the remaining rows.
+    # For each split, sorted indices into `rows`.
     parts = divide(
         len(rows) if classes is None else targets,
         fractions,
@@ -164,7 +165,7 @@ def csv(
         train = rows[parts[0]]
         for name in names:
             columns.append(table.describe(name, values[name], train, name in categorical))
-        table.warned.update(names)  # only an evaluation warns about unknown categories
+        table.warned.update(names)  # in training, do not warn about unknown categories
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
     pieces = []
@@ -173,7 +174,7 @@ def csv(
     splits = [TensorSplit(*part) if len(part[0]) else None for part in zip(*pieces, strict=True)]
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
-        cut += f" into {folds} folds (fold {fold} validates)"
+        cut += f" into {folds} folds, with fold {fold} for validation"
     train_part, val, test = splits
     return Data(
         Path(path).stem,
@@ -195,13 +196,13 @@ class Table:
     """A csv or parquet file, and how to read it; UserError if it cannot be read.
 
     `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
-    Lines count rows as a spreadsheet does: the header is line 1.
+    Line numbers are those of a spreadsheet: the header is line 1.
 
     Attributes:
         names: The column names.
-        notation: The notation of its numbers.
+        notation: How its numbers are written.
         shown: The path, as shown in messages.
-        warned: The columns that need no further warning about unknown categories.
+        warned: The columns whose unknown categories cause no warning, or no further one.
         lists: The columns of dataset.ignore and dataset.categorical.
     """
 
@@ -233,12 +234,14 @@ class Table:
         if len(self.names) < len(header) or "" in self.names:
             raise UserError(
                 f"{self.shown}: the header has an empty name or the same name twice. Give each "
-                "column a unique name; to_csv(index=False) leaves out the index."
+                "column a unique name; in pandas, to_csv(index=False) leaves out the index."
             )
 
     @contextlib.contextmanager
     def _open(self, names: Sequence[str]) -> Iterator[tuple[list[str], Iterator[Any]]]:
-        """Yield the names in the header, and batches of the columns `names`."""
+        """Yield the column names in the header, and an iterator over batches of the columns
+        `names`.
+        """
         try:
             with open_plain(self.path, links=True) as plain:
                 start = plain.read(LONGEST)
@@ -247,7 +250,8 @@ class Table:
                     stored = parquet.ParquetFile(file)
                     yield stored.schema_arrow.names, stored.iter_batches(ROWS, columns=names)
                     return
-                # A row must fit in a block, and several blocks are read ahead.
+                # A row must fit into a block. Blocks are small because pyarrow reads several of
+                # them ahead.
                 piece = max(PIECE, 8 * len(start.partition(b"\n")[0]))
                 types = dict.fromkeys(names, pyarrow.string())
                 rows = open_csv(
@@ -265,14 +269,14 @@ class Table:
             raise UserError(
                 f"{self.key}={self.shown}: cannot be read as a table "
                 f"({printable(error)[:300]}).\n"
-                "A table is a csv file in UTF-8 with a header, or a parquet file. If its separator "
-                "is not a comma, type 'dataset.delimiter=;' or tab.\n"
+                "Expected a csv file in UTF-8 with a header line, or a parquet file. If its "
+                "separator is not a comma, type 'dataset.delimiter=;' or tab.\n"
                 "To convert another encoding, type iconv -f latin1 -t utf-8 OLD.csv > NEW.csv."
             ) from None
 
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, Texts]]:
-        """Yield the columns as texts, a few thousand rows at a time, without surrounding blanks and
-        with null for missing values.
+        """Yield the columns as text, a few thousand rows at a time. Surrounding blanks are removed,
+        and missing values are null.
         """
         with self._open([self.written[name] for name in names]) as (_, batches):
             for batch in batches:
@@ -283,8 +287,8 @@ class Table:
                 yield piece
 
     def _texts(self, name: str, column: Any) -> Texts:
-        """Return a column as a csv file in this notation would have it; UserError for lists and
-        bytes.
+        """Return a column as text, as it would be written in a csv file with this notation;
+        UserError for lists and bytes.
         """
         try:
             if pyarrow.types.is_timestamp(column.type) and column.type.tz:
@@ -300,8 +304,8 @@ class Table:
         return texts
 
     def read(self, names: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
-        """Return the columns: float64 if all values are numbers and the column is not in `texts`,
-        or else text.
+        """Return the columns as float64 if all values are numbers and the column is not in `texts`,
+        otherwise as text.
         """
         none = pyarrow.array([], pyarrow.string())
         pieces: dict[str, list[Texts]] = {name: [none] for name in names}
@@ -326,7 +330,7 @@ class Table:
         return columns
 
     def check(self, where: str, names: str | Sequence[str]) -> list[str]:
-        """Return column names as a list; UserError if the table does not have one of them."""
+        """Return column names as a list; UserError if the table lacks one of these columns."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.written:
@@ -338,7 +342,7 @@ class Table:
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
-        """Return the names of the columns a run was trained on; UserError if one is missing."""
+        """Return the column names that a run was trained on; UserError if one is missing."""
         names = [column["name"] for column in columns]
         return self.check("The run was trained on the column ", names)
 
@@ -372,7 +376,7 @@ class Table:
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
     def times(self, name: str, values: Any) -> Tensor:
-        """Return a column as numbers or days; no value may be missing."""
+        """Return a column as numbers or days; UserError if a value is missing."""
         for is_date in (False, True):
             times = self.amounts(values, is_date)
             if not times.isnan().any():
@@ -383,8 +387,8 @@ class Table:
         )
 
     def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
-        """Return {"name", "mean", "std", "date"} of a numeric column, or {"name", "categories"} of
-        any other, using only the rows `train`.
+        """Return {"name", "mean", "std", "date"} for a numeric column or one of dates, and {"name",
+        "categories"} for any other column, based on the rows `train` only.
         """
         learned = values.take(pyarrow.array(train.numpy()))
         if learned.null_count == len(learned):
@@ -412,8 +416,8 @@ class Table:
         return {"name": name, "categories": categories}
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
-        """Raise UserError if values look like numbers or dates with typos or in another notation,
-        or if not `is_text`.
+        """Raise UserError if the values look like numbers or dates with typos or in another
+        notation, or if `is_text` is False. `instead` is what to type to accept them.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         is_wrong = is_odd & self.amounts(texts, is_date=True).isnan()
@@ -451,9 +455,11 @@ class Table:
             )
             if categories is None:
                 raise UserError(
-                    f"{where} is not a number or date, but it must be for this model.\n{CORRECT}."
+                    f"{where} is not a number or date, but this model needs one.\n{CORRECT}."
                 )
-            log.warning("%s was not in the training data; such values count as unknown.", where)
+            log.warning(
+                "%s did not occur in the training data; such values are treated as unknown.", where
+            )
             self.warned.add(name)
         if categories is None:
             return numbers.unsqueeze(1)
@@ -472,7 +478,7 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
 
 
 def numbered(values: Any) -> Tensor:
-    """Number the distinct values, and return the number of each value."""
+    """Number the distinct values, and return the number of each value (-1 if it is missing)."""
     return tensor_of(values.dictionary_encode().indices.fill_null(-1))
 
 
@@ -483,9 +489,10 @@ def is_count(numbers: Tensor) -> bool:
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the numbers, without NaN.
+    """Return the mean and standard deviation of the numbers, ignoring NaN.
 
-    If all are equal, the deviation is 1. (Rounding makes that of 900 times 0.1 1e-17, not 0.)
+    If all numbers are equal, return 1 as the deviation. (It is not always 0: because of rounding,
+    it would be 1e-17 for 900 values of 0.1.)
     """
     numbers = numbers[~numbers.isnan()]
     std = 1.0
@@ -502,13 +509,13 @@ def _encoded(
 ) -> Tensor:
     """Encode these rows as numbers, (N, width); UserError if they do not fit in memory.
 
-    Removes the columns from `values`, so that a large table is not in memory twice.
+    Removes the columns from `values`, so that a large table is not held in memory twice.
     """
     width = sum(len(names_of(column)) for column in columns)
-    if width * len(rows) > MOST_NUMBERS:  # a small file could need any amount of memory
+    if width * len(rows) > MOST_NUMBERS:  # even a small file could need a huge amount of memory
         raise UserError(
-            f"{table.shown}: {len(rows):,} rows of {width:,} numbers, one per category, do not fit "
-            "in memory.\nType dataset.ignore=[COLUMN] for a column with many categories."
+            f"{table.shown}: {len(rows):,} rows x {width:,} numbers (one per category) do not fit "
+            "in memory.\nType dataset.ignore=[COLUMN] to leave out a column with many categories."
         )
     blocks = []
     for column in columns:
@@ -522,10 +529,10 @@ def _encoded(
 def _read_target(
     name: str, texts: Texts, table: Table, kind: str, trained: Description | None
 ) -> tuple[str, list[str] | None, Tensor]:
-    """Return (kind, class names or None, targets). Targets are numbers or labels, float64 (N,), NaN
-    if missing.
+    """Return (kind, class names or None, targets). Targets are numbers or labels in float64 (N,),
+    with NaN for missing values.
 
-    Words such as "none" mean a missing value in a numeric target, and are classes in a text target.
+    Words such as "none" are missing values in a numeric target, but classes in a text target.
     """
     present = without(texts, WORDS)
     if trained is not None and trained["classes"] is not None:
@@ -575,13 +582,14 @@ def read_batches(
     key: str = "input",
     **typed: Any,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield batches (lines, inputs) of a table, with inputs as a trained model takes them, float64.
+    """Yield batches (lines, inputs) of a table, with float64 inputs as a trained model expects
+    them.
 
-    Numbers are not standardized. Categories are one-hot, all zeros if unknown, with a warning for
-    the first unknown value of a column. A missing number is NaN if the model fills it in itself, or
-    else the mean. `about`: the table in the run's description. `typed`: values of `missing`,
-    `delimiter`, `decimal` or `marks` that replace those of `about`; None keeps them. Raises
-    UserError for a table that cannot be read.
+    Numbers are not standardized. Categories are one-hot encoded. An unknown category becomes all
+    zeros, and the first one in each column causes a warning. A missing number is NaN if the model
+    fills in missing values itself, otherwise the mean. `about`: the table in the run's description.
+    `typed`: values of `missing`, `delimiter`, `decimal` or `marks` to use instead of those in
+    `about`, unless they are None. Raises UserError for a table that cannot be read.
     """
     given = {name: value for name, value in typed.items() if value is not None}
     columns: list[Column] = about["columns"]
@@ -602,4 +610,4 @@ def read_batches(
                 yield (some + line).tolist(), inputs[some]
         line += len(inputs)
     if line == FIRST:
-        raise UserError(f"{key}={printable(path)}: it has no rows.")
+        raise UserError(f"{key}={printable(path)}: the file has no rows.")

@@ -22,17 +22,17 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
 PARTS = ("train", "val", "test")
-MOST_IDS = 2**24  # most classes; larger numbers are unlikely to be token ids
-PIECE = 2**20  # tokens checked at once
-PIECES = 256  # pieces of the text covered by a fingerprint
-UNICODE = 0x110000  # code points of characters
+MOST_IDS = 2**24  # maximum number of classes; larger numbers are unlikely to be token ids
+PIECE = 2**20  # tokens in a piece that a fingerprint covers
+PIECES = 256  # maximum number of these pieces
+UNICODE = 0x110000  # number of possible code points
 
 
 class TextSplit:
     """A split of a text as windows of `length` tokens, one every `stride` tokens.
 
-    The targets are the token that follows each token of the window. Tokens are not copied, so they
-    can be a memory map. On the device, all windows are views of one tensor.
+    The target of each token is the token that follows it. Tokens are not copied, so they can be a
+    memory map. On the device, all windows are views of one tensor.
     """
 
     dtype = torch.int64
@@ -43,7 +43,7 @@ class TextSplit:
         self.length = length
         self.stride = stride
         self.target_shape = (length,)
-        self.nbytes: int = 16 * len(tokens)  # on a device, which needs two copies
+        self.nbytes: int = 16 * len(tokens)  # two int64 copies on the device
 
     def __len__(self) -> int:
         return (len(self.tokens) - self.length - 1) // self.stride + 1
@@ -76,24 +76,24 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows; its end is the validation split, followed by the test split.
+    """Cut a text file into windows. Its end is the validation split, followed by the test split.
 
     Args:
-        path: The file. Characters are read into memory; bytes and ids are mapped into it.
+        path: The file. Characters are read into memory; bytes and ids are memory-mapped.
         tokens: "characters" of UTF-8, "bytes", or the ids in a .npy file ("npy") or a raw file
             ("uint16", "uint32"); "auto" decides by the file extension.
         length: Tokens in a window.
-        stride: Tokens from one training window to the next; None is `length`, so that an epoch
-            reads each token once. Evaluations always use `length`.
-        val_fraction: Share of the text to use for validation.
-        test_fraction: Share of the text to use for testing.
+        stride: Tokens from the start of one training window to the next. With None, it is `length`,
+            so an epoch reads each token once. Evaluations always use `length`.
+        val_fraction: Fraction of the text to use for validation.
+        test_fraction: Fraction of the text to use for testing.
         trained: The description of a run's data, whose vocabulary to use.
     """
     check_choice("dataset.tokens", tokens, FORMS)
     check_number("dataset.length", length, whole=True, least=1)
     check_number("dataset.stride", stride, whole=True, least=1, optional=True)
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    path = os.path.expanduser(str(path))  # on the command line, a bare 2024 is a number
+    path = os.path.expanduser(str(path))  # a bare 2024 on the command line is a number
     form = tokens
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
@@ -146,7 +146,7 @@ def unreadable(path: str, reason: object) -> UserError:
 def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, list[str]]:
     """Return the characters of a UTF-8 file as ids, and the character of each id in Unicode order.
 
-    `known`: the characters of a run; any other character is an error.
+    `known`: the characters that a run was trained on; any other character is an error.
     """
     try:
         with open_plain(path, links=True) as file:
@@ -168,11 +168,11 @@ def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, lis
 
 
 def not_known(letter: str) -> str:
-    return f"the run's text does not contain {printable(repr(letter))}"
+    return f"the training text of the run does not contain {printable(repr(letter))}"
 
 
 def open_ids(path: str, form: str) -> Tokens:
-    """Map a file of bytes or ids into memory."""
+    """Memory-map a file of bytes or ids."""
     try:
         check_regular(os.stat(path), path)
         if form == "npy":
@@ -181,7 +181,7 @@ def open_ids(path: str, form: str) -> Tokens:
             ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
     except (ValueError, EOFError):
         raise unreadable(
-            path, f"it does not contain {form}.\nChoose one of: {', '.join(FORMS)}."
+            path, f"not a valid {form} file.\nType a different dataset.tokens: {', '.join(FORMS)}."
         ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise unreadable(path, "token ids must be a one-dimensional array of integers.")
@@ -195,7 +195,7 @@ def count_ids(path: str, ids: Tokens, form: str) -> int:
     if lowest < 0 or highest >= MOST_IDS:
         raise unreadable(
             path,
-            f"its numbers range from {lowest:,} to {highest:,}, but token ids must be from 0 to "
+            f"its numbers range from {lowest:,} to {highest:,}, but token ids range from 0 to "
             f"{MOST_IDS - 1:,}.\nCheck dataset.tokens={form}.",
         )
     return highest + 1

@@ -21,17 +21,17 @@ def is_transform(item: Any) -> bool:
     if any(module.startswith(MODULE) for module in modules):
         return True
     if any(module.startswith("torchvision.transforms.") for module in modules):
-        raise UserError(f"dataset.augment: use {MODULE}.{name} instead of this {name}.")
+        raise UserError(f"dataset.augment: this {name} is a v1 transform. Use {MODULE}.{name}.")
     return False
 
 
 class PerSample:
     """Reads samples of a split and transforms each of them; a mask moves with its image.
 
-    A sample's random numbers depend only on the seed, the epoch and its index, whatever its batch
-    and process. The loss ignores mask pixels that come from outside the image. If the transforms
-    include a RandomResizedCrop or a Resize, images come from `originals(indices)`, which returns
-    them at their original size, if the split has it.
+    A sample's random numbers depend only on the seed, the epoch and the sample's index, not on its
+    batch or process. The loss ignores mask pixels that come from outside the image. If the
+    transforms include a RandomResizedCrop or a Resize, and the split has a method
+    `originals(indices)`, images are read with this method, in their original size.
     """
 
     def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:
@@ -47,7 +47,7 @@ class PerSample:
         from torchvision.transforms import v2
 
         modules = itertools.chain.from_iterable(step.modules() for step in transforms)
-        # Whether a transform resizes images, rather than only cropping them like RandomCrop.
+        # Whether a transform resizes images, instead of only cropping them as RandomCrop does.
         self.sets_size = any(isinstance(one, (v2.RandomResizedCrop, v2.Resize)) for one in modules)
 
     def read(self, split: Any, epoch: int, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -65,13 +65,13 @@ class PerSample:
         return torch.stack(inputs), torch.stack(targets)
 
     def apply(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an image (C, H, W) and its target, transformed."""
+        """Transform an image (C, H, W) and its target."""
         from torchvision.tv_tensors import Image, Mask
 
         has_mask = targets.ndim == 2 and not targets.is_floating_point()
         sample = [Image(inputs)]
         if has_mask:
-            # Pixels from outside the image become 0, so shift the classes to start at 1.
+            # Pixels from outside the image become 0, so let the classes start at 1.
             sample.append(Mask((targets + 1).where(targets != IGNORED, 0)))
         try:
             for transform in self.transforms:

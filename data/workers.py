@@ -1,5 +1,5 @@
-"""A loader's worker processes: how many there are, how they start and stop, and what happens if one
-dies.
+"""The worker processes of a loader: how many there are, how they start and stop, and what happens
+if one of them dies.
 """
 
 import atexit
@@ -43,7 +43,7 @@ FEWER = (
 # The worker processes of all loaders.
 WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=WORKERS.clear)  # only the parent ends its workers
+    os.register_at_fork(after_in_child=WORKERS.clear)  # only the parent stops its workers
 
 # (epoch, indices of a batch).
 Place = tuple[int, list[int]]
@@ -82,10 +82,10 @@ class Workers:
             batch_size=None,  # each index is already a whole batch, so nothing is collated
             sampler=self.plan,
             num_workers=count,
-            pin_memory=device.type not in UNIFIED,  # on mps, host and device share their memory
+            pin_memory=device.type not in UNIFIED,  # on mps, host and device share memory
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
-            # Without its own generator, each epoch would draw from the global one.
+            # Without this generator, each epoch would draw a number from the global one.
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
@@ -94,7 +94,7 @@ class Workers:
 
     def read(self, epoch: int, batches: Sequence[Tensor]) -> Iterator[Any]:
         """Yield the batches of these indices; the workers keep running for the next call."""
-        # Lists, because a tensor that is sent to a worker would need shared memory.
+        # Send lists, because tensors would need shared memory.
         self._start([(epoch, indices.tolist()) for indices in batches])
         for _ in batches:
             batch = self._take()
@@ -110,7 +110,7 @@ class Workers:
     def _start(self, plan: list[Place]) -> None:
         """Start reading the plan; the first call starts the workers."""
         if self.processes:
-            # Wait for batches that were requested before a seek, and drop them.
+            # Drain the batches that were requested before a seek.
             self.plan.clear()
             while self._take() is not END:
                 pass
@@ -121,12 +121,13 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Recorded while signals are blocked, so that a pending one cannot arrive before it
-                # is known which processes to stop.
+                # Record the processes while signals are blocked: when a pending signal arrives, it
+                # must be known which processes to stop.
                 # private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 WORKERS.update(self.processes)
-                # Runs first at exit: torch would wait 5 s per worker, and multiprocessing forever.
+                # Register it last, so that it runs first at exit: torch would wait 5 s for each
+                # worker, and multiprocessing would wait forever.
                 atexit.unregister(kill_all)
                 atexit.register(kill_all)
         except Exception as error:
@@ -142,7 +143,7 @@ class Workers:
             self.batches._timeout = POLL  # private: as above
 
     def _take(self) -> Any:
-        """Return the next batch or END; TrainingError if a worker is lost or all are too slow."""
+        """Return the next batch or END; TrainingError if a worker dies or none arrives in time."""
         limit = time.monotonic() + (self.timeout or math.inf)
         while True:
             try:
@@ -150,7 +151,7 @@ class Workers:
             except RuntimeError as error:
                 if not is_late(error) or time.monotonic() >= limit:
                     raise self._lost(error) from None
-            # A batch could not be transferred: too many open files, or no shared memory.
+            # The batch could not be transferred: too many open files, or too little shared memory.
             except Exception as error:
                 raise self._lost(error) from None
 
@@ -161,10 +162,10 @@ class Workers:
         kill(self.processes)
         for code, reading in zip(codes, readings, strict=True):
             if code is not None:
-                end = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-                return TrainingError(
-                    f"A worker of the loader was ended by {end}{reading}.\n{FEWER}"
-                )
+                end = f"exited with code {code}"
+                if code < 0:
+                    end = f"was killed by {signal.Signals(-code).name}"
+                return TrainingError(f"A worker of the loader {end}{reading}.\n{FEWER}")
         if error is not None and not is_late(error):
             return TrainingError(
                 f"The loader's workers could not transfer {self.reader.where}: {cause(error)}.\n"
@@ -191,11 +192,11 @@ def is_late(error: Exception | None) -> bool:
 
 
 class Reader(torch.utils.data.Dataset[Any]):
-    """Reads the batch (epoch, indices), in a worker or in this process; returns errors as values.
+    """Reads the batch (epoch, indices), in a worker or in this process.
 
-    A raised exception would arrive wrapped in a traceback. The random numbers your own split draws
-    while reading depend only on the `stream` (seed, name of the split), the epoch and the batch's
-    first index.
+    Errors are returned, because a raised exception would arrive wrapped in a traceback. The random
+    numbers that your own split draws while reading depend only on the `stream` (seed, name of the
+    split), the epoch and the batch's first index.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Reader(torch.utils.data.Dataset[Any]):
             self.reading.share_memory_()
 
     def first(self) -> Any:
-        """Read the first sample as a batch; raise its error."""
+        """Read the first sample as a batch; raise the error if it cannot be read."""
         batch = self[0, [0]]
         if isinstance(batch, (UserError, TrainingError)):
             raise batch
@@ -248,7 +249,7 @@ class Reader(torch.utils.data.Dataset[Any]):
             return self.transforms.read(self.split, epoch, indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
-        """Return the error for these samples; it names the first one that also fails alone."""
+        """Return an error that names the first of these samples that also fails alone."""
         for index in indices:
             try:
                 self._read(epoch, [index])
@@ -268,31 +269,34 @@ class Reader(torch.utils.data.Dataset[Any]):
         """Return a phrase that says what a worker is reading; "" if nothing."""
         first = int(self.reading[worker])
         return (
-            f" while it read {self.where} from sample {self._name(first)} on" if first >= 0 else ""
+            f" while reading {self.where}, starting at sample {self._name(first)}"
+            if first >= 0
+            else ""
         )
 
     def _name(self, index: int) -> str:
-        """Return the sample's index, and its file if it has one."""
+        """Return the sample's index, with its file if it has one."""
         files = getattr(self.split, "files", None)
         return str(index) if files is None else f"{index} ({printable(files[index])})"
 
 
 def begin_worker(_: int, parent: int) -> None:
-    """Prepare a worker to ignore stop signals: the training process handles them, finishes its step
-    and then stops the workers.
+    """Make a worker ignore stop signals: the training process handles them, finishes its step and
+    then stops the workers.
 
-    If the parent dies, a worker exits within two seconds, whatever it is doing.
+    If the parent dies, the worker exits within two seconds, whatever it is doing.
     """
     for stop in SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # With fork, the parent's pid is passed in, because the parent may already be dead. With other
-    # start methods, the worker's parent may be a server, which dies with the training process.
+    # With fork, use the pid that the parent passed, because the parent may already be dead. With
+    # other start methods, the worker's parent may be a server, which dies with the training
+    # process.
     if multiprocessing.get_start_method() != "fork":
         parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # Otherwise a multiprocessing thread prints a traceback if the parent exits while receiving a
+    # Otherwise a multiprocessing thread prints a traceback if the parent exits while it receives a
     # batch.
     sys.excepthook = lambda *_: None
 
@@ -320,7 +324,7 @@ def kill(workers: Iterable[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def stops_wait() -> Iterator[None]:
-    """Block SIGINT and SIGTERM while processes start, until `begin_worker` sets them to ignore."""
+    """Block SIGINT and SIGTERM while processes start, until `begin_worker` ignores them."""
     # A fork server would pass the signal mask on to other processes.
     is_server = multiprocessing.get_start_method() == "forkserver"
     if is_server or not hasattr(signal, "pthread_sigmask"):

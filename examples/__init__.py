@@ -1,1 +1,1 @@
-"""Your own parts, and complete tasks. Each file starts with its command, which a test runs."""
+"""Examples of your own parts and of complete tasks. Each file starts with the command to run it."""

@@ -3,7 +3,7 @@
 python train.py model=cnn epochs=15 run_dir=runs/teacher
 python train.py 'model.hidden=[16]' epochs=40 optimizer.lr=1e-2 \
     trainer._target_=examples.distillation.Distiller +trainer.teacher=runs/teacher
-Expect test/acc 0.973 ± 0.007 over 3 seeds; without a teacher 0.970.
+Expect test/acc 0.973 ± 0.007 over 3 seeds, and 0.970 without a teacher.
 """
 
 import torch
@@ -18,7 +18,8 @@ class Distiller(Trainer):
     """Adds `share` times the divergence from the teacher to `1 - share` times the usual loss.
 
     `teacher` is the directory of a run on the same data. Dividing the scores by the `temperature`
-    gives the less likely classes more weight; its square keeps the scale of the gradients.
+    gives less likely classes more weight; the factor `temperature**2` restores the scale of the
+    gradients.
     """
 
     def __init__(self, model, *, teacher, share=0.7, temperature=2.0, **settings):
@@ -28,8 +29,8 @@ class Distiller(Trainer):
         self.temperature = check_number("trainer.temperature", temperature, above=0)
 
     def fit(self, *loaders, **more):
-        # Loaded here, because an evaluation needs no teacher. The loader has already normalized the
-        # inputs, so use the teacher's module without its preprocessing.
+        # Load the teacher here, because an evaluation does not need it. The loader has already
+        # normalized the inputs, so use the teacher's module without its preprocessing.
         self.teacher = stoker.load(self.folder, self.device).module
         super().fit(*loaders, **more)
 

@@ -3,7 +3,7 @@
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
     optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 precision=fp32 \
     'groups=[{match: "judge.*", scheduler: constant}]'
-Expect test/loss 1.00 ± 0.16 over 5 seeds, an energy distance that starts at 5 (after one epoch).
+Expect test/loss 1.00 ± 0.16 over 5 seeds. It is an energy distance, which is 5 after one epoch.
 """
 
 from torch import Size, cdist, nn, randn
@@ -14,7 +14,7 @@ from stoker.trainer.parallel import average_gradients
 
 
 class GAN(nn.Module):
-    """(N, *in_shape) -> as many fakes of that shape; the inputs' values are not used."""
+    """(N, *in_shape) -> N fakes of the same shape. The values of the inputs are not used."""
 
     def __init__(self, in_shape):
         super().__init__()
@@ -32,10 +32,10 @@ class GAN(nn.Module):
 
 class GANTrainer(Trainer):
     def compute_loss(self, batch):
-        """Return the energy distance of fakes and samples, 0 if alike (Székely 2013, eq. 2.1).
+        """Return the energy distance of fakes and real samples (Székely 2013, eq. 2.1).
 
-        Only evaluations use it. The judge's score would be best in the first epoch, before the
-        judge has learned anything.
+        Only evaluations use it, as a measure of progress. The judge's score would not do: it is
+        best in the first epoch, before the judge has learned anything.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
         return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(
@@ -53,7 +53,7 @@ class GANTrainer(Trainer):
         return loss.detach()
 
     def train_part(self, part, loss):
-        """Take a step of one model. The optimizer skips the other, which has no gradient."""
+        """Update one of the two models. The optimizer skips the other one, which has no gradient."""
         (loss * self.process_weight).backward(inputs=list(part.parameters()))
         average_gradients(part)  # over all processes
         self.optimizer.step()

@@ -1,8 +1,8 @@
-"""Adapters (LoRA, Hu 2021, arXiv 2106.09685): train small additions to frozen weights.
+"""LoRA adapters (Hu 2021, arXiv 2106.09685): train small additions to frozen weights.
 
 python train.py max_steps=20 run_dir=base
 python train.py model._target_=examples.lora.adapted +model.base=base +model.rank=4 epochs=5
-Expect test/acc 0.91 and 0.94, with 4,392 numbers in a checkpoint of the second run; the base has 85,002.
+Expect test/acc 0.91 and 0.94. The base has 85,002 weights; a checkpoint of the second run has 4,392.
 """
 
 import torch
@@ -14,8 +14,8 @@ import stoker
 class LoRA(nn.Module):
     """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`, which starts at zero.
 
-    The weights of the layer are buffers that stay out of checkpoints and model.safetensors, because
-    the base has them.
+    The weights of the layer are buffers that are not saved in checkpoints and model.safetensors,
+    because the base run has them.
     """
 
     def __init__(self, linear, rank, alpha):
@@ -48,7 +48,7 @@ def with_adapters(model, rank, alpha):
 
 @torch.no_grad()
 def merged(model):
-    """Replace the adapters with plain linear layers with the same outputs, and return the model."""
+    """Replace the adapters with linear layers that give the same outputs, and return the model."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoRA):
             outputs, inputs = layer.weight.shape

@@ -16,7 +16,7 @@ from stoker.trainer.errors import check_number
 
 
 class MixupTrainer(Trainer):
-    """Mixes each sample and its label with another one, by a fraction drawn from Beta(m, m)."""
+    """Mixes samples and their labels in pairs, by a fraction drawn from Beta(mixup, mixup)."""
 
     def __init__(self, model, *, mixup=0.2, **settings):
         super().__init__(model, **settings)
@@ -26,10 +26,10 @@ class MixupTrainer(Trainer):
         inputs, targets = batch
         if not self.model.training:
             return super().compute_loss(batch)
-        # The Trainer has seeded this generator for the step.
+        # The Trainer seeds this generator at each step.
         a = sample_beta(self.mixup, torch.default_generator)
         inputs = a * inputs + (1 - a) * inputs.roll(1, 0)
         outputs = self.model(inputs)
-        # Cross-entropy takes soft labels.
+        # Cross-entropy accepts soft labels.
         labels = one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
         return self.loss(outputs, a * labels + (1 - a) * labels.roll(1, 0)), outputs

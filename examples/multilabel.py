@@ -14,11 +14,11 @@ NOTES = 8
 
 
 def chords(n=3000, length=64, noise=1.0):
-    """Return sounds of `length` numbers, each with random notes; targets are (n, NOTES), 0 or 1.
+    """Return n sounds of `length` values, each a chord of random notes. Targets (n, NOTES) are 0 or 1.
 
-    For `Data`, this is a regression of NOTES numbers. The default regression metrics mean nothing
-    for logits and are left out. The first metric that you type, or else the loss, decides which
-    checkpoint is best.
+    To `Data`, this is a regression with NOTES targets. The default regression metrics are left out,
+    because they are meaningless for logits. The first metric that you type decides which checkpoint
+    is best; if you type none, the loss does.
     """
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(n, NOTES, generator=generator) < 0.3).float()
@@ -38,7 +38,7 @@ def chords(n=3000, length=64, noise=1.0):
 class F1(Sums):
     """2 * hits / (predicted labels + true labels); a logit above 0 predicts its label.
 
-    Outputs and targets (N, labels).
+    Outputs and targets have shape (N, labels).
     """
 
     def update(self, outputs, targets):

@@ -14,8 +14,9 @@ from stoker.trainer.schedules import Schedule
 class Plateau(Monitor):
     """Multiplies the learning rate by `factor` after `patience` evaluations without improvement.
 
-    A callback is a subclass of `Callback` with any of its seven hooks. `Monitor` is one that
-    watches a number: `monitor` and `mode` mean the same as in configs/train.yaml.
+    A callback is a subclass of `Callback` with any of its seven hooks. `Monitor` is a callback that
+    watches a metric: `monitor` and `mode` work like `monitor` and `monitor_mode` in
+    configs/train.yaml.
     """
 
     state_forms = Monitor.state_forms | {"waited": int}  # saved, because a resumed run needs it
@@ -29,9 +30,9 @@ class Plateau(Monitor):
     def on_fit_start(self, trainer):
         super().on_fit_start(trainer)
         if not isinstance(trainer.scheduler, Schedule):
-            what = f"{type(trainer.scheduler).__name__} sets the rates itself"
+            what = f"{type(trainer.scheduler).__name__} sets the learning rates itself"
             raise UserError(
-                f"callbacks.plateau: {what}. Type scheduler=constant, or another one of stoker.trainer.schedules."
+                f"callbacks.plateau: {what}. Type scheduler=constant, or another schedule of stoker.trainer.schedules."
             )
 
     def on_log(self, trainer, row):

@@ -30,7 +30,7 @@ def tones(n=3000, length=64):
 
 
 class Tones:
-    """A split: its length, labels and size in bytes, and the batch for a list of indices."""
+    """A split has a length, labels and a size in bytes, and returns the batch for some indices."""
 
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
@@ -45,7 +45,7 @@ class Tones:
         return torch.stack([self.tone(i) for i in indices]), self.targets[indices]
 
     def tensors(self):
-        """Return all samples, to keep in memory. A split without this method is always streamed."""
+        """Return all samples, to be kept in memory. A split without this method is always streamed."""
         return self[list(range(len(self)))]
 
     def tone(self, i):
@@ -56,5 +56,5 @@ class Tones:
 
 
 def parts(n):
-    """Return the slices of the training, validation and test split: 70, 10 and 20%."""
+    """Return the slices of the training, validation and test splits: 70%, 10% and 20%."""
     return slice(0, 7 * n // 10), slice(7 * n // 10, 8 * n // 10), slice(8 * n // 10, n)

@@ -11,10 +11,10 @@ from stoker.trainer.errors import check_number
 
 
 class FocalLoss(nn.Module):
-    """Mean of -(1 - p)^gamma log p, where p is the probability of the true class.
+    """The mean of -(1 - p)^gamma log p, where p is the probability of the true class.
 
     Outputs are (N, C), targets are class indices (N,); gamma=0 is cross-entropy. A loss is a module
-    that takes (outputs, targets) and returns the mean over the samples. It has no parameters.
+    that takes (outputs, targets) and returns the mean over the samples; it has no parameters.
     """
 
     def __init__(self, gamma=2.0):

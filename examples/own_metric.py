@@ -10,14 +10,14 @@ from stoker.trainer.metrics import Sums, class_of
 
 
 class BalancedAccuracy(Sums):
-    """Mean recall of the classes. Outputs are (N, C), targets are class indices (N,).
+    """The mean recall over the classes. Outputs are (N, C), targets are class indices (N,).
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
-    defines what to sum and how to compute the value. The sums stay on the device, and are added
-    over all processes.
+    defines what to sum and how to compute the value. The sums stay on the device, and are
+    added up over all processes.
     """
 
-    higher_is_better = True  # monitor=val/balanced keeps the checkpoint of the highest value
+    higher_is_better = True  # monitor=val/balanced keeps the checkpoint with the highest value
 
     def __init__(self, num_classes):
         self.num_classes = num_classes

@@ -1,7 +1,7 @@
 """Your own model: MLP-Mixer (Tolstikhin 2021, arXiv 2105.01601), for images of any size.
 
 python train.py model._target_=examples.own_model.Mixer +model.width=64
-Expect test/acc 0.966 ± 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
+Expect test/acc 0.966 ± 0.013 over 3 seeds on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
 """
 
 from torch import nn
@@ -10,9 +10,9 @@ from stoker.trainer.errors import UserError
 
 
 class Mixer(nn.Module):
-    """(N, C, H, W) -> (N, num_classes); each `patch` x `patch` pixels become `width` numbers.
+    """(N, C, H, W) -> (N, num_classes); each `patch` x `patch` square becomes `width` numbers.
 
-    `in_shape` and `num_classes` come from the data set; the other arguments are settings to type.
+    `in_shape` and `num_classes` come from the data set; the other arguments are settings.
     """
 
     def __init__(self, in_shape, num_classes, patch=2, width=32, depth=2):

@@ -1,4 +1,4 @@
-"""Your own Trainer: R-Drop (Liang 2021, arXiv 2106.14448) makes two passes with dropout agree.
+"""Your own Trainer: R-Drop (Liang 2021, arXiv 2106.14448), which makes two passes with dropout agree.
 
 python train.py model.dropout=0.3 trainer._target_=examples.own_trainer.RDrop +trainer.alpha=0.5
 Expect test/acc 0.968 ± 0.006 over 3 seeds.
@@ -23,7 +23,7 @@ class RDrop(Trainer):
         if not self.model.training:
             return super().compute_loss(batch)
         inputs, targets = batch
-        # One call for both: with several processes, call the model once per step.
+        # Make both passes in one call: with several processes, call the model only once per step.
         first, second = self.model(torch.cat([inputs, inputs])).chunk(2)
         loss = (self.loss(first, targets) + self.loss(second, targets)) / 2
         return loss + self.alpha * (

@@ -1,8 +1,8 @@
-"""Regression on a CSV table: Friedman's function (1991, Ann. Statist. 19, 1) and two more columns.
+"""Regression on a CSV table: Friedman's function (1991, Ann. Statist. 19, 1) with two more columns.
 
 python -m examples.regression friedman.csv
 python train.py dataset=csv dataset.path=friedman.csv dataset.target=y dataset.ignore=[id] loss=mse epochs=40
-Expect test/mse 1.24 ± 0.04 over 3 seeds; the noise alone is 1.
+Expect test/mse 1.24 ± 0.04 over 3 seeds; the noise alone gives 1.
 """
 
 import csv
@@ -14,7 +14,7 @@ COLUMNS = ["x1", "x2", "x3", "x4", "x5", "colour", "id", "y"]
 
 
 def rows(n=2000, noise=1.0, seed=0):
-    """Yield n rows of COLUMNS. No model can have a lower error than the `noise` of `y`."""
+    """Yield n rows of COLUMNS. No model can have a lower error than the `noise` in `y`."""
     draw = random.Random(seed)
     for i in range(n):
         x = [draw.random() for _ in range(5)]

@@ -11,8 +11,8 @@ from stoker.data.datasets import Data, TensorSplit, digits
 
 
 def scattered_digits(n=1200, size=16, each=2):
-    """Handwritten digits on a dark background; a pixel's class is 0 for the background, or else 1 +
-    the digit. The faint borders are -100: the loss and the metrics ignore them.
+    """Handwritten digits on a dark background. A pixel's class is 0 for the background and the digit
+    + 1 otherwise. The faint borders are -100, so the loss and the metrics ignore them.
     """
     generator = torch.Generator().manual_seed(0)
     digit, label = digits().train.tensors()

@@ -6,12 +6,12 @@ from stoker.trainer.errors import UserError, check_number
 
 
 def check_dropout(value: float) -> None:
-    """Check the probability with which Dropout sets a value to zero."""
+    """Check a dropout probability."""
     check_number("model.dropout", value, least=0, most=0.95)
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes as a list; each must be a whole number of at least 1."""
+    """Return the sizes as a list; UserError unless each is a whole number of at least 1."""
     return [check_number(f"model.{name}", size, whole=True, least=1) for size in sizes]
 
 

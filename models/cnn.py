@@ -1,4 +1,4 @@
-"""CNN: convolution blocks, global pooling and a linear layer, for images of 1x8x8 and larger."""
+"""CNN: convolutional blocks, global pooling and a linear layer, for images of 8x8 or larger."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from stoker.trainer.errors import UserError
 class CNN(nn.Module):
     """Map images (N, C, H, W) to (N, num_classes), with one block per number in `channels`.
 
-    Each block halves the feature map, as long as it stays at least 2x2.
+    Each block halves the feature map, unless that makes it smaller than 2x2.
     """
 
     def __init__(
@@ -26,14 +26,14 @@ class CNN(nn.Module):
         inputs, height, width = check_image("cnn", in_shape)
         if kernel < 1 or kernel % 2 != 1:
             raise UserError(
-                f"model.kernel={kernel}: give an odd number, which keeps the feature map's size."
+                f"model.kernel={kernel}: give an odd number, to keep the size of the feature map."
             )
         check_dropout(dropout)
         blocks: list[nn.Module] = []
         for outputs in check_sizes("channels", channels):
             blocks.append(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False))
             if min(height, width) >= 4:
-                # Pool before the norm, so that norm and activation do a quarter of the work.
+                # Pool before the norm, so that the norm and activation do a quarter of the work.
                 blocks.append(nn.MaxPool2d(2))
                 height //= 2
                 width //= 2

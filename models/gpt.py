@@ -19,10 +19,11 @@ class GPT(nn.Module):
 
     The architecture and the initial weights are those of GPT-2 (Radford et al. 2019, "Language
     Models are Unsupervised Multitask Learners"), with the exact GELU: learned positions, norms
-    before attention and MLP, and the embedding as the output layer. T is at most `in_shape[0]`.
+    before attention and MLP, and an output layer that shares its weights with the embedding. T is
+    at most `in_shape[0]`.
 
-    The logits are a view of a tensor (N, T, num_classes), because torch's losses and the metrics
-    expect classes in the second dimension.
+    The logits are a transposed view of (N, T, num_classes), because torch's losses and the metrics
+    expect the classes in the second dimension.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GPT(nn.Module):
         for name, size in (("layers", layers), ("heads", heads), ("width", width)):
             check_number(f"model.{name}", size, whole=True, least=1)
         if width % heads:
-            raise UserError(f"model.width={width}: give a multiple of heads={heads}.")
+            raise UserError(f"model.width={width}: give a multiple of model.heads={heads}.")
         check_dropout(dropout)
         self.length: int = in_shape[0]
         self.tokens = nn.Embedding(num_classes, width)
@@ -57,19 +58,19 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        # Each block adds two terms to the residual stream.
+        # Each block adds two terms to the residual stream, so start with small ones, as GPT-2 does.
         for block in blocks:
             for last in (block.attention.out, block.shrink):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
 
     def forward(self, inputs: Tensor, past: list[Past] | None = None) -> Tensor:
-        """Return the logits; with `past`, the inputs continue the tokens in it."""
+        """Return the logits. With `past`, the inputs continue the tokens in this KV cache."""
         start = past[0][0].shape[2] if past and past[0] else 0
         places = torch.arange(start, start + inputs.shape[1], device=inputs.device)
         x = self.dropout(self.tokens(inputs) + self.positions(places))
         for i, block in enumerate(self.blocks):
             x = block(x, past[i] if past else None)
-        # The output layer shares the embedding's weight, without a second name in checkpoints.
+        # The output layer uses the embedding's weight, so checkpoints contain this weight once.
         return functional.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
 
     @torch.no_grad()
@@ -86,17 +87,17 @@ class GPT(nn.Module):
         When the context is full, generation continues from its second half.
 
         Args:
-            tokens: At least one token per sample; the model sees the last `length` of them.
+            tokens: At least one token per sample; the model sees only the last `length` of them.
             count: How many tokens to add.
-            temperature: Divides the logits; at 0, the token with the highest logit is chosen.
-            top_k: Choose only among the `top_k` highest logits.
+            temperature: Divides the logits. At 0, the token with the highest logit is chosen.
+            top_k: Sample only from the `top_k` tokens with the highest logits.
             generator: A CPU generator; tokens are always drawn on the CPU.
         """
         past: list[Past] = [[] for _ in self.blocks]
         context = tokens[:, -self.length :]
         new = context
         for _ in range(count):
-            # Not self(...): a compiled model would be recompiled for each length.
+            # Do not call self(...): a compiled model would be recompiled for each length.
             logits = self.forward(new, past)[:, :, -1]
             new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat([tokens, new], 1)
@@ -142,7 +143,7 @@ class Attention(nn.Module):
         samples, count, width = x.shape
         qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
-        # With a cache, there is a single new token, which sees all others.
+        # With a cache, there is a single new token, which sees all the others.
         is_causal = not past
         if past:
             keys = torch.cat([past[0], keys], 2)
@@ -164,7 +165,7 @@ class Attention(nn.Module):
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw a token (N, 1) from logits (N, classes); at temperature 0, take the highest."""
+    """Draw a token (N, 1) from logits (N, classes); at temperature 0, take the likeliest."""
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     if top_k is not None:

@@ -1,4 +1,4 @@
-"""Linear: one affine map of the flattened input."""
+"""Linear: a single linear layer on the flattened input."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """Map (N, *in_shape) to (N, num_classes): logits, or the predictions of a regression."""
+    """Map (N, *in_shape) to (N, num_classes): logits, or predictions for a regression."""
 
     def __init__(self, in_shape: Sequence[int], num_classes: int) -> None:
         super().__init__()

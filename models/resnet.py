@@ -1,5 +1,5 @@
-"""ResNet: ResNet-18 for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem with stride 1 and no
-pooling.
+"""ResNet: ResNet-18 for CIFAR (He et al. 2016, arXiv 1512.03385). It starts with a 3x3 convolution
+of stride 1, without pooling.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Map images (N, C, H, W) to (N, num_classes); `widths` and `blocks` have one entry per stage.
 
-    Each stage except the first halves the feature map, as long as it stays at least 2x2.
+    Each stage except the first halves the feature map, unless that makes it smaller than 2x2.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ResNet(nn.Module):
         widths = check_sizes("widths", widths)
         blocks = check_sizes("blocks", blocks)
         if not widths or len(widths) != len(blocks):
-            raise UserError("model.blocks: give one number for each of model.widths.")
+            raise UserError("model.blocks: give one number per entry of model.widths.")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),
@@ -59,8 +59,8 @@ class ResNet(nn.Module):
         inputs = widths[0]
         stages: list[nn.Module] = []
         for outputs, count in zip(widths, blocks, strict=True):
-            # Not down to 1x1: with a single sample in a batch, the norms would see one value per
-            # channel.
+            # Do not go down to 1x1: with a single sample in a batch, the norms would see only one
+            # value per channel.
             stride = 2 if stages and smallest >= 3 else 1
             smallest = -(-smallest // stride)
             stages.append(Block(inputs, outputs, stride))

@@ -1,5 +1,5 @@
-"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short training runs; and the
-callback that whitens it.
+"""WhitenedCNN: a whitened 2x2 convolution and three convolutional blocks, for short training runs;
+and the callback that whitens the first layer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +21,14 @@ LOGIT_SCALE = 0.111  # factor on the outputs of the last layer
 
 
 class WhitenedCNN(nn.Module):
-    """Map images (N, C, H, W) of 3x3 and larger to (N, num_classes).
+    """Map images (N, C, H, W) of at least 3x3 pixels to (N, num_classes).
 
-    The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions
-    that halves the feature map, as long as it stays at least 2x2. In evaluation, the logits are
-    averaged over six views of the image (section 3.5): the image and its mirror image have half of
-    the weight; both shifted by one pixel, up and left or down and right, have the other half. The
-    first layer is trained like the others unless you add the Whiten callback.
+    This is the network of Jordan 2024 (arXiv 2404.00498). Each entry of `widths` makes a block of
+    two convolutions that halves the feature map, unless that makes it smaller than 2x2. In
+    evaluation, the logits are averaged over six views of the image (section 3.5). The image and its
+    mirror image share half of the weight; the same two images shifted by one pixel, up and left or
+    down and right, share the other half. The first layer is trained like the others unless you add
+    the Whiten callback.
     """
 
     def __init__(
@@ -40,10 +41,10 @@ class WhitenedCNN(nn.Module):
         channels, height, width = check_image("whitened_cnn", in_shape)
         if min(height, width) < 3:
             raise UserError(
-                "model: whitened_cnn takes images of at least 3x3 pixels, but these have "
+                "model: whitened_cnn takes images of at least 3x3 pixels, but these are "
                 f"{height}x{width}."
             )
-        # Each principal direction of a 2x2 patch, and its negative.
+        # A filter for each principal direction of a 2x2 patch, and one for its negative.
         inputs = 2 * channels * 2 * 2
         self.first = nn.Conv2d(channels, inputs, 2)
         smallest = min(height, width) - 1
@@ -74,18 +75,18 @@ class WhitenedCNN(nn.Module):
     def logits(self, inputs: Tensor) -> Tensor:
         """Compute the logits of a single view."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        # In full precision, because close logits would often be equal in bf16.
+        # Use full precision, because in bf16 close logits would often be equal.
         with torch.autocast(inputs.device.type, enabled=False):
             outputs: Tensor = self.head(features.to(self.head.weight.dtype))
             return outputs * LOGIT_SCALE
 
     @torch.no_grad()
     def whiten(self, batches: Iterable[Tensor], eps: float = 5e-4) -> None:
-        """Set the first layer's filters to make its outputs on these images uncorrelated.
+        """Set the first layer's filters so that its outputs on these images are uncorrelated.
 
-        The filters are the eigenvectors of the second moments of the 2x2 patches, each divided by
-        the square root of (its eigenvalue + `eps`), and their negatives (section 3.2). The moments
-        are summed over all processes.
+        The filters are the eigenvectors of the second-moment matrix of the 2x2 patches, and their
+        negatives. Each is divided by the square root of (its eigenvalue + `eps`); see section 3.2.
+        The moments are summed over all processes.
         """
         weight = self.first.weight
         moments = torch.zeros(())
@@ -120,8 +121,8 @@ class Whiten(Callback):
     """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze
     its filters.
 
-    Its bias is trained for `bias_epochs` epochs and then frozen too, so that the backward pass can
-    skip the layer (Jordan 2024, arXiv 2404.00498, section 3.2).
+    The layer's bias is trained for `bias_epochs` epochs and then frozen too, so that the backward
+    pass can skip the layer (Jordan 2024, arXiv 2404.00498, section 3.2).
     """
 
     def __init__(self, images: int = 5000, bias_epochs: float = 3) -> None:
@@ -134,7 +135,7 @@ class Whiten(Callback):
             raise UserError(
                 f"callbacks.whiten: {name} has no layer to whiten. Type model=whitened_cnn."
             )
-        if trainer.step == 0:  # a resumed run already has its filters
+        if trainer.step == 0:  # a resumed run already has these filters
             trainer.module.whiten(first_images(trainer.train_loader, self.images))
         trainer.module.first.weight.requires_grad_(False)
         self.on_step_end(trainer)
@@ -148,7 +149,7 @@ class Whiten(Callback):
 
 
 def first_images(loader: Any, count: int) -> Iterator[Tensor]:
-    """Yield the images of the first batches: `count` in all, or as many as an epoch has."""
+    """Yield the images of the first batches: `count` in total, or fewer if the epoch has fewer."""
     # `fit` seeks before it starts, so this does not affect the order of batches.
     loader.seek(0)
     for images, *_ in loader:

@@ -377,7 +377,7 @@ LATE = [
     ),
     (
         "batch_size=99999 drop_last=true",
-        "error: batch_size=99999: digits has only 1259 training samples, and drop_last=true drops",
+        "error: batch_size=99999: digits has only 1259 training samples, so drop_last=true would",
         "Type drop_last=false, or a batch_size of at most 1259.",
     ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),

@@ -288,7 +288,7 @@ def tensors():
             torch.zeros(6, 3),
             torch.tensor([0, 1] * 3),
             "classification",
-            r"have the shape \(3,\), but should have \(4,\)",
+            r"have shape \(3,\), but should have shape \(4,\)",
         ),
         (
             torch.zeros(6, 4),
@@ -338,7 +338,7 @@ def test_classes_are_checked():
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
     with pytest.raises(
         UserError,
-        match="the val split has the class 2, which the training split lacks.\n.*split_seed",
+        match="the val split has the class 2, which does not occur in the training split.\n.*split_seed",
     ):
         Data("mine", tensors(), more, None, (4,), 3).check_classes()
     Data("mine", more, one, tensors(), (4,), 9).check_classes()

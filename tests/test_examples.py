@@ -212,7 +212,9 @@ def test_a_rate_that_follows_the_validation_wants_a_schedule_that_lets_it():
     (train, val, _), _ = make_loaders(make_data(), batch_size=20)
     own = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW, "device": "cpu"}
     torchs = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
-    with pytest.raises(UserError, match="StepLR sets the rates itself. Type scheduler=constant"):
+    with pytest.raises(
+        UserError, match="StepLR sets the learning rates itself. Type scheduler=constant"
+    ):
         Trainer(MLP((6,), 3), scheduler=torchs, callbacks=[Plateau()], **own).fit(train, val)
 
 

@@ -433,7 +433,7 @@ def test_a_killed_worker_ends_a_fit_that_pins():
 
     loader = HostLoader(make_data(train=400), "train", 4, device="cuda", workers=2)
     began = time.monotonic()
-    with pytest.raises(TrainingError, match="was ended by SIGKILL"):
+    with pytest.raises(TrainingError, match="was killed by SIGKILL"):
         make_trainer(device="cuda", callbacks=[Kill()]).fit(loader)
     loader.close()
     assert time.monotonic() - began < 20

@@ -137,7 +137,7 @@ def test_a_small_table_cannot_become_gigabytes(place, tables, monkeypatch):
     header, rows = "a,b,c,y\n", [f"x{i % 30},x{i % 31},x{i % 32},{i % 2}" for i in range(100)]
     (place / "table.csv").write_text(header + "\n".join(rows))
     refused(
-        r"one per category, .*\n.*dataset.ignore=",
+        r"one per category\) .*\n.*dataset.ignore=",
         lambda: tables.csv(str(place / "table.csv"), "y"),
     )
 

@@ -190,7 +190,7 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         assert torch.equal(part.tensors()[0], pixels)
     [record] = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: left out: 6 not image files (.txt), 1 folder beside train (unlabelled), "
+        f"{tmp_path}: skipped: 6 of type '.txt', 1 folder next to train (unlabelled), "
         "1 outside the class folders"
     )
 
@@ -202,7 +202,7 @@ def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="it has Test, Train, but no train folder"):
+    with pytest.raises(UserError, match="this folder contains Test, Train, but no train folder"):
         images.image_folder(str(tmp_path / "capital"), cache=False)
 
 
@@ -218,8 +218,8 @@ def test_links_are_followed_but_not_in_circles(tmp_path, caplog):
     (tmp_path / "data" / "b" / "gone.png").symlink_to(tmp_path / "nowhere")
     data = images.image_folder(str(tmp_path / "data"), cache=False, val_fraction=0, test_fraction=0)
     assert [len(data.train), data.train.targets.tolist()] == [8, [0] * 5 + [1] * 3]
-    assert caplog.records[0].getMessage().partition("left out: ")[2] == (
-        "3 links to a parent folder, 1 not image files (.png)"
+    assert caplog.records[0].getMessage().partition("skipped: ")[2] == (
+        "3 linking to a parent folder, 1 of type '.png'"
     )
 
 
@@ -231,9 +231,9 @@ def test_image_folder_mistakes(tmp_path):
         assert str(caught.value).count("\n") <= 2
 
     refused("there is no folder", tmp_path / "nowhere")
-    refused("at least 2 class folders are needed, but there are 0", tmp_path)
+    refused("needs at least 2 class folders, but has 0", tmp_path)
     write_images(tmp_path / "one", {"a": 1})
-    refused("at least 2 class folders are needed, but there are 1", tmp_path / "one")
+    refused("needs at least 2 class folders, but has 1", tmp_path / "one")
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)

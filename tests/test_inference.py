@@ -583,8 +583,8 @@ def test_an_unknown_category_is_none_of_them(tmp_path, runs, caplog):
         assert inputs.tolist() == expected and inputs.dtype == torch.float64
         [record] = caplog.records
         assert record.getMessage() == (
-            f"{path}, line 3: 'Oslo' in the column 'town' was not in the training data; "
-            "such values count as unknown."
+            f"{path}, line 3: 'Oslo' in the column 'town' did not occur in the training data; "
+            "such values are treated as unknown."
         )
 
 
@@ -648,7 +648,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         (
             folder,
             "houses.csv",
-            "it is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF, or is damaged)",
+            "it is damaged, or its format is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF)",
         ),
         (prices, "images", "input=images: cannot be read as a table"),
         (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
@@ -953,8 +953,8 @@ def test_what_an_evaluation_streams_is_as_typed_or_else_as_it_had_to_be(forks, r
             "run=digits",
             "dataset.resident=false",
             "dataset.workers=1",
-        ): "streamed with 1 worker, as asked",
-        ("run=grades",): "streamed with 0 workers, as asked",
+        ): "streamed with 1 worker, as requested",
+        ("run=grades",): "streamed with 0 workers, as requested",
         ("run=grades", "dataset.resident=auto"): "resident on cpu, ",
     }.items():
         out = asked(forks, runs, "task=evaluate", *arguments).splitlines()
@@ -974,7 +974,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
         (
             "run=prices",
             "dataset=digits",
-        ): "digits is for classification, but the run is for regression",
+        ): "digits is data of kind classification, but the run was trained on data of kind regression",
         (
             "run=digits",
             "dataset=csv",

@@ -64,7 +64,9 @@ def test_a_batch_size_above_the_number_of_samples_is_that_of_a_data_loader(n, dr
     expected = DataLoader(dataset, batch_size=64, shuffle=True, drop_last=drop_last)
     options = {"batch_size": 64, "drop_last": drop_last, "resident": resident}
     if len(expected) == 0:
-        with pytest.raises(UserError, match="33 training samples, and drop_last=true drops them"):
+        with pytest.raises(
+            UserError, match="33 training samples, so drop_last=true would drop all of them"
+        ):
             make_loaders(data, **options)
         return
     (loader, _, _), _ = make_loaders(data, **options)
@@ -313,9 +315,9 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     )
     assert same(train, streamed)
     (forced, _, _), why = make_loaders(data, batch_size=10, seed=4, resident=True)
-    assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"
+    assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as requested"
     (asked, _, _), why = make_loaders(data, batch_size=10, resident=False, workers=1)
-    assert asked.workers.loader.num_workers == 1 and why == "streamed with 1 worker, as asked"
+    assert asked.workers.loader.num_workers == 1 and why == "streamed with 1 worker, as requested"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
         ),
         ({"batch_size": 5, "timeout": 5, "resident": False, "workers": 0}, None),
         ({"batch_size": 5, "augment": ["crop"]}, None),
-        ({"batch_size": 5, "augment": [{"crop": 8}]}, "below the image's 8 pixels"),
+        ({"batch_size": 5, "augment": [{"crop": 8}]}, "choose a number less than 8"),
     ],
 )
 def test_refused(options, words):

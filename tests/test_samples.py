@@ -239,8 +239,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"val": Boxes()}, "returns a dict without train"),
-        ({"train": None}, "returns a dict without train"),
+        ({"val": Boxes()}, "returns a dict without a train split"),
+        ({"train": None}, "returns a dict without a train split"),
         ({"train": "a.csv"}, "returns a str as 'train'"),
         ({"train": Boxes(), "a/b": Boxes()}, "returns a Boxes as 'a/b'"),
         ({"train": Boxes(0)}, "is empty"),
@@ -275,7 +275,7 @@ def test_samples_that_make_no_batch_are_explained():
             return {"x": [0.0] * 10}[i]
 
     with pytest.raises(
-        UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"
+        UserError, match="samples cannot be collated into a batch.*\nGive Ragged a collate"
     ):
         next(iter(SampleLoader(Ragged(), "the val split of mine", 8)))
     with pytest.raises(

@@ -55,7 +55,8 @@ HEADER = "age,city,kind,price\n"
 def test_a_class_that_the_training_rows_of_a_table_lack(table):
     lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
     with pytest.raises(
-        UserError, match="the (val|test) split has the class 'c', which the training split lacks"
+        UserError,
+        match="the (val|test) split has the class 'c', which does not occur in the training split",
     ):
         table(
             "x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5
@@ -224,7 +225,7 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
     assert (
         caplog.records[0]
         .getMessage()
-        .endswith("20 of 80 rows have missing values and are left out.")
+        .endswith("skipped 20 of 80 rows because they have missing values.")
     )
 
 
@@ -638,7 +639,7 @@ def test_csv_missing_values(table):
         (
             b"age,kind\n\xff\xfe,1\n",
             {},
-            r"cannot be read as a table \(.*UTF8.*\).\nA table is a csv file in UTF-8",
+            r"cannot be read as a table \(.*UTF8.*\).\nExpected a csv file in UTF-8",
         ),
         (
             "kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)),
@@ -676,7 +677,10 @@ def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
         trained=about,
     )
     assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
-        "line 7: 'd' in the column 'city' was not in the training data; such values count as unknown."
+        (
+            "line 7: 'd' in the column 'city' did not occur in the training data; such values "
+            "are treated as unknown."
+        )
     ]
     assert sum(
         (part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)
@@ -904,13 +908,10 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"split_group": "citi"}, "dataset.split_group=citi: .* Did you mean 'city'"),
         ({"split_group": "citi", "split_time": "age"}, "dataset.split_group=citi: .* 'city'"),
         ({"split_time": "city"}, "dataset.split_time=city: .*dates such as 2024-01-31"),
-        ({"split_time": "age", "folds": 3}, "split_time: leave out dataset.folds"),
-        ({"folds": 1}, "dataset.folds=1: .* Choose between 2"),
-        (
-            {"folds": 3, "fold": 3},
-            "dataset.fold=3: give a whole number of at least 0 and at most 2",
-        ),
-        ({"fold": 1}, "dataset.fold=1: give a whole number of at least 0 and at most 0"),
+        ({"split_time": "age", "folds": 3}, "split_time: cannot be combined with dataset.folds"),
+        ({"folds": 1}, "dataset.folds=1: .* Choose from 2"),
+        ({"folds": 3, "fold": 3}, "dataset.fold=3: give a whole number at least 0 and at most 2"),
+        ({"fold": 1}, "dataset.fold=1: give a whole number at least 0 and at most 0"),
         ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
     ],
 )

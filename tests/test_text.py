@@ -131,15 +131,15 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
     other.write_text("the caß")
     cases = [
         ({"path": str(binary)}, "byte 2 is not UTF-8.\nType dataset.tokens=bytes"),
-        ({"path": str(objects)}, "does not contain npy"),
+        ({"path": str(objects)}, "not a valid npy file"),
         ({"path": str(tmp_path)}, "not a regular file"),
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
         ({"path": 2024}, "dataset.path=2024: No such file"),
-        ({"path": str(binary), "tokens": "uint16"}, "does not contain uint16"),
+        ({"path": str(binary), "tokens": "uint16"}, "not a valid uint16 file"),
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
         (
             {"path": str(other), "length": 16, "trained": about},
-            "the run's text does not contain 'ß'",
+            "the training text of the run does not contain 'ß'",
         ),
         ({"path": str(file), "tokens": "bytes", "trained": about}, "trained on characters"),
     ]
@@ -148,13 +148,15 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
             texts.text(**options)
         assert message in str(caught.value)
     with pytest.raises(
-        UserError, match=r"from -1 to 3, but token ids must be from 0 to 16,777,215\."
+        UserError, match=r"from -1 to 3, but token ids range from 0 to 16,777,215\."
     ):
         texts.text(str(ids))
     ids.with_suffix(".bin").write_bytes(b"\xff\xff\xff\xff")
     with pytest.raises(UserError, match="Check dataset.tokens=uint32"):
         texts.text(str(ids.with_suffix(".bin")), tokens="uint32")
-    with pytest.raises(UserError, match="prompt: the run's text does not contain 'q'"):
+    with pytest.raises(
+        UserError, match="prompt: the training text of the run does not contain 'q'"
+    ):
         texts.encode("the q", about)
     for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
         assert not is_description(about | {key: value})

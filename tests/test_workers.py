@@ -124,11 +124,11 @@ def gone(group, seconds=10):
 
 
 LOST = {
-    "kill": "was ended by SIGKILL while it read the train split of own from sample 4 (dog/4.jpg) on",
-    "segfault": "was ended by SIGSEGV while it read the train split of own from sample 4",
-    "exit": "was ended by exit code 5 while it read the train split of own from sample 4",
-    "hang": "dataset.timeout=2: no batch arrived within 2 seconds while it read the train split",
-    "stubborn": " while it read the train split of own from sample 4 (dog/4.jpg) on",
+    "kill": "was killed by SIGKILL while reading the train split of own, starting at sample 4 (dog/4.jpg)",
+    "segfault": "was killed by SIGSEGV while reading the train split of own, starting at sample 4",
+    "exit": "exited with code 5 while reading the train split of own, starting at sample 4",
+    "hang": "dataset.timeout=2: no batch arrived within 2 seconds while reading the train split",
+    "stubborn": " while reading the train split of own, starting at sample 4 (dog/4.jpg)",
     "raise": "Sample 7 (dog/7.jpg) of the train split of own cannot be read: KeyError: 'no such label' (/",
     "sys.exit": "Sample 7 (dog/7.jpg) of the train split of own cannot be read: SystemExit: 4 (/",
 }
@@ -183,7 +183,7 @@ def test_a_worker_that_dies_between_two_epochs_is_noticed_at_the_next_one(script
             """,
         )
     )
-    assert code == 0 and out.count("was ended by SIGKILL") == 2
+    assert code == 0 and out.count("was killed by SIGKILL") == 2
 
 
 @pytest.mark.slow

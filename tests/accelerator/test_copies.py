@@ -122,7 +122,7 @@ def test_a_killed_worker_ends_a_fit_that_pins(accelerator):
     loader = HostLoader(make_data(train=400), "train", 4, device=accelerator.NAME, workers=2)
     trainer = make_trainer(device=accelerator.NAME, optimizer=ADAMW, callbacks=[Kill()])
     began = time.monotonic()
-    with pytest.raises(TrainingError, match="was ended by SIGKILL"):
+    with pytest.raises(TrainingError, match="was killed by SIGKILL"):
         trainer.fit(loader)
     loader.close()
     assert time.monotonic() - began < 20
