@@ -69,7 +69,7 @@ def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, 
 def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     project("experiment/mine", "# @package _global_\nloss: {_target_: torch.nn.L1Loss}\n")
     typed = ("experiment=mine", "loss=mse")
-    words = "^loss=mse: another file sets loss._target_=torch.nn.L1Loss. Remove it there"
+    words = "^loss=mse: another config file sets loss._target_=torch.nn.L1Loss. Remove the key"
     with pytest.raises(UserError, match=words):
         processed(*typed)
     target = "loss._target_=torch.nn.MSELoss"

@@ -331,7 +331,7 @@ MISTAKES = [
     (
         "hydra/launcher=joblib",
         "hydra/launcher=joblib: this setting is for sweeps.",
-        "Type -m as well",
+        "Add -m to start a sweep",
     ),
     (
         "-m seed=0,1 hydra/launcher=jobib",

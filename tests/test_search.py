@@ -343,7 +343,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
         assert done.code == 2 and word in done.err and len(done.err.splitlines()) <= 3, done.err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "out"]
     assert forks.run(tmp_path, "sweep=optuna").err == (
-        "error: sweep=optuna: this setting is for sweeps. Type -m as well.\n"
+        "error: sweep=optuna: this setting is for sweeps. Add -m to start a sweep.\n"
     )
 
 
