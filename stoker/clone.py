@@ -16,7 +16,7 @@ from typing import ClassVar
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
+    """Imports `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
 
     packages: ClassVar[set[str]] = set()
 

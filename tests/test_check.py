@@ -53,7 +53,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
-        words = f"^{key}.*: there is no such key. The files of this group begin with '# @package _"
+        words = f"^{key}.*: there is no such key. The files of this group must begin with '# @pack"
         with pytest.raises(UserError, match=words):
             processed(typed)
 

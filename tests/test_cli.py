@@ -403,7 +403,7 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: loss=MSELoss is for regression, but digits is for classification.",
+        "error: loss=MSELoss is for regression, but digits is data for classification.",
         "Type loss=cross_entropy",
     ),
     (

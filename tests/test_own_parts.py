@@ -86,7 +86,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(project, text, 
     with pytest.raises(UserError) as caught:
         trust.locate("model", "own_broken.Net")
     first, second = str(caught.value).split("\n")
-    assert first == f"model._target_=own_broken.Net: its import fails at {path}:{line}"
+    assert first == f"model._target_=own_broken.Net: the import fails at {path}:{line}"
     assert second.startswith(reason)
 
 
@@ -188,7 +188,7 @@ os.kill(os.getpid(), signal.SIGINT)
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 130
-    assert done.stderr == "ended at once. To resume:\nstoker run_dir=a\n"
+    assert done.stderr == "ended immediately. To resume:\nstoker run_dir=a\n"
 
 
 def test_a_warning_names_the_newest_good_checkpoint_not_the_one_that_is_used(tmp_path, caplog):

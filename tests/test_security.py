@@ -305,7 +305,7 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
     """An installed package has none, and a folder `examples` beside the user's files may hold
     anything.
     """
-    with pytest.raises(UserError, match=r'Type trusted=\["examples"\] if it is your own'):
+    with pytest.raises(UserError, match=r'If it is your own code, type trusted=\["examples"\]'):
         trust.locate("trainer", "examples.gan.GANTrainer")
     typed += ["trainer._target_=examples.gan.GANTrainer"]
     assert trust.locate("trainer", "examples.gan.GANTrainer").__name__ == "GANTrainer"
@@ -314,12 +314,14 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
 
 def test_the_answer_to_a_second_package_keeps_the_first(typed):
     typed += ["trusted=[mine]"]
-    with pytest.raises(UserError, match=r'Type trusted=\["mine", "other"\] if it is your own'):
+    with pytest.raises(
+        UserError, match=r'If it is your own code, type trusted=\["mine", "other"\]'
+    ):
         trust.locate("model", "other.Net")
 
 
 def test_what_is_typed_is_ones_own(typed):
-    with pytest.raises(UserError, match="this target is not allowed"):
+    with pytest.raises(UserError, match="this target is not trusted"):
         trust.locate("loss", "json.dumps")
     typed += ["trusted=[json]"]
     assert trust.locate("loss", "json.dumps") is json.dumps
