@@ -717,14 +717,14 @@ def test_a_key_is_for_its_task(forks, runs):
             "run=folder",
             "input=x",
             "dataset.missing=mean",
-        ): "dataset.missing: the input of this run does not need it.",
+        ): "dataset.missing: this key does not apply to the input of this run.",
         (
             "task=predict",
             "run=prices",
             "input=x",
             "dataset.missing=mean",
             "dataset.on_bad_sample=skip",
-        ): "dataset.on_bad_sample: the input of this run does not need it.",
+        ): "dataset.on_bad_sample: this key does not apply to the input of this run.",
         (
             "task=export",
             "run=prices",
@@ -985,7 +985,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "run=digits",
             "split=all",
             "dataset.val_fraction=0.2",
-        ): "split=all uses all samples, but dataset.val_fraction is given",
+        ): "split=all uses all samples, but you typed dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate uses the run's settings",
         (
             "run=digits",

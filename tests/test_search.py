@@ -277,7 +277,7 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     first, _, again = done.err.splitlines()
     assert done.code == 2 and done.out == "" and (whole / "s" / "sweep.json").read_bytes() == said
     assert (
-        ": this search is over optimizer.lr, the earlier one over batch_size, model.dropout, "
+        ": this search varies optimizer.lr, but the earlier one varied batch_size, model.dropout, "
         in first
     )
     assert "sweep/space" not in again and "sweep.trials=8 hydra.sweep.dir=" in again
@@ -319,7 +319,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
         (["optimizer.lr=tag(log,interval(0,1))"], "error: optimizer.lr=tag(log,interval(0,1)): "),
         (
             ["sweep/space=none"],
-            "error: sweep=optuna: nothing is searched. Type a key and its range",
+            "error: sweep=optuna: there is nothing to search. Type a key and its range",
         ),
         (
             ["sweep/pruner=mediann"],

@@ -25,4 +25,4 @@ def lr_find(cfg: DictConfig) -> None:
         f"{len(curve.rates)} steps from {lowest} to {highest}"
     )
     print(f"curve    {path}")
-    print(f"use it   {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}")
+    print(f"train    {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}")
