@@ -104,7 +104,7 @@ def is_trusted_by_user(target: str) -> bool:
 
 
 def own_packages(typed: Sequence[str]) -> list[str]:
-    """Return the packages that the user trusts by typing them, without TRUSTED and the project's."""
+    """Return the packages that are trusted only because the user typed them."""
     packages = {pattern.partition(".")[0] for pattern in patterns([], typed)}
     known = (*TRUSTED, *of_project())
     return sorted(packages - {package.partition(".")[0] for package in known})
