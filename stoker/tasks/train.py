@@ -117,7 +117,7 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run. `origin` is the hash of FILE in `resume=FILE`."""
+    """Return what a checkpoint stores about its run. `origin` is the hash of the `resume=FILE`."""
     from stoker.data.record import fingerprint
 
     data = parts.data
