@@ -2,7 +2,7 @@
 stoker's packages.
 
 Without this, `import trainer` in a clone would load a second copy of every class. In an installed
-package nothing imports this module.
+package, nothing imports this module.
 """
 
 import importlib

@@ -258,7 +258,7 @@ def test_what_gives_another_part_is_not_called(typed, key):
 def test_a_target_inside_a_node_of_somebodys_config_is_ones_own_or_refused(typed):
     for node in ({"a": LINEAR}, {"a": [[0, {"b": LINEAR}]]}, {"_args_": [LINEAR]}):
         with pytest.raises(
-            UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*Type trusted=\[torch\]"
+            UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*type trusted=\[torch\]"
         ):
             build.check_nested("metrics.x", {"_target_": "a", **node})
     typed += ["trusted=[torch]"]

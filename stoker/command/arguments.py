@@ -1,4 +1,4 @@
-"""Read the command line: options, settings, and mistakes in how either is written."""
+"""Read the options and settings on the command line, and check how they are written."""
 
 import contextvars
 import re
@@ -142,7 +142,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def check_place(argument: str, sweep: bool) -> None:
-    """Raise UserError if a sweep sets `run_dir`, or if a single run sets a key of sweeps."""
+    """Raise UserError if a sweep sets `run_dir`, or if a single run sets a key for sweeps."""
     key, _, value = argument.partition("=")
     if key == "run_dir" and sweep and value != "null":
         raise UserError(

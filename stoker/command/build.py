@@ -133,7 +133,7 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_loss_function(node: Mapping[str, Any]) -> bool:
-    """Return whether the target of a loss is itself the loss function, with two arguments."""
+    """Return whether the target of a loss is the function of (outputs, targets) itself."""
     target = node["_target_"]
     names, _ = arguments_of("loss", target)
     open_ones = [name for name in names if names[name] is REQUIRED and name not in node]
@@ -143,7 +143,7 @@ def is_loss_function(node: Mapping[str, Any]) -> bool:
 def arguments_to_pass(
     key: str, node: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the offered arguments that the target takes."""
+    """Return the offered arguments that the target accepts."""
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
@@ -212,14 +212,14 @@ def check_nested(key: str, node: Any) -> None:
             elif not is_trusted_by_user(target):
                 raise UserError(
                     f"{key}.{name}._target_={target}: only a model or a loss may contain another "
-                    f"_target_.\nType trusted=[{target.partition('.')[0]}] if you know what it "
-                    "does."
+                    "_target_.\nIf you know what it does, type "
+                    f"trusted=[{target.partition('.')[0]}]."
                 )
         check_nested(f"{key}.{name}", item)
 
 
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
-    """Raise UserError if a node, or one inside it, has an untrusted target or unknown arguments."""
+    """Raise UserError if a node or a nested node has an untrusted target or unknown arguments."""
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
             raise UserError(

@@ -162,7 +162,7 @@ def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
     """Raise UserError for a value whose type differs from that of its default.
 
-    If the value or its default refers to another key, it is left to the constructor.
+    If the value or its default refers to another key, the check is left to the constructor.
     """
     for key, default in usual.items():
         value = given.get(key, default)
@@ -199,7 +199,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
 
 
 def is_like(value: Any, default: Any) -> bool:
-    """Return whether a value has its default's type; true is not a number."""
+    """Return whether a value has the type of its default; true and false are not numbers."""
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)

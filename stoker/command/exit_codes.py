@@ -87,14 +87,14 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or a UserError or TrainingError for a library's error without advice."""
+    """Return the error, or a clear message if a library's error would not help the user."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
             "the process of a job died: it was killed or ran out of memory "
             f"({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
-    # Hydra does not handle a few mistakes, such as a file that is not YAML; a library raises these.
+    # Hydra does not catch a few mistakes, such as a file that is not YAML. A library raises these.
     if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())
         typed = [one for one in sys.argv[1:] if not one.startswith("hydra.searchpath=")]

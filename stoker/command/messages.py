@@ -67,7 +67,7 @@ def explanation(error: BaseException) -> str:
 
 
 def no_such_option(error: BaseException) -> str | None:
-    """Explain Hydra's error for a group without the option that was chosen."""
+    """Explain Hydra's error for an option that its group does not have."""
     missing = getattr(error, "missing_cfg_file", None)
     if not missing:
         return None

@@ -59,7 +59,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def job() -> Any:
-    """Return the `of` that was passed to `start`; None if this process runs no job of a sweep."""
+    """Return the value that was passed to `start` as `of`; None outside the job of a sweep."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None
@@ -112,7 +112,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error; say which rank was killed if no rank has."""
+    """Return the exit code for the agent's error; print which rank was killed, if this is new."""
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:

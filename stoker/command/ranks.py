@@ -1,4 +1,4 @@
-"""Keep the processes of a run in agreement: all have the same code, and one reports each error.
+"""Keep the processes of a run in agreement: the same code on all ranks, one message per error.
 
 The processes were started by torchrun or by `stoker.command.processes`.
 """
@@ -141,7 +141,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (message, exit code) of this rank before it ends; a message of None prints nothing.
+    """Return (message, exit code) for the end of this rank; the message is None to print nothing.
 
     `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
     "signal". The ranks agree through the store, so that each error is printed once.
@@ -166,7 +166,7 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
 
 
 def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (message, exit code) of this rank after a signal or a lost connection.
+    """Return (message, exit code) for this rank after a signal or a lost connection.
 
     If another rank reports an error of its own, that rank prints it. Otherwise, the message names
     the ranks that do not report.
@@ -207,7 +207,7 @@ def who(peer: int) -> str:
 
 
 def has_ended(peer: int) -> bool:
-    """Return whether another rank was a process on this machine that is gone now."""
+    """Return whether another rank ran on this machine, and its process has ended."""
     _, pid, *place = who(peer).split()
     if place[-1:] != [platform.node()] or os.name != "posix":
         return False

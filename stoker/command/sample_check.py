@@ -81,7 +81,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
 
 
 def has_usual_outputs(model: nn.Module, loss: Any, data: Data) -> bool:
-    """Return whether the usual metrics make sense for the outputs that this loss is made for."""
+    """Return whether the usual metrics make sense for the outputs of this model and this loss."""
     if data.kind == "regression" and isinstance(loss, LOSSES_OF_LOGITS):
         return False
     try:

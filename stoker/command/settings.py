@@ -64,7 +64,7 @@ class Setting:
         local: Whether the ranks of a run may have different values.
         debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
-        every: The unit in which the value counts. The key has no effect in a shorter run.
+        every: What the value counts. If a run has fewer of these, the key would have no effect.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run leaves it out.
         aliases: Other names that people type for the key.
@@ -243,7 +243,7 @@ def check(key: str, value: Any) -> Any:
 
 
 def check_all(config: Mapping[str, Any]) -> None:
-    """Raise UserError for the first setting that is outside its limits or cannot be combined."""
+    """Raise UserError for the first setting that is outside its limits or conflicts with others."""
     for key in SETTINGS:
         value = value_of(config, key)
         # null turns an optional feature off. For other keys, the constructor rejects null.

@@ -1,4 +1,4 @@
-"""The handler of SIGINT and SIGTERM. `stoker/trainer/stopping.py` lists all steps of a stop."""
+"""The handler for SIGINT and SIGTERM. `stoker/trainer/stopping.py` describes what it starts."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def for_script(resume: str) -> Iterator[None]:
-    """Handle signals within this context of a script; `resume` is the command that resumes."""
+    """Handle signals within this context, in a script; `resume` is the command to resume it."""
     global can_raise, received_at, resume_command, has_advised
     if threading.current_thread() is not threading.main_thread() or can_raise:
         yield  # only the main thread can handle signals; or the command already handles them

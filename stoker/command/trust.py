@@ -121,8 +121,8 @@ def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
     Raises:
-        UserError: the object does not exist, or is not trusted. The packages of an untrusted name
-            are not imported.
+        UserError: the object does not exist, or is not trusted. Untrusted packages are not
+            imported.
     """
     place = f"{key}._target_={target}"
     top = target.partition(".")[0]

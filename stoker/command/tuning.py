@@ -1,7 +1,7 @@
 """Tune the whole process for training: memory allocator, threads, kernels, garbage collection.
 
-The Trainer itself never changes the process. The command `stoker` calls `tune_process`; a script
-may call it too.
+The Trainer itself never changes process-wide settings. The command `stoker` calls `tune_process`,
+and a script may call it too.
 """
 
 import atexit
@@ -52,8 +52,8 @@ def tune_process(
 def freeze_imports() -> None:
     """Exclude all existing objects from garbage collection, once.
 
-    A full collection has to visit every object that torch's import created. It takes 0.08 s, and a
-    run has four.
+    A full collection has to visit every object that the import of torch created. It takes 0.08 s,
+    and a run would have four of them.
     """
     gc.freeze()
     # At exit, nanobind reports each of triton's objects that is still alive as a leak.

@@ -53,8 +53,8 @@ def per_sample(
 ) -> int | None:
     """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
-    The counter knows matrix products, convolutions and attention. The sample consists of zeros,
-    which are token ids if `tokens`; the module runs in evaluation mode and is left unchanged.
+    These are matrix products, convolutions and attention. The sample consists of zeros, which are
+    token ids if `tokens`. The module runs in evaluation mode and is left unchanged.
     Returns None if the module rejects such a sample or is sharded, or if the shape is not known.
     """
     if in_shape is None:

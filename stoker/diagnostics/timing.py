@@ -22,7 +22,7 @@ from stoker.trainer.trainer import Trainer
 ALWAYS = 32  # steps at the beginning, all of which are sampled
 SHARE = 0.02  # fraction of the later steps to sample; first steps of epochs get an equal share
 SOON = 10.0  # seconds; in a shorter run, advice would save little
-FEWEST_STEPS = 8  # an epoch must have this many steps for the advice to use larger batches
+FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")

@@ -1,4 +1,4 @@
-"""Jobs in separate processes: devices, threads and signals, which Hydra's launchers ignore."""
+"""Run jobs in separate processes: handle devices, threads and signals, as Hydra does not."""
 
 import contextlib
 import importlib.util
@@ -252,7 +252,7 @@ class Jobs(Callback):
             os.environ[name] = value
 
     def listen(self) -> None:
-        """Handle signals from the launcher like a SIGTERM, and leave Ctrl-C to the sweep."""
+        """Handle the launcher's signals as in a single run, and leave Ctrl-C to the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signals.handle)
         if str(self.launcher).startswith("submitit") and USR2:
@@ -273,7 +273,7 @@ class Jobs(Callback):
         return self.locks and not lock.is_held(self.folder)
 
     def go_on(self) -> None:
-        """Raise KeyboardInterrupt if this job should no longer start or continue to wait."""
+        """Raise KeyboardInterrupt if the sweep has ended or a signal has arrived."""
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 

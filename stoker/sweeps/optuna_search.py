@@ -133,7 +133,7 @@ class OptunaSearch(Sweeper):
         for trial in self.study.trials:
             # Searches in other folders may use the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # The storage is untrusted, so accept only values that this search would draw.
+                # The storage is untrusted, so accept only values that this search could draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 

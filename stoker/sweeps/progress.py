@@ -1,4 +1,4 @@
-"""Show how a sweep is going: print a line for each job that ends; write job output to files."""
+"""Show the progress of a sweep: print a line for each job that ends, and save the jobs' output."""
 
 import contextlib
 import sys
@@ -15,11 +15,11 @@ from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
-# smallest widths of the columns of a line
+# The minimum widths of the columns of a line.
 OUTCOME = 14
 BEST = 21
 LEFT = 12
-OUTPUT = "jobs"  # the folder in the sweep's folder for the output of the jobs and for locks
+OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
 
 
 class Ends:

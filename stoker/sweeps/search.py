@@ -49,7 +49,7 @@ def at_once(cfg: DictConfig) -> int:
 
 
 def maximizes(cfg: DictConfig) -> bool:
-    """Return whether the search maximizes, which is known before any trial builds its metrics."""
+    """Return whether the search maximizes; this is decided before any trial builds its metrics."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":  # a guess; if it is wrong, check_mode ends the search
@@ -87,7 +87,7 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   leaves out {', '.join(left)}, which not every trial uses")
+        print(f"search   leaves out {', '.join(left)} (not used by every trial)")
     return [*kept, *typed]
 
 

@@ -197,7 +197,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw the missing reports of the finished jobs, best first, until the time limit."""
+    """Draw missing reports of the finished jobs, best first, until the time limit is reached."""
     from stoker.runs import report
 
     done = list(itertools.chain(*sweep.groups))

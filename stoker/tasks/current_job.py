@@ -16,7 +16,7 @@ process_start = 0.0  # time.perf_counter() when the command started
 
 
 def started_at() -> float:
-    """Return the `time.perf_counter()` of the process's start or, in a sweep, of this moment."""
+    """Return the start time of the process or, in a sweep, the current time (in seconds)."""
     return time.perf_counter() if in_sweep() else process_start
 
 
@@ -53,7 +53,7 @@ def typed_for_run() -> list[str]:
 
 
 def run_directory(cfg: DictConfig) -> str:
-    """Return `run_dir` if set; in a sweep, the job's folder; otherwise, a new folder in runs/."""
+    """Return the job's folder in a sweep; otherwise `run_dir`, or a new folder in runs/."""
     if in_sweep():
         sweep = HydraConfig.get().sweep
         return f"{sweep.dir}/{sweep.subdir}"

@@ -1,4 +1,4 @@
-"""task=lr_find: raise the learning rate step by step, suggest one, and write the curve."""
+"""task=lr_find: raise the learning rate at every step, suggest a rate, and write the curve."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The entry point of the command: check the config, do the task, and record a failure."""
+"""The entry point of the command: check the config, run the task, and record failures."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def compose() -> None:
 
 
 def main(cfg: DictConfig) -> float | None:
-    """Check the config, which needs no torch, and do its task; Hydra calls this for each job.
+    """Check the config, which needs no torch, and run its task; Hydra calls this for each job.
 
     A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
     that fails returns nan, which marks a failed trial. It ends the sweep only if sweep.on_error is
@@ -96,7 +96,7 @@ def prepare(cfg: DictConfig) -> None:
 
 
 def do(cfg: DictConfig) -> None:
-    """Do the task, in several processes if the config asks for them."""
+    """Run the task, in several processes if the config asks for them."""
     if cfg.task == "reproduce":
         if current_job.in_sweep():
             raise UserError("task=reproduce repeats a single run. Leave out -m.")

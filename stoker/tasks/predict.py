@@ -51,7 +51,8 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
 def for_split(cfg: DictConfig) -> Iterator[Any]:
     """Yield the predictions for a split of the run's own data, computed one batch at a time.
 
-    Each has the number of its sample in that split, and the sample's file or line if known.
+    Each prediction has the number of its sample in the split, and the sample's file or line if
+    known.
     """
     from stoker.runs import examine, inference
 

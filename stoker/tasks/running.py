@@ -76,7 +76,7 @@ class Run:
 
     @contextlib.contextmanager
     def noting_the_end(self) -> Iterator[None]:
-        """At the end, record the time and the doctor's warnings; tell the loggers of a failure."""
+        """At the end, record the time and the doctor's warnings; tell the loggers of an error."""
         from stoker.diagnostics import doctor
 
         try:

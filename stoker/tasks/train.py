@@ -117,7 +117,10 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run. `origin` is the hash of the `resume=FILE`."""
+    """Return what a checkpoint stores about its run.
+
+    `origin` is the hash of the file that `resume=FILE` names.
+    """
     from stoker.data.record import fingerprint
 
     data = parts.data

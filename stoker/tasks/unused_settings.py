@@ -45,7 +45,7 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
 
 
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that your own loader determines."""
+    """Raise UserError for a typed setting that the user's own loader decides."""
     from stoker.data.samples import has_samples, is_stream
 
     if parts.data.kind != "other":
