@@ -28,11 +28,11 @@ WITH_UNITS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 MOST_NAMED = 3  # layers in one warning
 
 ADVICE = {
-    "dead": "Type a lower optimizer.lr; or put a norm in front of the activation, "
-    "or use a GELU instead of a ReLU.",
-    "vanishing": "Put norms or shortcuts between the layers, "
-    "or use a ReLU or GELU instead of a sigmoid or tanh.",
-    "exploding": "Type max_grad_norm=1; or standardize the inputs and the targets.",
+    "dead": "Type a lower optimizer.lr, add a norm layer before the activation, "
+    "or use GELU instead of ReLU.",
+    "vanishing": "Add norm layers or skip connections, "
+    "or use ReLU or GELU instead of sigmoid or tanh.",
+    "exploding": "Type max_grad_norm=1, or standardize the inputs and targets.",
     "large updates": "Type a lower optimizer.lr, or a longer scheduler.warmup.",
 }
 
