@@ -50,7 +50,7 @@ def check_config(cfg: DictConfig) -> None:
     if len(configs.folders()) > 1:  # the user's own files may contain a misspelled key
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key in given:
-        is_variable = f"${{{key}}}" in str(given)  # another key refers to it
+        is_variable = f"${{{key}}}" in str(given)  # another key refers to this one
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
     for key in (*usual, *flat(usual)):
@@ -152,7 +152,7 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
 
 
 def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise UserError for an unknown key in a group whose keys no constructor checks."""
+    """Raise UserError for an unknown key in the groups that no constructor checks."""
     for group in ("checkpoint", "sweep"):
         for key in given[group]:
             if key not in known[group]:
@@ -171,10 +171,10 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError for a value outside its limit; for a key without a limit, for a wrong type.
+    """Raise UserError for a value outside its limit, or of the wrong type if it has no limit.
 
-    The type must be that of the default. A default of null or auto allows any type, and leaves the
-    check to the constructor.
+    The right type is the type of the default. If the default is null or auto, any type is allowed
+    here, and the constructor checks the value.
     """
     limit = settings.limit_of(name.removeprefix("trainer."))  # its keys mirror the top-level keys
     # max_steps may set the length, and null turns a callback off.

@@ -59,7 +59,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def job() -> Any:
-    """Return the value that was passed to `start` as `of`; None outside the job of a sweep."""
+    """Return the value that `start` was given as `of`; None if there was none."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None

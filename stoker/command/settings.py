@@ -26,7 +26,7 @@ from stoker.trainer.settings import (
 )
 
 TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
-TRAINING = ("train", "plan", "lr_find")  # tasks that build from the config; the others take a run
+TRAINING = ("train", "plan", "lr_find")  # tasks that start from a config instead of a run
 WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
@@ -221,7 +221,10 @@ def record(key: str) -> Setting:
 
 
 def may_differ(key: str, *, longer: bool = False) -> bool:
-    """Return whether a resumed run may change `key`. `longer`: it was started by `resume=FILE`."""
+    """Return whether a resumed run may change `key`.
+
+    `longer` is true if the run was started by `resume=FILE`.
+    """
     resume = record(key).resume
     return resume == "any" or (longer and resume == "longer")
 

@@ -66,7 +66,7 @@ UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
 
 def of_project() -> tuple[str, ...]:
-    """Return the packages that the project file trusts; none in a script."""
+    """Return the packages that the project file trusts; () in a script."""
     return project.current().trusted if HydraConfig.initialized() else ()
 
 

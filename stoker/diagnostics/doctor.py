@@ -69,7 +69,7 @@ class Doctor(Callback):
         self.hooks: list[RemovableHandle] = []
         self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings: list[str] = []
-        self.count = 0  # samples
+        self.count = 0  # number of samples
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raise a UserError if the steps cannot be inspected."""

@@ -1,4 +1,4 @@
-"""The learning-rate finder: raises the rate step by step, and suggests one."""
+"""The learning-rate finder: raises the rate at every step, and suggests a rate to train with."""
 
 import copy
 import functools

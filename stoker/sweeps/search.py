@@ -54,7 +54,7 @@ def maximizes(cfg: DictConfig) -> bool:
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":  # a guess; if it is wrong, check_mode ends the search
         return cfg.dataset._target_ not in PREDICTS_TOKENS
-    if cfg.monitor.endswith("/loss"):  # val/loss, or that of a validation set with a name
+    if cfg.monitor.endswith("/loss"):  # val/loss, or the loss on a named validation set
         return False
     raise UserError(
         f"monitor={cfg.monitor}: a search needs to know whether higher or lower is better.\n"

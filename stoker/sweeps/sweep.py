@@ -114,7 +114,7 @@ def folder_of(config: DictConfig) -> Path:
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:
-    """Return the overrides of each job of a grid, in order; none for a search."""
+    """Return the overrides of each job of a grid, in order; [] for a search."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return []
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)

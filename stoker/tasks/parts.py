@@ -44,7 +44,7 @@ class Parts:
 
 
 def by_split(loaders: tuple[Any, Any, Any]) -> dict[str, Any]:
-    """Return {split: loader} for those of train, val and test that have a loader."""
+    """Return {split: loader} for every split that has a loader."""
     from stoker.trainer.loading import by_name
 
     train, val, test = loaders

@@ -106,5 +106,5 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 
 
 def result_of(folder: Path) -> RunResult:
-    """Return the result of a run, empty if there is none."""
+    """Return the result of a run; if there is none, return an empty result."""
     return RunResult.read(folder) or RunResult()
