@@ -11,7 +11,7 @@ START = time.perf_counter()
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     signals.install()  # before any slow import
-    gc.disable()  # imports leave little garbage, and each collection would scan them all
+    gc.disable()  # imports leave little garbage, and each collection would scan all their objects
     try:
         from stoker.tasks.main import run
     finally:

@@ -2,7 +2,7 @@
 stoker's packages.
 
 Without this, `import trainer` in a clone would load a second copy of every class. In an installed
-package nothing imports this module.
+package, nothing imports this module.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
+    """Imports `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
 
     packages: ClassVar[set[str]] = set()
 

@@ -205,7 +205,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("-patience=1", "error: -patience=1: there is no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",
-        "error: dataset.target: this has no default.",
+        "error: dataset.target: this setting has no default.",
         "Type dataset.target=...",
     ),
     (
@@ -238,7 +238,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: model=[mlp,cnn]: this is a group",
         "Choose one of: cnn, gpt",
     ),
-    ("+model=cnn", "error: +model=cnn: every run has this group.", "Type model=cnn."),
+    ("+model=cnn", "error: +model=cnn: this group needs no +.", "Type model=cnn."),
     ("model=null", "error: model=null: this is a group", "Choose one of: cnn, gpt"),
     ("model=3", "error: model=3: this is a group", "Choose one of: cnn, gpt"),
     ("model={a:1}", "error: model={a:1}: this is a group", "Choose one of: cnn, gpt"),
@@ -368,7 +368,7 @@ LATE = [
     (
         "+model.typo=1",
         "error: model.typo: stoker.models.mlp.MLP has no such argument.",
-        "It has hidden, activation, dropout, norm.",
+        "Its arguments are: hidden, activation, dropout, norm.",
     ),
     (
         "+optimizer.typo=1",
@@ -407,7 +407,7 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: loss=MSELoss is for regression, but digits is for classification.",
+        "error: loss=MSELoss is for regression, but digits is data for classification.",
         "Type loss=cross_entropy",
     ),
     (

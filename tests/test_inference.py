@@ -287,14 +287,14 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match=r'(?s)run=.*nets_of_mine\.Net: this target is not allowed.*trusted=\["nets_of_mine"\] if',
+        match=r'(?s)run=.*nets_of_mine\.Net: this target is not trusted.*trusted=\["nets_of_mine"\]\.',
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
     pixels = datasets.digits().test.inputs
     found = package.load(tmp_path / "run", trusted=["nets_of_mine"])
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
-    with pytest.raises(UserError, match="this target is not allowed"):  # it was for that call
+    with pytest.raises(UserError, match="this target is not trusted"):  # it was for that call
         package.load(tmp_path / "run")
     typed = RunResult.read(runs / "digits")
     typed.overrides = ["model._target_=nets_of_mine.Net"]
@@ -710,21 +710,21 @@ def test_a_key_is_for_its_task(forks, runs):
             "epochs=3",
         ): "epochs: task=predict uses the run's settings",
         ("task=predict", "run=prices", "input=x", "split=val"): "needs either input= or split=",
-        ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
-        ("format=onnx",): "format=onnx is for task=export.",
+        ("task=evaluate", "run=prices", "input=x"): "input=x is only for task=predict.",
+        ("format=onnx",): "format=onnx is only for task=export.",
         (
             "task=predict",
             "run=folder",
             "input=x",
             "dataset.missing=mean",
-        ): "dataset.missing: the input of this run does not need it.",
+        ): "dataset.missing: this key does not apply to the input of this run.",
         (
             "task=predict",
             "run=prices",
             "input=x",
             "dataset.missing=mean",
             "dataset.on_bad_sample=skip",
-        ): "dataset.on_bad_sample: the input of this run does not need it.",
+        ): "dataset.on_bad_sample: this key does not apply to the input of this run.",
         (
             "task=export",
             "run=prices",
@@ -985,7 +985,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "run=digits",
             "split=all",
             "dataset.val_fraction=0.2",
-        ): "split=all uses all samples, but dataset.val_fraction is given",
+        ): "split=all uses all samples, but you typed dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate uses the run's settings",
         (
             "run=digits",

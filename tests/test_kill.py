@@ -212,7 +212,7 @@ except stopping.Interrupted:
 """
     for said, err in [
         ("signals.print_advice('interrupted.')", "interrupted.\n"),
-        ("pass", "ended at once. To resume:\npython train.py\n"),
+        ("pass", "ended immediately. To resume:\npython train.py\n"),
     ]:
         done = subprocess.run(
             [sys.executable, "-c", code.format(said=said)], capture_output=True, text=True

@@ -461,7 +461,7 @@ REFUSED_AMONG_SEVERAL = [
     ),
     (
         "-m seed=0,1",
-        "error: -m: a sweep starts its own processes.",
+        "error: -m: a sweep starts its own processes, so do not start it with torchrun.",
         f"Type {PROGRAM} -m ... strategy=ddp devices=N.",
     ),
     ("task=lr_find", "error: task=lr_find runs in one process.", f"Type {PROGRAM}"),

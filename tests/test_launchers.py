@@ -268,7 +268,7 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
     )
     if number != signal.SIGKILL:
         assert (
-            "stopping: each job saves its step" in done.err
+            "stopping: each job saves a checkpoint" in done.err
             and "2 unfinished, 2 not started" in done.out
         )
     (tmp_path / "hold").unlink()
@@ -297,7 +297,7 @@ def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
     done = sweep(tmp_path, *command, "sweep.on_error=stop", "+callbacks.hold._target_=mine.Hold")
     assert (
         done.code == 2
-        and "job 1 failed, and sweep.on_error=stop: each job saves its step" in done.err
+        and "job 1 failed, and sweep.on_error=stop: each job saves a checkpoint" in done.err
     ), done.err
     assert not (tmp_path / "all" / "3").exists() and "Traceback" not in done.err
 
@@ -331,7 +331,7 @@ MISTAKES = [
     (
         "hydra/launcher=joblib",
         "hydra/launcher=joblib: this setting is for sweeps.",
-        "Type -m as well",
+        "Add -m to start a sweep",
     ),
     (
         "-m seed=0,1 hydra/launcher=jobib",
@@ -340,7 +340,7 @@ MISTAKES = [
     ),
     (
         "-m seed=0,1 sweep.at_once=2",
-        "sweep.at_once=2: hydra/launcher=basic does not support it",
+        "sweep.at_once=2: hydra/launcher=basic does not support this key",
         "Type hydra/launcher=joblib",
     ),
     ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number of at least 1.", ""),
@@ -362,7 +362,7 @@ WITH = [
     (
         "submitit_slurm",
         "sweep.per_gpu=2",
-        "sweep.per_gpu=2: hydra/launcher=submitit_slurm does not support it.",
+        "sweep.per_gpu=2: hydra/launcher=submitit_slurm does not support this key.",
         "",
     ),
     (
@@ -398,7 +398,10 @@ def test_a_plugin_that_is_missing_is_named_with_its_extra(monkeypatch):
     for plugins in (others, None):
         monkeypatch.setitem(sys.modules, "hydra_plugins", plugins)
         for launcher, extra in launchers.EXTRAS.items():
-            said = rf"hydra/launcher={launcher}: its plugin is not installed.\nType pip install -e '.\[{extra}\]'"
+            said = (
+                rf"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
+                rf"Type pip install -e '.\[{extra}\]'"
+            )
             with pytest.raises(UserError, match=said):
                 launchers.check_installed(launcher)
         launchers.check_installed("basic")

@@ -74,7 +74,7 @@ def test_it_is_the_first_batches_that_are_learnt_and_nothing_else():
     loader.seek(0, 0)
     first = [inputs for inputs, _ in loader][:2]
     assert all(any(torch.equal(inputs, batch) for batch in first) for inputs in seen)
-    with pytest.raises(UserError, match="overfit=9: an epoch has 8 batches. Type overfit=1."):
+    with pytest.raises(UserError, match="overfit=9: an epoch has only 8 batches. Type overfit=1."):
         learn(count=9)
 
 

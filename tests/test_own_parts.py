@@ -86,7 +86,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(project, text, 
     with pytest.raises(UserError) as caught:
         trust.locate("model", "own_broken.Net")
     first, second = str(caught.value).split("\n")
-    assert first == f"model._target_=own_broken.Net: its import fails at {path}:{line}"
+    assert first == f"model._target_=own_broken.Net: the import fails at {path}:{line}"
     assert second.startswith(reason)
 
 
@@ -188,7 +188,7 @@ os.kill(os.getpid(), signal.SIGINT)
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 130
-    assert done.stderr == "ended at once. To resume:\nstoker run_dir=a\n"
+    assert done.stderr == "ended immediately. To resume:\nstoker run_dir=a\n"
 
 
 def test_a_warning_names_the_newest_good_checkpoint_not_the_one_that_is_used(tmp_path, caplog):
@@ -220,13 +220,14 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
 def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
     hint = messages.hint_for("loss.ignore_index", config)
-    assert hint.startswith(" Type +loss.ignore_index=...")
+    assert hint.startswith(" To pass an argument of your own, type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
-    assert messages.hint_for("dataset.noise", config).startswith(" Type +dataset.noise=...")
+    hint = messages.hint_for("dataset.noise", config)
+    assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
 
 
 def test_a_package_that_python_does_not_find_says_where_to_start(project):

@@ -115,7 +115,7 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     typed = run("model._target_=mine.Net", "+model.scale=2", "run_dir=b", *quick)
     assert (typed.returncode, typed.stderr) == (0, "")
     untrusted = run("model=net", *quick)
-    assert untrusted.returncode == 2 and "Type trusted=[mine]" in untrusted.stderr
+    assert untrusted.returncode == 2 and "type trusted=[mine]" in untrusted.stderr
     misspelt = run("model=nett")
     assert misspelt.returncode == 2 and "Did you mean 'net'?" in misspelt.stderr
     assert "  model.scale: " in run("model=net", "--help").stdout

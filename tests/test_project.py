@@ -124,8 +124,10 @@ def test_a_name_that_no_new_package_can_have_is_refused(folder, name):
     write(folder / "here")
     with pytest.raises(UserError) as caught:
         new([name])
-    answer = "choose a new name for the package, with letters, digits and _. Type new my_project."
-    assert str(caught.value) == f"new {name}: {answer}"
+    assert str(caught.value) == (
+        f"new {name}: this name is taken or is not a valid package name.\n"
+        "Choose a name of letters, digits and underscores, such as: new my_project."
+    )
     assert [path.name for path in folder.iterdir()] == ["here"]
 
 

@@ -30,8 +30,8 @@ def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path
 
 def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
     refused = [
-        ({"task": "plan", "overfit": 1}, "overfit=1 is for task=train"),
-        ({"task": "plan", "profile": True}, "profile=true is for task=train"),
+        ({"task": "plan", "overfit": 1}, "overfit=1 is only for task=train"),
+        ({"task": "plan", "profile": True}, "profile=true is only for task=train"),
         (
             {"task": "train", "profile": True, "overfit": 2},
             "profile=true needs a training run and cannot be combined with overfit=2",
@@ -57,12 +57,12 @@ def test_debugging_has_settings_of_its_own():
     for key, value in others.items():
         with pytest.raises(
             UserError,
-            match=f"debug=true means {key}=.*, but {key}={value} is given. Remove one of",
+            match=f"debug=true sets {key}=.*, but you typed {key}={value}. Remove one of",
         ):
             settings.debug_values({**default, key: value}, {key})
         settings.debug_values({**default, key: value}, set())  # not typed, so of a recipe
     with pytest.raises(
-        UserError, match="debug=true means dataset.workers=0, but dataset.workers=4 is given"
+        UserError, match="debug=true sets dataset.workers=0, but you typed dataset.workers=4"
     ):
         settings.debug_values({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}

@@ -398,7 +398,7 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
     )
     assert line_of(done.out, "sweep").startswith("all: 24 done;") and "resume" not in done.out
     if seen:
-        assert f"24 jobs, {len(seen)} of them done earlier;" in done.out
+        assert f"24 jobs, {len(seen)} of them already done;" in done.out
     for job in range(jobs):
         left = {path.name for path in (tmp_path / "all" / str(job)).iterdir()}
         assert (
@@ -583,7 +583,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["0", "unfinished"],
         ["2", "unfinished"],
     ]
-    assert rows[1].endswith("seed=1: at step 20") and "seed=2: no row yet" in rows[3]
+    assert rows[1].endswith("seed=1: at step 20") and "seed=2: nothing logged yet" in rows[3]
     assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))

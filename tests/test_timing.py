@@ -221,7 +221,7 @@ def test_too_many_evaluations():
     share = timing.took["evaluation"] / total
     assert timing.said == (
         f"evaluations took {100 * share:.0f}% of the time: "
-        "set a larger eval_every, or use a smaller validation part"
+        "set a larger eval_every, or use a smaller validation split"
     )
 
 

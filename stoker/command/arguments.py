@@ -1,4 +1,4 @@
-"""Read the command line: options, settings, and mistakes in how either is written."""
+"""Read the options and settings on the command line, and check how they are written."""
 
 import contextvars
 import re
@@ -15,7 +15,7 @@ from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 
-# Hydra's options that take no value, and those that take one.
+# Hydra's command-line options: FLAGS take no value, VALUED take one.
 FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
 FLAGS |= {"--run", "-sc", "--shell-completion", "--version"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--config-path", "-cn"}
@@ -24,7 +24,7 @@ NO_EXPERIMENT = "experiment=null"
 DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
 # A setting whose value Hydra does not read without quotes of its own.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
-# Settings that count as typed when there is no command line.
+# Settings that Python code adds; they are treated as if they had been typed.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
 )
@@ -36,13 +36,13 @@ def typed() -> list[str]:
     if not HydraConfig.initialized():
         return in_python
     overrides = plain(HydraConfig.get().overrides)["task"]
-    # In a sweep, Hydra adds =null to it.
+    # In a sweep, Hydra spells it ~experiment=null.
     deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
     return [*(NO_EXPERIMENT if one in deleted else one for one in overrides), *in_python]
 
 
 def typed_keys() -> set[str]:
-    """Return the keys of the settings that were typed; for key={...}, the keys inside it."""
+    """Return the keys of all typed settings, including the keys inside a value like key={...}."""
     keys = set()
     for override in typed():
         key, _, value = override.partition("=")
@@ -60,7 +60,10 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def choices(arguments: Sequence[str]) -> list[str]:
-    """Return the chosen options, as in ["model=cnn"]; for a sweep, the first one of each group."""
+    """Return the chosen options, such as ["model=cnn"].
+
+    If a sweep lists several options of a group, only the first one is returned.
+    """
     chosen = []
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("=")
@@ -71,12 +74,13 @@ def choices(arguments: Sequence[str]) -> list[str]:
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as Hydra needs them.
+    """Return the arguments in the form that Hydra expects.
 
-    A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
-    The project adds its experiment, its `configs/` and its folder for runs. A prompt and a table's
-    punctuation are kept character for character. Hydra's own spelling replaces null for a group.
-    `stoker plan` is short for `stoker task=plan`, and so on for each task.
+    `stoker plan` is short for `stoker task=plan`, and so on for each task. A task that takes a run
+    accepts `dataset.root=DIR` even if the default data set has no `root`. The project's experiment,
+    its `configs/` and its folder for runs are added. A prompt and the characters of a table's
+    notation are quoted, so that they stay as typed. `experiment=null` is replaced with Hydra's own
+    spelling.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
@@ -93,7 +97,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
 
 def of_project(arguments: Sequence[str]) -> list[str]:
-    """Return the overrides that the project file implies, except for keys that are typed."""
+    """Return the overrides that come from the project file, except for keys that were typed."""
     here = project.current()
     keys = {argument.partition("=")[0].lstrip("+~") for argument in arguments}
     added = []
@@ -105,18 +109,19 @@ def of_project(arguments: Sequence[str]) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return the override that adds the `configs/` of the project, if it has some."""
+    """Return a list with the override that adds the project's `configs/`; [] if it has none."""
     added = [quoted(f"file://{folder}") for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise UserError for mistakes that Hydra would miss, or report only in each job of a sweep."""
+    """Raise UserError for mistakes that Hydra would miss, or report in every job of a sweep."""
     sweep = is_sweep(arguments)
     if sweep and launch.world_size() > 1:
         program = " ".join(invocation.program())
         raise UserError(
-            f"-m: a sweep starts its own processes. Type {program} -m ... strategy=ddp devices=N."
+            "-m: a sweep starts its own processes, so do not start it with torchrun. "
+            f"Type {program} -m ... strategy=ddp devices=N."
         )
     check_options(arguments)
     for argument in arguments:
@@ -127,20 +132,20 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raise UserError for an unknown option, or one without the value that it needs."""
+    """Raise UserError for an unknown option, or for an option that lacks its value."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("-") and name not in FLAGS | VALUED:
             raise UserError(
-                f"{argument}: there is no such option. Settings have no dashes, as in device=cpu. "
-                "Type --help to see them."
+                f"{argument}: there is no such option. Settings are typed without dashes, as in "
+                "device=cpu. Type --help to see all settings."
             )
         if argument in VALUED and argument == arguments[-1]:
             raise UserError(f"{argument}: this option needs a value. Type {argument} VALUE.")
 
 
 def check_place(argument: str, sweep: bool) -> None:
-    """Raise UserError for a single run's setting in a sweep, or a sweep's setting in a run."""
+    """Raise UserError if a sweep sets `run_dir`, or if a single run sets a key for sweeps."""
     key, _, value = argument.partition("=")
     if key == "run_dir" and sweep and value != "null":
         raise UserError(
@@ -148,13 +153,13 @@ def check_place(argument: str, sweep: bool) -> None:
         )
     is_for_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
     if is_for_sweep and not sweep and launch.world_size() == 1:
-        raise UserError(f"{argument}: this setting is for sweeps. Type -m as well.")
+        raise UserError(f"{argument}: this setting is for sweeps. Add -m to start a sweep.")
 
 
 def check_group(argument: str, key: str, value: str) -> None:
-    """Raise UserError unless the value is one option, or a list for the group that takes lists."""
+    """Raise UserError unless the value is one option, or a list for a group that accepts lists."""
     if argument.startswith("+") and "/" not in key:
-        raise UserError(f"{argument}: every run has this group. Type {key}={value}.")
+        raise UserError(f"{argument}: this group needs no +. Type {key}={value}.")
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
     takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
     if not (is_name or takes_list or argument == NO_EXPERIMENT):

@@ -24,7 +24,7 @@ from stoker.trainer.errors import (
     kind_of,
 )
 
-# The keys of Hydra that a node may have. The others change how Hydra builds objects and what it
+# The Hydra keys that a node may have. All other keys change how Hydra builds objects, or what it
 # allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # called by the Trainer or the loader
@@ -41,13 +41,14 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
 }
-# The parts that need no base class, and what they may be.
+# What a part may be if it needs no base class, as error messages describe it.
 WITHOUT_BASE_CLASS = {
     "dataset": 'a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset",
 }
-# Packages whose functions may be called for a part, since only a call shows what they return.
+# Packages whose functions may be called to build a part. What a function returns is checked
+# afterwards.
 PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
@@ -59,7 +60,7 @@ PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
 # large batch_size may.
 TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
-REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # torch rejects a value
+REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # raised if torch rejects a value
 
 
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
@@ -87,10 +88,11 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(
-            f"{key}._partial_=true: a run needs the result of {target}. Remove this key."
+            f"{key}._partial_=true: a run needs the object that {target} returns, not a partial. "
+            "Remove this key."
         )
     try:
-        # Built as a partial and called here, since Hydra would copy the arguments.
+        # Build a partial and call it below: Hydra itself would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__  # None for a target that Hydra never calls
@@ -118,7 +120,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
 
 
 def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class weights of one of torch's losses, lists in a config, as tensors."""
+    """Return the class weights of a torch loss as tensors; in a config, they are lists."""
     import torch
 
     weights = {}
@@ -133,7 +135,7 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_loss_function(node: Mapping[str, Any]) -> bool:
-    """Return whether a loss's target is itself the function of (outputs, targets)."""
+    """Return whether the target of a loss is the function of (outputs, targets) itself."""
     target = node["_target_"]
     names, _ = arguments_of("loss", target)
     open_ones = [name for name in names if names[name] is REQUIRED and name not in node]
@@ -143,11 +145,12 @@ def is_loss_function(node: Mapping[str, Any]) -> bool:
 def arguments_to_pass(
     key: str, node: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the offered arguments that the target takes."""
+    """Return the offered arguments that the target accepts."""
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # With **kwargs, your own Trainer accepts all of them; torchvision's models accept num_classes.
+    # If the target has **kwargs, your own Trainer accepts every argument, and a torchvision model
+    # accepts num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
     if takes_more and target.startswith("torchvision.models."):
@@ -168,8 +171,9 @@ def returns_part(part: str, located: Any) -> bool:
 
 
 def is_part(part: str, built: Any) -> bool:
-    """Return whether an object is this part of a run. A metric or loss needs no base class, and a
-    data set may be a mapping of its parts.
+    """Return whether an object can serve as this part of a run.
+
+    A metric or loss needs no base class, and a data set may be a mapping of splits.
     """
     if part == "dataset" and isinstance(built, Mapping):
         return True
@@ -179,7 +183,7 @@ def is_part(part: str, built: Any) -> bool:
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the classes of PART_CLASSES, without importing a library for them."""
+    """Return the allowed classes of a part, leaving out classes whose library is not imported."""
     return tuple(
         hydra.utils.get_object(name)
         for name in PART_CLASSES[part]
@@ -188,7 +192,7 @@ def classes_of(part: str) -> tuple[type, ...]:
 
 
 def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (key or index, item) of a node; nothing for a plain value."""
+    """Yield (key or index, item) for each item of a node; nothing for a plain value."""
     if isinstance(node, dict):
         yield from list(node.items())
     elif isinstance(node, list):
@@ -198,7 +202,8 @@ def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
 def check_nested(key: str, node: Any) -> None:
     """Raise UserError for a nested `_target_` in an untrusted config, unless the user trusts it.
 
-    The size of a model or loss is checked before it is built; that of an argument is not.
+    A model or a loss may have nested targets, because its size is checked before it is built. For
+    other parts, there is no such check.
     """
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:
@@ -209,18 +214,19 @@ def check_nested(key: str, node: Any) -> None:
             elif not is_trusted_by_user(target):
                 raise UserError(
                     f"{key}.{name}._target_={target}: only a model or a loss may contain another "
-                    f"_target_.\nType trusted=[{target.partition('.')[0]}] if you know what it "
-                    "does."
+                    "_target_.\nIf you know what it does, type "
+                    f"trusted=[{target.partition('.')[0]}]."
                 )
         check_nested(f"{key}.{name}", item)
 
 
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
-    """Raise UserError if a node, or one inside it, has an untrusted target or unknown arguments."""
+    """Raise UserError if a node or a nested node has an untrusted target or unknown arguments."""
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
             raise UserError(
-                f"{key}.{name}: a config cannot set this special key, only {', '.join(KEYS)}."
+                f"{key}.{name}: a config cannot set this special key. It can only set "
+                f"{', '.join(KEYS)}."
             )
     if isinstance(node, dict) and isinstance(node.get("_target_"), str):
         check_target(key, node, offered)
@@ -239,7 +245,7 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
         known = [name for name in names if name not in offered]
         raise UserError(
             f"{key}.{unknown[0]}: {target} has no such argument.{did_you_mean(unknown[0], known)}\n"
-            f"It has {', '.join(known)}."
+            f"Its arguments are: {', '.join(known)}."
         )
 
 
@@ -258,7 +264,7 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
 
 
 def without_downloads(key: str, node: Any) -> None:
-    """Keep torchvision's builders in a node from downloading weights: the checkpoint has them."""
+    """Keep torchvision builders from downloading weights, since the checkpoint has the weights."""
     for name, item in items_of(node):
         without_downloads(f"{key}.{name}", item)
     target = node.get("_target_") if isinstance(node, dict) else None
@@ -278,7 +284,8 @@ class TooLarge(MemoryError):
 def at_most(numbers: int) -> Iterator[Callable[..., None]]:
     """Raise TooLarge if the modules built in this context have more than `numbers` values.
 
-    A module counts as ten. Yield the function that counts, for tensors that no hook sees.
+    Each module counts as ten values. Yield the counting function, so that the caller can also count
+    tensors that the hooks do not see.
     """
     import torch
     from torch.nn.modules import module
@@ -307,10 +314,10 @@ def check_size(
 ) -> None:
     """Raise UserError if a node's module is far too large, or does not fit the shapes of `weights`.
 
-    An untrusted config may describe a module of any size. So it is first built on the meta device,
-    where a tensor takes no memory, and only up to a budget. A module that cannot be built there is
-    accepted. Without `weights` (a state dict), the budget is that of a loss or metric; one that the
-    user trusts may have any size.
+    An untrusted config may describe a module of any size. So the module is first built on the meta
+    device, where tensors take no memory, and only up to a budget. A module that cannot be built
+    there is accepted. Without `weights` (a state dict), the budget is enough for a loss or metric,
+    and a target that the user trusts may have any size.
     """
     import torch
 
@@ -321,7 +328,7 @@ def check_size(
     wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
     numbers = sum(math.prod(shape) for shape in wanted.values())
     try:
-        # Shared parameters are counted twice.
+        # The budget is generous, because shared parameters are counted twice.
         with (
             at_most(4 * numbers + 2**20) as count,
             torch.device("meta"),
@@ -330,14 +337,14 @@ def check_size(
             # torch warns about a constructor that loads weights into a module on the meta device
             warnings.simplefilter("ignore")
             built = build(key, node, **offered)
-            # tensors that are not registered as buffers
+            # torchmetrics does not register these tensors as buffers
             for state in getattr(built, "metric_state", {}).values():
                 count(built, "", state)
             state = built.state_dict()
     except TooLarge as error:
-        allowed = "a loss or a metric" if weights is None else f"the checkpoint ({numbers:,})"
+        allowed = "a loss or metric needs" if weights is None else f"the checkpoint ({numbers:,})"
         raise UserError(
-            f"{place}: with these arguments it has far more values than {allowed}."
+            f"{place}: with these arguments, it has far more values than {allowed}."
         ) from error
     except Exception:
         return
@@ -354,7 +361,7 @@ def check_size(
 
 
 def is_on(node: Any) -> bool:
-    """Return whether a callback is on: it is off if it, or one of its settings, is null."""
+    """Return whether a callback is on. It is off if its node or one of its settings is null."""
     if node is None:
         return False
     return not (isinstance(node, (dict, DictConfig)) and None in node.values())

@@ -38,19 +38,19 @@ def keep_texts(cfg: DictConfig) -> None:
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Raise UserError for a config that cannot be run.
+    """Raise UserError for a config that cannot run.
 
-    It may have an unknown key, lack a required value, set the length twice, or have a value outside
-    its limits or of a different type from the default.
+    The reason is an unknown key, a missing value, two keys that both set the length, or a value
+    that is outside its limits or has the wrong type.
     """
     given = plain(cfg)
     typed = arguments.typed_keys()
     usual = of_choices([choice for choice in chosen() if not choice.startswith("experiment=")])
     known = usual
-    if len(configs.folders()) > 1:  # your own key may be misspelled
+    if len(configs.folders()) > 1:  # the user's own files may contain a misspelled key
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key in given:
-        is_variable = f"${{{key}}}" in str(given)  # another key refers to it
+        is_variable = f"${{{key}}}" in str(given)  # another key refers to this one
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
     for key in (*usual, *flat(usual)):
@@ -76,7 +76,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_choices(given: Mapping[str, Any]) -> None:
-    """Raise UserError for a typed option whose class is replaced by one of the user's files."""
+    """Raise UserError if one of the user's files replaces the class of a typed option."""
     typed = arguments.typed_keys()
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
@@ -90,7 +90,7 @@ def check_choices(given: Mapping[str, Any]) -> None:
 
 
 def check_length(given: Mapping[str, Any]) -> None:
-    """Raise UserError if `epochs` was typed, but `max_steps` sets the length."""
+    """Raise UserError if `epochs` was typed although `max_steps` sets the length."""
     typed = arguments.typed_keys()
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
@@ -129,7 +129,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Return the config with every ${...} replaced.
 
     Raises:
-        UserError: one cannot be replaced, or a required value is missing.
+        UserError: a ${...} cannot be replaced, or a required value is missing.
     """
     for key, value in flat(cfg).items():
         try:
@@ -137,7 +137,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             if OmegaConf.is_config(node):
                 OmegaConf.to_container(node, resolve=True)
         except MissingMandatoryValue:
-            raise UserError(f"{key}: this has no default. Type {key}=...") from None
+            raise UserError(f"{key}: this setting has no default. Type {key}=...") from None
         except (OmegaConfBaseException, RecursionError) as error:
             raise UserError(
                 f"{key}={as_typed(value)}: {first_line(error)}.\nType {key}=VALUE."
@@ -146,7 +146,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
-    """Return a message with each value as it was typed, since ${oc.env:...} may be a secret."""
+    """Replace resolved values in a message with what was typed: ${oc.env:...} may be a secret."""
     for key, value in given.items():
         if isinstance(value, str) and "${" in value:
             text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")
@@ -154,7 +154,7 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
 
 
 def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise UserError for an unknown key of a group that no constructor checks."""
+    """Raise UserError for an unknown key in the groups that no constructor checks."""
     for group in ("checkpoint", "sweep"):
         for key in given[group]:
             if key not in known[group]:
@@ -162,9 +162,9 @@ def check_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Raise UserError for a value of a different type from its default.
+    """Raise UserError for a value whose type differs from that of its default.
 
-    A default that refers to another key is not checked: the constructor checks the value.
+    If the value or its default refers to another key, the check is left to the constructor.
     """
     for key, default in usual.items():
         value = given.get(key, default)
@@ -173,10 +173,10 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError if a value is outside its limit or, without one, differs from its default in
-    its type.
+    """Raise UserError for a value outside its limit, or of the wrong type if it has no limit.
 
-    A default of null or auto allows any type; the constructor checks the value.
+    The right type is the type of the default. If the default is null or auto, any type is allowed
+    here, and the constructor checks the value.
     """
     limit = settings.limit_of(name.removeprefix("trainer."))  # its keys mirror the top-level keys
     # max_steps may set the length, and null turns a callback off.
@@ -201,7 +201,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
 
 
 def is_like(value: Any, default: Any) -> bool:
-    """Return whether a value has its default's type; true is not a number."""
+    """Return whether a value has the type of its default; true and false are not numbers."""
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)

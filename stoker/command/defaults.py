@@ -18,12 +18,12 @@ from stoker.command.dotted import plain, put
 
 
 def defaults() -> dict[str, Any]:
-    """Return the defaults for the options that this job chose, interpolations unresolved."""
+    """Return the defaults for the options that this job uses, with interpolations unresolved."""
     return of_choices(chosen())
 
 
 def chosen() -> list[str]:
-    """Return the options of this job, typed or by default, as in ["model=mlp"]."""
+    """Return the options that this job uses, typed or by default, such as ["model=mlp"]."""
     options = []
     for group, option in HydraConfig.get().runtime.choices.items():
         if configs.is_group(group) and option is not None and not group.startswith("hydra/"):
@@ -33,11 +33,11 @@ def chosen() -> list[str]:
 
 
 def of_choices(choices: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults for options such as ["model=cnn"], interpolations unresolved."""
+    """Return the defaults for options such as ["model=cnn"], with interpolations unresolved."""
     return copy.deepcopy(composed(*choices, *arguments.search_path()))
 
 
-@functools.cache  # cached, since the jobs of a sweep share their choices and Hydra takes 50 ms
+@functools.cache  # Hydra takes 50 ms, and the jobs of a sweep mostly use the same options
 def composed(*overrides: str) -> dict[str, Any]:
     """Compose the config with these overrides."""
     with hydra_is_ready():
@@ -63,7 +63,7 @@ def files_of(*overrides: str) -> tuple[dict[str, Any], ...]:
 
 @contextlib.contextmanager
 def hydra_is_ready() -> Iterator[None]:
-    """Use the command's Hydra if it is initialized; otherwise, initialize one."""
+    """Initialize Hydra within this context, unless the command has already done so."""
     if GlobalHydra.instance().is_initialized():
         yield
         return

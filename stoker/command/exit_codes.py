@@ -32,7 +32,7 @@ TRAINING_ERROR = 3
 DIFFERENT = 4
 IN_USE = 75  # "try again later" in sysexits.h
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
-# Packages that start a sweep's jobs and raise their own error when a job dies.
+# Packages that start the jobs of a sweep, and raise their own error when a job dies.
 LAUNCHERS = ("joblib", "submitit")
 codes: list[int] = []  # exit codes of the errors reported so far
 
@@ -75,7 +75,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
             sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
             main()
         sys.stdout.flush()
-        if stopping.received is not None:  # a library swallowed its exception
+        if stopping.received is not None:  # a library swallowed the signal's exception
             raise KeyboardInterrupt
         return max(codes, default=OK)  # includes the failed jobs of a sweep
     except BrokenPipeError:
@@ -87,13 +87,14 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or one with a message if a library raised it without one."""
+    """Return the error, or a clear message if a library's error would not help the user."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
-            f"a job's process died: it was killed or ran out of memory ({type(error).__name__}).\n"
+            "the process of a job died: it was killed or ran out of memory "
+            f"({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
-    # Hydra leaves a few mistakes to the libraries below it, such as a file that is not YAML.
+    # Hydra does not catch a few mistakes, such as a file that is not YAML. A library raises these.
     if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())
         typed = [one for one in sys.argv[1:] if not one.startswith("hydra.searchpath=")]
@@ -102,7 +103,7 @@ def with_message(error: Exception) -> Exception:
 
 
 def say_interrupted() -> int:
-    """Print what to do after a signal, and return its exit code."""
+    """Print what to do after a signal, and return the exit code."""
     text: str | None = "\ninterrupted."
     if not arguments.is_sweep(sys.argv):  # the sweep already printed how to continue
         text = (
@@ -124,7 +125,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def open_closed() -> None:
-    """Open the streams that a shell has closed (`>&-`), so that no file takes their numbers."""
+    """Reopen streams that a shell has closed (`>&-`), so that no file gets their descriptors."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -137,9 +138,9 @@ def nobody_reads() -> int:
 
 
 def report(error: BaseException, note: Callable[[int], Any] | None = None) -> int:
-    """Print an error as the user should see it, and return its exit code.
+    """Print the message for an error, and return its exit code.
 
-    If several processes run, one of them prints it and calls `note(code)`.
+    Among several processes, only one prints the message and calls `note(code)`.
     """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()

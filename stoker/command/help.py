@@ -1,4 +1,4 @@
-"""The text of `--help`: examples, tasks, groups and keys; with `group=option`, its keys instead."""
+"""The text of `--help`: examples, groups and keys; for `group=option`, the keys of that option."""
 
 import re
 import textwrap
@@ -9,9 +9,9 @@ from stoker import configs
 from stoker.command import arguments, invocation
 from stoker.trainer import terminal
 
-WIDTH = 80  # columns, or fewer on a narrower terminal
-INDENT = 29  # column of the text beside a name
-NARROW = 60  # columns; below, the text is under the name
+WIDTH = 80  # columns; fewer on a narrower terminal
+INDENT = 29  # column where the text beside a name starts
+NARROW = 60  # on terminals with fewer columns, the text is indented less
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
     "model=cnn device=cuda epochs=3": "set any key",
@@ -27,7 +27,7 @@ EXAMPLES = {
 
 
 def help_text(typed: Sequence[str] = ()) -> str:
-    """Return the help text, or that of the options among the arguments that were typed."""
+    """Return the help text; if options were typed, return the text of these options instead."""
     chosen = [configs.file_of(choice.replace("=", "/")) for choice in arguments.choices(typed)]
     if any(chosen):
         return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
@@ -86,7 +86,7 @@ def folded(text: str, indent: int = 0) -> list[str]:
 
 
 def beside(name: str, text: str) -> list[str]:
-    """Return the lines of a name and, from INDENT on, the text beside it."""
+    """Return the lines of a name with its text beside it, starting at column INDENT."""
     indent = INDENT if width() >= NARROW else 6
     lines = folded(text, indent)
     if len(name) > indent - 4 or not lines:

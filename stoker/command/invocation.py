@@ -14,9 +14,9 @@ SCRIPT = "train.py"  # the command of a clone
 
 
 def program() -> list[str]:
-    """Return the words in front of the settings, such as `stoker` or `python train.py`.
+    """Return the part of the command before the settings: ["stoker"] or ["python", "train.py"].
 
-    They start the same program from the folder where this one was started.
+    In the folder where this program was started, it starts the same program again.
     """
     started = Path(sys.argv[0])
     if PACKAGE in started.resolve().parents:
@@ -40,7 +40,7 @@ def python() -> str:
 
 
 def is_clone() -> bool:
-    """Return whether this package is a clone of the repository, and not installed."""
+    """Return whether this package runs from a clone of the repository."""
     return (ROOT / SCRIPT).is_file()
 
 
@@ -51,14 +51,15 @@ def pip_install(extra: str) -> str:
 
 
 def is_started() -> bool:
-    """Return whether this program has started this process as one of several."""
+    """Return whether this process is one of several that this program (not torchrun) started."""
     return os.environ.get("ROLE_NAME") == ROLE
 
 
 def command(start: list[str] | None = None) -> list[str]:
     """Return `start`, or torchrun's command if torchrun has started this process.
 
-    `start` has the words of a program, its Python first; by default `program()`.
+    `start` is the argv of a program, beginning with the Python executable. It defaults to
+    `program()`.
     """
     start = start or program()
     if launch.world_size() == 1 or is_started():

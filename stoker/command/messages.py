@@ -1,4 +1,4 @@
-"""What the user reads instead of a traceback: one to three lines for each error."""
+"""Error messages: the one to three lines that the user sees instead of a traceback."""
 
 import errno
 import os
@@ -25,9 +25,9 @@ from stoker.trainer.errors import (
     printable,
 )
 
-LONGEST = 500  # characters in a line: a value or a path may have any length
-FOR_EXPERIMENT = "The files of this group begin with '# @package _global_'."
-# Failures of a disk or file system. Any other OSError means that a path is wrong.
+LONGEST = 500  # characters in a line, since a value or a path may have any length
+FOR_EXPERIMENT = "The files of this group must begin with '# @package _global_'."
+# Failures of a disk or a file system. Any other OSError means that a path is wrong.
 FAILING = {
     getattr(errno, name, None)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
@@ -52,14 +52,14 @@ def explanation(error: BaseException) -> str:
     place = explanation_of(error)
     if place is not None:
         return f"{first_line(error)}\n{place} debug=true shows the traceback."
-    # Hydra's MissingConfigException is an OSError without a number.
+    # Hydra's MissingConfigException is an OSError without an errno.
     if isinstance(error, OSError) and error.errno:
         file = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         advice = ""
         if error.errno in FAILING:
             advice = "Once this is solved, type the same command with run_dir=DIR to resume."
         return f"{file}{(error.strerror or str(error)).lower()}.\n{advice}"
-    if isinstance(error, FileNotFoundError):  # pyarrow's is the path alone
+    if isinstance(error, FileNotFoundError):  # pyarrow's message is only the path
         return f"{error}: no such file or directory."
     for explain in (no_such_option, key_mistake, several_values, not_understood):
         text = explain(error)
@@ -72,14 +72,14 @@ def explanation(error: BaseException) -> str:
 
 
 def no_such_option(error: BaseException) -> str | None:
-    """Explain Hydra's error for a group without the option that was chosen."""
+    """Explain Hydra's error for an option that its group does not have."""
     missing = getattr(error, "missing_cfg_file", None)
     if not missing:
         return None
     group, _, choice = missing.rpartition("/")
     if missing == "hydra/sweeper/optuna":
         install = invocation.pip_install(choice)
-        return f"sweep=optuna needs the Hydra plugin of that name.\nType {install}."
+        return f"sweep=optuna needs Hydra's plugin for Optuna.\nType {install}."
     options = getattr(error, "options", None)  # Hydra does not name the options of a list
     options = options or [path.stem for path in configs.options(group)]
     hint = did_you_mean(choice.removesuffix(".yaml"), options)
@@ -87,7 +87,7 @@ def no_such_option(error: BaseException) -> str | None:
 
 
 def key_mistake(error: BaseException) -> str | None:
-    """Explain Hydra's error for an unknown key, or for one that it cannot set."""
+    """Explain Hydra's error for an unknown key, or for a key that Hydra cannot set."""
     cause = error.__cause__ or error
     if "is not in struct" in str(cause):
         usual = of_choices(arguments.choices(sys.argv[1:]))
@@ -111,20 +111,20 @@ def several_values(error: BaseException) -> str | None:
     key, _, value = typed.lstrip("+").partition("=")
     return (
         f"{typed}: several values need a sweep. Type -m {typed}.\n"
-        f"Or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for one value with a comma."
+        f"Or type '{key}=[{value}]' for a list, or \"{key}='{value}'\" for one value with a comma."
     )
 
 
 def not_understood(error: BaseException) -> str | None:
-    """Explain an error of Hydra's grammar."""
+    """Explain a setting that Hydra cannot parse."""
     override = getattr(error, "override", None)
     if override is None and "Error when parsing" not in str(error):
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
     task = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
     return (
-        f"{typed}: this cannot be parsed.{task} Settings are key=value, as in epochs=3, and lists "
-        "are 'key=[1,2]'.\n"
+        f"{typed}: this cannot be parsed.{task} Type settings as key=value, as in epochs=3, and "
+        "lists as 'key=[1,2]'.\n"
         "Put quotes around a value with special characters, inside the shell's quotes: "
         "\"dataset.path='my täble.csv'\"."
     )
@@ -142,7 +142,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar one, or how to add it."""
     group, _, last = key.rpartition(".")
-    to_add = f" Type +{key}=... for an argument of your own."
+    to_add = f" To pass an argument of your own, type +{key}=..."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
     aliases: dict[str, str] = {}

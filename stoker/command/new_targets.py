@@ -1,4 +1,4 @@
-"""Leave each node of a config only the arguments that are meant for its target."""
+"""Remove arguments from a config that are meant for a different target."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from stoker.trainer.errors import UserError
 
 
 def drop_leftovers(cfg: DictConfig) -> None:
-    """Drop from each node the arguments that a file sets for a different target.
+    """Remove the arguments that a file sets for a target that was replaced by another one.
 
-    Typed arguments stay, and so does an argument that refers to another setting (`${...}`) if the
-    new target accepts it.
+    Typed arguments stay. So do arguments that refer to another setting (`${...}`), if the new
+    target accepts them.
     """
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
-        return  # our files set each target only once
+        return  # the built-in files set each target only once
     files = files_of(*chosen(), *arguments.search_path())
     for path, target in flat(cfg).items():
         name, _, last = path.rpartition(".")
@@ -40,10 +40,10 @@ def drop_leftovers(cfg: DictConfig) -> None:
 
 
 def arguments_given(files: Sequence[Mapping[str, Any]], name: str, target: str) -> set[str]:
-    """Return the keys of a node that are typed, or that a file sets for this target."""
+    """Return the keys of a node that were typed, or that a file sets for this target."""
     given = {"_target_", "_partial_"}
     if name == "dataset":
-        given.update(settings.LOADER_KEYS)  # for the loader of any data set
+        given.update(settings.LOADER_KEYS)  # these are valid for any data set
     for typed in arguments.typed_keys():
         if typed.startswith(f"{name}."):
             given.add(typed.removeprefix(f"{name}.").partition(".")[0])
@@ -55,7 +55,7 @@ def arguments_given(files: Sequence[Mapping[str, Any]], name: str, target: str) 
 
 
 def follow_settings(trainer: DictConfig) -> None:
-    """Pass on a run's settings, such as epochs, to a Trainer whose own file names none of them."""
+    """Pass the run's settings, such as epochs, to a Trainer whose config file does not set them."""
     usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
     typed = arguments.typed_keys()
     for key, value in plain(usual).items():
@@ -66,6 +66,6 @@ def follow_settings(trainer: DictConfig) -> None:
 
 
 def takes(name: str, target: str, key: str) -> bool:
-    """Return whether a target has an argument, by name or, for a Trainer, among its **kwargs."""
+    """Return whether a target accepts an argument by name or, for a Trainer, through **kwargs."""
     known, takes_more = arguments_of(name, target)
     return key in known or (takes_more and name == "trainer")

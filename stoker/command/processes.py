@@ -16,13 +16,13 @@ from stoker.trainer.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# The environment variable that tells processes of a sweep's job which job they run.
+# The environment variable that tells the processes of a sweep job which job they run.
 JOB = "STOKER_JOB"
 PACKAGES = ("stoker", "stoker.trainer", "stoker.models", "stoker.data")
 
 
 class JobFailed(TrainingError):
-    """The processes of a sweep's job failed with this exit code. They have printed why."""
+    """The processes of a sweep job failed with this exit code. They have printed the reason."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class JobFailed(TrainingError):
 
 
 def count(strategy: str, devices: int | str, device: str) -> int:
-    """Return how many processes to start for `devices`; 1 means none.
+    """Return how many processes to start; 1 means that this process trains by itself.
 
     Raises:
         UserError: `devices` or `strategy` cannot take effect.
@@ -39,7 +39,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
         if devices != "auto" and not invocation.is_started():
             raise UserError(
                 f"devices={devices}: torchrun has started {launch.world_size()} processes. "
-                "Remove devices; --nproc-per-node sets their number."
+                "Remove devices; --nproc-per-node sets the number of processes."
             )
         return 1
     if strategy not in launch.SEVERAL:
@@ -59,7 +59,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def job() -> Any:
-    """Return the value that `start` got as `of`; None if this process runs no job of a sweep."""
+    """Return the value that `start` was given as `of`; None if there was none."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None
@@ -68,8 +68,9 @@ def job() -> Any:
 def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     """Run this program with these arguments in several processes, and return the exit code.
 
-    The code is that of the rank that failed first, 3 if it was killed, or 128 plus the number of a
-    signal. In the new processes, `job()` returns the plain value `of`.
+    If a rank fails, this is the code of the first rank that failed, or 3 if that rank was killed.
+    After a signal, it is 128 plus the number of the signal. In the new processes, `job()` returns
+    `of`, which must be a plain value.
     """
     import logging
 
@@ -79,7 +80,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // processes)))
-    # Seconds after which the agent kills ranks that are blocked, when another rank has failed.
+    # When a rank has failed, the agent waits this many seconds, then kills ranks that are blocked.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "25")
     if of is not None:
         os.environ[JOB] = json.dumps(of)
@@ -95,7 +96,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         monitor_interval=0.1,
     )
     program = invocation.program()[1:] or ["-m", "stoker"]
-    logging.disable(logging.CRITICAL)  # torchrun's agent repeats the ranks' output
+    logging.disable(logging.CRITICAL)  # the log of torchrun's agent repeats the ranks' output
     try:
         elastic_launch(config, sys.executable)("-u", *program, *arguments)
         return 0
@@ -111,17 +112,17 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error, and name the rank unless another one did."""
+    """Return the exit code for the agent's error; print which rank was killed, if this is new."""
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:
         name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
+        print(f"error: rank {first} (process {failure.pid}) was killed by {name}.", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 3
 
 
 def source_files(packages: Collection[str] = ()) -> dict[str, bytes]:
-    """Return {file: its bytes} of this program and of the imported modules of `packages`."""
+    """Return {name: content} of this program's source files and the loaded ones of `packages`."""
     paths: dict[str, Path] = {}
     for package in PACKAGES:
         folder = Path(str(importlib.resources.files(package)))

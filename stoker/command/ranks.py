@@ -1,6 +1,6 @@
-"""Keep the processes of one run in agreement: the same code, and one message for each fault.
+"""Keep the processes of a run in agreement: the same code on all ranks, one message per error.
 
-They are torchrun's, or those that `stoker.command.processes` has started.
+The processes were started by torchrun or by `stoker.command.processes`.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from stoker.trainer.launch import (
     world_size,
 )
 
-ANSWER = 5  # seconds within which other ranks have to report why they end
+ANSWER = 5  # seconds to wait for the other ranks to report why they end
 # How gloo, NCCL and the store report that a peer is gone or does not respond.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
@@ -44,7 +44,7 @@ reported: bool = False  # whether this process has announced why it ends
 
 
 def quieten() -> None:
-    """Silence ranks above 0, except for errors, and torch's connection messages on every rank."""
+    """Silence ranks above 0 except for errors; silence torch's connection messages on all ranks."""
     if world_size() == 1:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -56,7 +56,7 @@ def quieten() -> None:
 
 
 def join() -> None:
-    """Announce this rank to the others, and end it if torchrun is gone."""
+    """Announce this rank to the other ranks, and end it as soon as torchrun is gone."""
     global joined
     if joined or world_size() == 1:
         return
@@ -67,7 +67,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def one_first(name: str) -> Iterator[None]:
-    """Let one process per machine run the block first, while its other processes wait."""
+    """Let one process per machine run the block first; the others on that machine wait."""
     leader = rank() - local_rank()
     if local_rank():
         receive(f"{name}/{leader}", by=leader, limit=math.inf)
@@ -77,9 +77,10 @@ def one_first(name: str) -> Iterator[None]:
 
 
 def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same `parts`: {kind: {name: value}}, such as code and config.
+    """Raise UserError on every rank unless all ranks have the same `parts`.
 
-    Otherwise, ranks that differ would train together silently. Raises UserError on every rank.
+    These are {kind: {name: value}}; the kinds include code and config. Without this check, ranks
+    that differ would train together, and nobody would notice.
     """
     if world_size() == 1:
         return
@@ -123,13 +124,13 @@ def watch_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# How a rank ends: each fault is printed once, by one rank.
+# How a rank ends: each error is printed once, by one rank.
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is that another rank is gone or does not respond."""
+    """Return whether an error, or its cause, means that another rank is gone or not responding."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:  # a cause raised again is its own context
+    while error is not None and error not in chain:  # an error may be its own context
         if isinstance(error, LostContact):
             return True
         if isinstance(error, RuntimeError) and CONTACT.search(str(error)):
@@ -140,19 +141,19 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (what this rank prints before it ends, or None; its exit code).
+    """Return (message, exit code) for the end of this rank; the message is None to print nothing.
 
     `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
-    "signal". Ranks agree through the store, so that each fault is printed once.
+    "signal". The ranks agree through the store, so that each error is printed once.
     """
     global reported
     if not joined:  # this early, all ranks usually have the same error
         if not is_first():
             if kind == "signal":
                 return None, code
-            time.sleep(2 * ANSWER)  # torchrun's signal ends this rank once another has ended
+            time.sleep(2 * ANSWER)  # torchrun ends this rank with a signal once another has ended
         return message, code
-    stopping.on_signal = lambda name: None  # ending ranks send signals to the others
+    stopping.on_signal = lambda name: None  # ignore the signals that follow when other ranks end
     reported = True
     try:
         publish(f"end/{rank()}", {"kind": kind, "code": code})
@@ -165,9 +166,10 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
 
 
 def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return what this rank prints after a signal or a lost connection, and its exit code.
+    """Return (message, exit code) for this rank after a signal or a lost connection.
 
-    Another rank's own error explains it. Otherwise the ranks that do not report are named.
+    If another rank reports an error of its own, that rank prints it. Otherwise, the message names
+    the ranks that do not report.
     """
     present = wait_for_all("end")
     reports = [json.loads(store().get(f"end/{peer}")) for peer in present]
@@ -183,13 +185,13 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
             advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
         message = f"error: {names} is gone, or did not respond for {launch.timeout:g} s.\n{advice}"
         code = 3
-    elif kind == "lost" and stopping.received is not None:  # the others have ended, as they should
+    elif kind == "lost" and stopping.received is not None:  # the signal ended the other ranks first
         return None, signals.exit_code()
     return (message if rank() == min(present) else None), code
 
 
 def wait_for_all(key: str) -> list[int]:
-    """Wait for all ranks to publish this key, ANSWER seconds at most; return those that have."""
+    """Wait up to ANSWER seconds for all ranks to publish this key; return the ranks that have."""
     end = time.monotonic() + ANSWER
     while True:
         present = [peer for peer in range(world_size()) if store().check([f"{key}/{peer}"])]
@@ -205,7 +207,7 @@ def who(peer: int) -> str:
 
 
 def has_ended(peer: int) -> bool:
-    """Return whether another rank ran on this machine and its process is gone."""
+    """Return whether another rank ran on this machine, and its process has ended."""
     _, pid, *place = who(peer).split()
     if place[-1:] != [platform.node()] or os.name != "posix":
         return False
@@ -219,7 +221,7 @@ def has_ended(peer: int) -> bool:
 def end(code: int | str | None) -> None:
     """End the process with this exit code.
 
-    A failed rank skips the interpreter's shutdown, in which libraries may wait for other ranks.
+    A failed rank skips the interpreter's shutdown, where libraries may wait for other ranks.
     """
     if joined and code:
         sys.stdout.flush()
@@ -229,9 +231,9 @@ def end(code: int | str | None) -> None:
 
 
 def leave() -> None:
-    """Report that this rank is done, unless it has reported its end; rank 0 waits for the others.
+    """Report that this rank is done, unless it has already reported why it ends.
 
-    The others still need the store that rank 0 hosts.
+    Rank 0 hosts the store, so it waits until the other ranks no longer need it.
     """
     if not joined:
         return

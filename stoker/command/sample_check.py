@@ -9,7 +9,8 @@ from stoker.data.record import Data
 from stoker.trainer.errors import UserError, first_line, kind_of
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
-# These take logits or logarithms, so the outputs are not on the scale of the targets.
+# These losses take logits, logarithms or probabilities, so the outputs are not on the scale of the
+# targets.
 LOSSES_OF_LOGITS = (
     nn.BCEWithLogitsLoss,
     nn.MultiLabelSoftMarginLoss,
@@ -18,7 +19,7 @@ LOSSES_OF_LOGITS = (
     nn.KLDivLoss,
     nn.BCELoss,
 )
-REFUSALS = (RuntimeError, ValueError, TypeError)  # what `forward` raises for inputs it cannot take
+REFUSALS = (RuntimeError, ValueError, TypeError)  # raised by `forward` for unsuitable inputs
 
 
 def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
@@ -29,10 +30,10 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
     unsuited = {"classification": LOSSES_OF_NUMBERS, "regression": (nn.CrossEntropyLoss,)}
     if isinstance(loss, unsuited[data.kind]):
         raise UserError(
-            f"loss={name} is for {other[data.kind]}, but {data.name} is for {data.kind}.\n"
+            f"loss={name} is for {other[data.kind]}, but {data.name} is data for {data.kind}.\n"
             "Type loss=cross_entropy for classes, loss=mse (or l1, huber) for numbers, or "
             "loss._target_=torch.nn.BCEWithLogitsLoss for several labels per sample. For a table, "
-            "dataset.kind sets what its target is."
+            "dataset.kind says whether the target is a class or a number."
         )
     outputs, targets = outputs_for(model, data)
     try:
@@ -44,7 +45,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (outputs, targets) of two samples on the CPU; UserError if the shapes do not match.
 
-    On a GPU, one class too many would fail an assertion in a kernel and end the process.
+    On a GPU, a class index that is too large would fail an assertion in a kernel and end the
+    process.
     """
     inputs, targets = data.train[list(range(min(2, len(data.train))))]
     if inputs.dtype == torch.uint8:
@@ -56,7 +58,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
             outputs = model(inputs)
     except (*REFUSALS, IndexError) as error:
         raise UserError(
-            f"model={name} does not take inputs of {inputs.dtype} of shape "
+            f"model={name} does not accept {inputs.dtype} inputs of shape "
             f"{tuple(data.in_shape)}: {first_line(error)}"
             f"{'' if data.tokens is None else '. Type model=gpt.'}"
         ) from error
@@ -64,7 +66,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
         model.train()
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"model={name} returns {kind_of(outputs)}, but the loss takes a tensor.\nOverride "
+            f"model={name} returns {kind_of(outputs)}, but the loss needs a tensor.\nOverride "
             "compute_loss in your own Trainer (trainer._target_=...); 'Bring your own' in the "
             "documentation shows how."
         )
@@ -79,7 +81,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
 
 
 def has_usual_outputs(model: nn.Module, loss: Any, data: Data) -> bool:
-    """Return whether the usual metrics make sense for this model's outputs, whatever the loss."""
+    """Return whether the usual metrics make sense for the outputs of this model and this loss."""
     if data.kind == "regression" and isinstance(loss, LOSSES_OF_LOGITS):
         return False
     try:

@@ -9,12 +9,12 @@ from stoker.trainer.errors import TrainingError, UserError, did_you_mean
 
 
 def short_errors() -> None:
-    """From here on, report an uncaught UserError or TrainingError as the command does.
+    """Report every uncaught UserError or TrainingError as the command does.
 
-    Call it at the top of a script: it prints the error's one to three lines in place of a
-    traceback, and exits with code 2, or 3 if the training failed (see docs/exit-codes.md). It sets
-    `sys.excepthook`: errors that you catch, errors of other libraries, notebooks and pytest are not
-    affected.
+    Call this at the top of a script. An uncaught error then prints one to three lines instead of a
+    traceback, and the script exits with code 2, or 3 if the training failed (see
+    docs/exit-codes.md). This function sets `sys.excepthook`, so it does not affect errors that you
+    catch, errors of other libraries, notebooks or pytest.
     """
     outer = sys.excepthook
 

@@ -1,7 +1,7 @@
-"""The table of settings: the limits of each key, the tasks that use it, and when it may differ.
+"""The table of settings: limits, the tasks that use a key, and whether a resume may change it.
 
-This is the only place that lists keys. Defaults and help texts are the values and comments of
-configs/. The limits of constructor arguments come from `trainer/settings.py` and
+This is the only place that lists the keys. Their defaults and help texts are the values and
+comments in configs/. The limits of constructor arguments come from `trainer/settings.py` and
 `data/settings.py`.
 """
 
@@ -26,13 +26,14 @@ from stoker.trainer.settings import (
 )
 
 TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
-TRAINING = ("train", "plan", "lr_find")  # tasks that build from the config; the others take a run
+TRAINING = ("train", "plan", "lr_find")  # tasks that start from a config instead of a run
 WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
 MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
-READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")  # of a data set
-OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # they change no result
+# The keys of a data set that say how to read files.
+READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")
+OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only watch
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -54,16 +55,19 @@ class Setting:
     """The rules for one key, or for all keys of one group.
 
     Attributes:
-        limit: Its allowed values; None if its argument has a limit (see `limit_of`), or none.
-        tasks: The tasks that use it.
-        resume: Whether a resumed run may change it: "same" if not; "longer" if only a run that
-            starts from a checkpoint of this one may (`resume=FILE`); "any" if it changes no result.
-        local: Whether the ranks of one run may differ in it.
-        debug: The value that debug=true sets; None changes nothing.
-        loader: Whether it configures the loader instead of the data set.
-        every: The unit that it counts; it has no effect in a run with fewer of them.
-        once: Whether it only matters at the start of a run, and is left out when the run resumes.
-        aliases: Other names that people type for it.
+        limit: The allowed values. None if there is no limit, or if it belongs to the constructor
+            argument that the key sets (see `limit_of`).
+        tasks: The tasks that use the key.
+        resume: Whether a resumed run may change the value. "same": never. "longer": only a new run
+            that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because the value
+            does not affect the result.
+        local: Whether the ranks of a run may have different values.
+        debug: The value that debug=true sets; None if debug=true does not set this key.
+        loader: Whether the key configures the loader instead of the data set.
+        every: What the value counts. If a run has fewer of these, the key would have no effect.
+        once: Whether the key only matters at the start of a run. If so, the command that resumes
+            the run leaves it out.
+        aliases: Other names that people type for the key.
     """
 
     limit: Limit | None = None
@@ -202,13 +206,13 @@ LOADER_KEYS = tuple(
 
 
 def limit_of(key: str) -> Limit | None:
-    """Return the limit of a key: from its record, or of the argument that it sets."""
+    """Return the limit of a key, from its record or from the argument that it sets."""
     return record(key).limit or LIMITS.get(key) or DATA_LIMITS.get(key)
 
 
 def record(key: str) -> Setting:
     """Return the record of `key`, or of the nearest group that contains it."""
-    key = key.replace("/", ".")  # nested groups are typed as in sweep/pruner
+    key = key.replace("/", ".")  # nested groups are typed with a slash, as in sweep/pruner
     while key:
         if key in SETTINGS:
             return SETTINGS[key]
@@ -217,13 +221,16 @@ def record(key: str) -> Setting:
 
 
 def may_differ(key: str, *, longer: bool = False) -> bool:
-    """Return whether a resumed run may change `key`; `longer`: a run started by `resume=FILE`."""
+    """Return whether a resumed run may change `key`.
+
+    `longer` is true if the run was started by `resume=FILE`.
+    """
     resume = record(key).resume
     return resume == "any" or (longer and resume == "longer")
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in nested mappings, None if there is none."""
+    """Return the value of a dotted key in nested mappings; None if it is missing."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping):
@@ -239,10 +246,10 @@ def check(key: str, value: Any) -> Any:
 
 
 def check_all(config: Mapping[str, Any]) -> None:
-    """Raise UserError for the first setting that is outside its limits or cannot be combined."""
+    """Raise UserError for the first setting that is outside its limits or conflicts with others."""
     for key in SETTINGS:
         value = value_of(config, key)
-        # null turns off a feature that is off by default; elsewhere the constructor rejects it.
+        # null turns an optional feature off. For other keys, the constructor rejects null.
         if value is not None or isinstance(limit_of(key), Checked):
             check(key, value)
     check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
@@ -288,7 +295,7 @@ def check_task(config: Mapping[str, Any]) -> None:
         everywhere = set(TRAINING) <= set(setting.tasks)
         if everywhere or config["task"] in setting.tasks or value in (None, False):
             continue
-        raise UserError(f"{key}={as_typed(value)} is for task={' or '.join(setting.tasks)}.")
+        raise UserError(f"{key}={as_typed(value)} is only for task={' or '.join(setting.tasks)}.")
     if config.get("profile") and config.get("overfit") is not None:
         raise UserError(
             "profile=true needs a training run and cannot be combined with "
@@ -305,7 +312,7 @@ def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str,
         given = value_of(config, key)
         if key in typed and given not in (value, "auto"):
             raise UserError(
-                f"debug=true means {key}={as_typed(value)}, but {key}={as_typed(given)} is given. "
+                f"debug=true sets {key}={as_typed(value)}, but you typed {key}={as_typed(given)}. "
                 "Remove one of the two."
             )
     return values

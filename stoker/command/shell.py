@@ -1,4 +1,4 @@
-"""Commands as a user types them in a shell."""
+"""Format commands as a user would type them in a shell."""
 
 import re
 import shlex
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from stoker.command import invocation, settings
 
-# A value that Hydra reads as a string without quotes.
+# Values that Hydra reads as strings even without quotes.
 PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
 
 
 def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = None) -> str:
-    """Return the command that continues a run with these settings; the last value of a key counts.
+    """Return the command that continues a run with these settings.
 
-    Settings that only matter at the start of a run are left out. The command begins with `start`,
-    by default this program.
+    If a key occurs several times, its last value is used. Settings that only matter at the start of
+    a run are left out. The command begins with `start`, which defaults to this program.
     """
     words = list(start or invocation.program())
     last = {override.partition("=")[0]: override for override in (*overrides, *more)}
@@ -26,7 +26,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
 
 
 def setting(key: str, value: str | Path) -> str:
-    """Return 'key=value' as Hydra reads it, quoted if it has unusual characters."""
+    """Return 'key=value' for Hydra, with quotes if the value has unusual characters."""
     text = str(value)
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"

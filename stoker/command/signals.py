@@ -1,4 +1,4 @@
-"""The handler of SIGINT and SIGTERM. `stoker/trainer/stopping.py` tells the whole chain."""
+"""The handler for SIGINT and SIGTERM. `stoker/trainer/stopping.py` describes what it starts."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
-can_raise: bool = False  # whether the program handles Interrupted; until then, a signal ends it
+can_raise: bool = False  # whether the program handles Interrupted; if not, a signal ends it
 code: int | None = None  # the exit code to use instead of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
 has_advised: bool = False  # whether `print_advice` was called
 
 
 def install() -> None:
-    """Handle both signals from here on. One that is ignored, as by nohup, stays ignored."""
+    """Handle both signals from now on, except a signal that is ignored, as under nohup."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handle)
@@ -28,10 +28,10 @@ def install() -> None:
 
 @contextlib.contextmanager
 def for_script(resume: str) -> Iterator[None]:
-    """Listen within this context, in a script; `resume` is the command that continues its run."""
+    """Handle signals within this context, in a script; `resume` is the command to resume it."""
     global can_raise, received_at, resume_command, has_advised
     if threading.current_thread() is not threading.main_thread() or can_raise:
-        yield  # only the main thread gets signals, or the command already handles them
+        yield  # only the main thread can handle signals; or the command already handles them
         return
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     install()
@@ -49,10 +49,10 @@ def for_script(resume: str) -> Iterator[None]:
 
 
 def handle(number: int, _: FrameType | None) -> None:
-    """Handle the first signal gracefully if the program can; end the process at the second.
+    """Stop gracefully at the first signal, if the program can; end the process at the second.
 
-    Among several ranks a second signal within a second is a copy of the first: torchrun
-    passes on what all of them have already received.
+    With several ranks, a second signal within one second is a copy of the first, because torchrun
+    forwards signals that the ranks have already received.
     """
     global received_at
     is_first = stopping.received is None
@@ -61,8 +61,8 @@ def handle(number: int, _: FrameType | None) -> None:
     if not (is_first and can_raise):
         if os.environ.get("RANK", "0") == "0" and not has_advised:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
-            os.write(2, f"ended at once.{advice}\n".encode())
-        # No cleanup, since it may be what hangs. Files are written atomically.
+            os.write(2, f"ended immediately.{advice}\n".encode())
+        # No cleanup, because the cleanup may be what hangs. Files are written atomically.
         os._exit(128 + number)
     stopping.received = number
     received_at = time.monotonic()
@@ -80,10 +80,10 @@ def print_advice(text: str) -> None:
 
 @contextlib.contextmanager
 def calling(interrupt: Callable[[str], object]) -> Iterator[None]:
-    """Within this context, a signal calls `interrupt` with its name, and raises nothing."""
+    """Within this context, let a signal call `interrupt(name)` instead of raising an exception."""
     stopping.on_signal = interrupt
     try:
-        if stopping.received is not None:  # a finalizer may have swallowed its exception
+        if stopping.received is not None:  # a finalizer may have swallowed the signal's exception
             raise Interrupted
         yield
     finally:
@@ -91,5 +91,5 @@ def calling(interrupt: Callable[[str], object]) -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt without a signal."""
+    """Return the exit code for the signal, 130 or 143; without a signal, return 130."""
     return code or 128 + (stopping.received or signal.SIGINT)

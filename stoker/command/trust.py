@@ -1,6 +1,6 @@
-"""The first gate for a `_target_`: is the name allowed, or trusted by the user?
+"""The first check of a `_target_`: is it on the list of allowed names, or does the user trust it?
 
-The second gate is PART_CLASSES and PART_PACKAGES in build.py: is it the right part of a run?
+The second check is in build.py (PART_CLASSES, PART_PACKAGES): is it the right part of a run?
 """
 
 import contextlib
@@ -35,7 +35,7 @@ TRUSTED = (
 # A target must also be defined in one of these modules (or a submodule), and be one of the listed
 # functions or a subclass of a listed class. Checking names is not enough:
 # torch.nn.modules.module.torch.load begins with torch.nn, and stoker.runs.json_files.write_json
-# writes files. The rest of torchmetrics downloads models, and needs trusted=[torchmetrics].
+# writes files. Other parts of torchmetrics download models, and need trusted=[torchmetrics].
 CALLBACK = "stoker.trainer.callbacks.Callback"
 DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
 KINDS: dict[str, tuple[str, ...]] = {
@@ -66,7 +66,7 @@ UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
 
 def of_project() -> tuple[str, ...]:
-    """Return the packages that the project file trusts; none in a script."""
+    """Return the packages that the project file trusts; () in a script."""
     return project.current().trusted if HydraConfig.initialized() else ()
 
 
@@ -104,14 +104,14 @@ def is_trusted_by_user(target: str) -> bool:
 
 
 def own_packages(typed: Sequence[str]) -> list[str]:
-    """Return the packages that the user typed, in addition to TRUSTED and the project's."""
+    """Return the packages that are trusted only because the user typed them."""
     packages = {pattern.partition(".")[0] for pattern in patterns([], typed)}
     known = (*TRUSTED, *of_project())
     return sorted(packages - {package.partition(".")[0] for package in known})
 
 
 def trust_setting(packages: Sequence[str]) -> str:
-    """Return the setting that trusts these packages, as you type it here: in a shell or Python."""
+    """Return the setting that trusts these packages, for the shell or, in a script, for Python."""
     if HydraConfig.initialized():
         return f"trusted=[{','.join(packages)}]"
     return f"trusted={json.dumps(packages)}"
@@ -121,7 +121,8 @@ def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
     Raises:
-        UserError: it does not exist, or is not trusted; then it is not imported either.
+        UserError: the object does not exist, or is not trusted. Untrusted packages are not
+            imported.
     """
     place = f"{key}._target_={target}"
     if "." not in target:
@@ -132,7 +133,9 @@ def locate(key: str, target: str) -> Any:
     is_listed = target.startswith(tuple(f"{package}." for package in TRUSTED))
     is_trusted = is_trusted_by_user(target)
     if not is_trusted and not is_listed:
-        raise UserError(f"{place}: this target is not allowed.\nType {advice} if it is your own.")
+        raise UserError(
+            f"{place}: this target is not trusted.\nIf it is your own code, type {advice}."
+        )
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
@@ -143,20 +146,20 @@ def locate(key: str, target: str) -> Any:
         line = failing_line(failure)
         if line is not None:
             kind = type(failure).__name__
-            raise UserError(f"{place}: its import fails at {line}\n{kind}: {reason}") from error
+            raise UserError(f"{place}: the import fails at {line}\n{kind}: {reason}") from error
         parent, _, name = target.rpartition(".")
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
     if not is_trusted and not is_of_kind(located):
         raise UserError(
-            f"{place}: this target is not allowed.\nType {advice} if you know what it does."
+            f"{place}: this target is not trusted.\nIf you know what it does, type {advice}."
         )
     return located
 
 
 def failing_line(error: BaseException) -> str | None:
-    """Return "file:line" of the module that raised an error while it was imported, else None."""
+    """Return "file:line" of the module whose import raised this error; None for other errors."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -181,14 +184,14 @@ def is_of_kind(located: Any) -> bool:
 
 
 def is_builder(located: Any) -> bool:
-    """Return whether this is a model builder of torchvision, such as resnet18: it takes no path."""
+    """Return whether this is a torchvision model builder, such as resnet18, which takes no path."""
     if not inspect.isfunction(located):
         return False
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
 
 
 def advice_for(target: str) -> str:
-    """Return " Did you mean X?" for a target that does not exist, or what to do about it."""
+    """Return advice for a target that does not exist, such as " Did you mean X?"."""
     parent, _, name = target.rpartition(".")
     top = target.partition(".")[0]
     if top not in sys.modules:

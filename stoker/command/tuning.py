@@ -1,6 +1,7 @@
 """Tune the whole process for training: memory allocator, threads, kernels, garbage collection.
 
-The core does nothing to the process. The command `stoker` calls this, and a script may.
+The Trainer itself never changes process-wide settings. The command `stoker` calls `tune_process`,
+and a script may call it too.
 """
 
 import atexit
@@ -31,13 +32,13 @@ def tune_process(
     Args:
         device: The device that you will train on, from `Trainer.device` or `torch.device(...)`.
         parts: `"allocator"` makes glibc keep the memory that a step frees, for training on the CPU.
-            `"threads"` allows `few_threads`, which you put around a fit: only there are the
-            model and the batch size known.
-        deterministic: Use only deterministic kernels, without TF32. Otherwise a GPU may use TF32
-            and cuDNN searches for its fastest kernels.
+            `"threads"` is for the context `few_threads`, which needs the model and the batch size,
+            so you put it around a fit.
+        deterministic: Use only deterministic kernels, without TF32. Otherwise, a GPU may use TF32,
+            and cuDNN searches for the fastest kernels.
 
     Raises:
-        UserError: `parts` is not a list of those names.
+        UserError: `parts` is not a list of these names.
     """
     settings.check("tune", parts)
     freeze_imports()
@@ -51,7 +52,8 @@ def tune_process(
 def freeze_imports() -> None:
     """Exclude all existing objects from garbage collection, once.
 
-    A collection that walks through what torch has imported takes 0.08 s, and a run has four.
+    A full collection has to visit every object that the import of torch created. It takes 0.08 s,
+    and a run would have four of them.
     """
     gc.freeze()
     # At exit, nanobind reports each of triton's objects that is still alive as a leak.
@@ -60,10 +62,11 @@ def freeze_imports() -> None:
 
 
 def spare_the_compiler() -> None:
-    """Let optimizers be built, saved and loaded without an import of torch's compiler (a second).
+    """Build, save and load optimizers without importing torch's compiler, which takes a second.
 
-    The methods below import it only to keep it from compiling them. This marks each of them as
-    already excluded, for the whole process: do not compile a function that calls one of them.
+    The methods below import the compiler only to exclude themselves from compilation. This function
+    marks them as already excluded for the whole process, so do not compile a function that calls
+    one of them.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
@@ -75,8 +78,8 @@ def spare_the_compiler() -> None:
 def keep_pages() -> None:
     """Make glibc keep freed memory for the next step; do nothing with another C library.
 
-    Otherwise the kernel maps and unmaps each large tensor, and its page faults take longer than
-    the work on the tensor. `memory.release` returns what is not in use.
+    Otherwise, the kernel maps and unmaps the memory of each large tensor, and the page faults take
+    longer than the work on the tensor. `memory.release` returns unused memory.
     """
     libc = memory.glibc()
     if libc is not None:
@@ -88,8 +91,8 @@ def keep_pages() -> None:
 def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[None]:
     """Use one thread within this context if a step of the model is too small for more.
 
-    Threads wait for each other at each operator. With any other program running, that takes longer
-    than such a step. Only models of dense layers on the CPU are affected, and only if
+    Threads wait for each other at each operator. If other programs are running, the waiting takes
+    longer than such a step. Only models of dense layers on the CPU are affected, and only if
     OMP_NUM_THREADS is not set.
     """
     threads = torch.get_num_threads()

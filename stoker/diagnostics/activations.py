@@ -11,15 +11,15 @@ from stoker.trainer.trainer import Trainer
 def can_be_counted(trainer: Trainer) -> bool:
     """Return whether `Saved` can count everything that a step saves.
 
-    Its hooks would make a compiled module recompile, and do not work in the threads of replicas.
+    Its hooks would make a compiled module recompile, and do not work in DataParallel's threads.
     """
     return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
 
 
 class Saved:
-    """Counts the bytes that autograd saves for backward passes, without weights and buffers.
+    """Counts the bytes that autograd saves for the backward pass, except weights and buffers.
 
-    With several micro-batches, `most` is for the largest one.
+    `most` is the number for the largest micro-batch.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Name the tensors of a model and of its first batch that are on another device."""
+"""Name the tensors of a model and of its first batch that are on the wrong device."""
 
 from typing import Any
 
@@ -11,13 +11,14 @@ from stoker.trainer.trainer import Trainer
 
 
 class DeviceAudit(Callback):
-    """Looks at the first forward pass of a fit: a tensor elsewhere makes each step wait, or fail.
+    """Warn if the first forward pass of a fit uses tensors on the wrong device.
 
-    It names every parameter, buffer, attribute and input that is not on the Trainer's device.
+    Such a tensor slows down each step, or makes it fail. The warning names every parameter, buffer,
+    attribute and input that is not on the Trainer's device.
     """
 
     handle: Any = None  # the hook's handle
-    tensors: int = 0  # on the right device
+    tensors: int = 0  # how many there are, if all are on the right device
 
     def on_fit_start(self, trainer: Trainer) -> None:
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:

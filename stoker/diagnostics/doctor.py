@@ -16,23 +16,23 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
-WINDOW = 3  # samples that must agree before it warns
+WINDOW = 3  # consecutive samples that must share a problem before it is reported
 FEWEST = 20  # samples in a run, if it has enough steps
-DEAD = 0.5  # share of a layer's units
-VANISHED = 1e-6  # times the largest gradient, both relative to the weight
-EXPLODED = 100.0  # times the weight
-# An update relative to the weight. About 1e-3 is usual (A. Karpathy, "makemore 3"); Adam's first
-# steps are larger.
+DEAD = 0.5  # more than this fraction of a layer's units has no gradient
+VANISHED = 1e-6  # gradient below this fraction of the largest, both relative to the weight
+EXPLODED = 100.0  # gradient larger than this many times the weight
+# Update larger than this fraction of the weight. About 1e-3 is typical (A. Karpathy, "makemore 3"),
+# except in Adam's first steps.
 LARGE = 0.5
 WITH_UNITS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 MOST_NAMED = 3  # layers in one warning
 
 ADVICE = {
-    "dead": "Type a lower optimizer.lr; or put a norm in front of the activation, "
-    "or use a GELU instead of a ReLU.",
-    "vanishing": "Put norms or shortcuts between the layers, "
-    "or use a ReLU or GELU instead of a sigmoid or tanh.",
-    "exploding": "Type max_grad_norm=1; or standardize the inputs and the targets.",
+    "dead": "Type a lower optimizer.lr, add a norm layer before the activation, "
+    "or use GELU instead of ReLU.",
+    "vanishing": "Add norm layers or skip connections, "
+    "or use ReLU or GELU instead of sigmoid or tanh.",
+    "exploding": "Type max_grad_norm=1, or standardize the inputs and targets.",
     "large updates": "Type a lower optimizer.lr, or a longer scheduler.warmup.",
 }
 
@@ -41,9 +41,9 @@ Findings = dict[str, dict[str, str]]
 
 @dataclass
 class Sample:
-    """One step, by layer. Sizes are relative to the norm of the weight.
+    """The measurements of one step, by layer. Sizes are relative to the norm of the weight.
 
-    `silent` marks units whose gradient is exactly zero, (units,).
+    `silent`, of shape (units,), marks the units whose gradient is exactly zero.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
@@ -52,13 +52,14 @@ class Sample:
 
 
 class Doctor(Callback):
-    """Warn, by layer, about what keeps a model from learning, and sum up at the end.
+    """Warn about layers that keep a model from learning, and print a summary at the end.
 
-    It samples the first steps and then one in `every`, at least FEWEST in a run. In these steps, it
-    inspects the gradient and the update of each weight with two or more dimensions. A unit is dead
-    if its whole gradient is zero: no sample activates its ReLU, even if that is not a module. If a
-    whole layer is dead, so are its neighbors. Other steps have no hooks, and results do not change.
-    A sampled step takes one more copy of the weights.
+    The doctor samples the first steps and then every `every`-th step, or more of them in a short
+    run, to get FEWEST samples. In these steps, it inspects the gradient and the update of each
+    weight with two or more dimensions. A unit is dead if its whole gradient is zero, because no
+    sample activates its ReLU. If a whole layer is dead, its neighbors are dead too. Other steps
+    have no hooks, and the results do not change. A sampled step needs memory for a copy of the
+    weights.
     """
 
     first_rank_only = True
@@ -68,7 +69,7 @@ class Doctor(Callback):
         self.hooks: list[RemovableHandle] = []
         self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings: list[str] = []
-        self.count = 0  # samples
+        self.count = 0  # number of samples
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raise a UserError if the steps cannot be inspected."""
@@ -110,7 +111,7 @@ class Doctor(Callback):
         print(self.summary(trainer))
 
     def look(self, trainer: Trainer) -> None:
-        """Sample the next step: keep its weights, and hook its gradients."""
+        """Sample the next step: copy the weights before it, and add hooks to the gradients."""
         self.before: dict[str, torch.Tensor] = {}
         self.rows: dict[str, torch.Tensor] = {}  # gradient norm of each unit
         for name, parameter in trainer.module.named_parameters():
@@ -120,14 +121,14 @@ class Doctor(Callback):
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Keep the gradient's norms; called after each micro-batch with the gradient so far."""
+        """Store the norms of a gradient; called after each micro-batch with the gradient so far."""
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
             rows = gradient.flatten(1)
             self.rows[name] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
 
     def forget(self) -> None:
-        """Remove the hooks, and free what they kept."""
+        """Remove the hooks, and free what they stored."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -144,7 +145,7 @@ class Doctor(Callback):
         for name, old in self.before.items():
             rows = self.rows.get(name, old.new_zeros(len(old)))
             sizes.append(torch.stack([norm(old), norm(now[name] - old), norm(rows) / scale]))
-        numbers = torch.stack(sizes).tolist() if sizes else []  # the only transfer
+        numbers = torch.stack(sizes).tolist() if sizes else []  # the only transfer from the device
         sample = Sample()
         for name, (weight, update, gradient) in zip(self.before, numbers, strict=True):
             if weight == 0:  # a layer initialized with zeros has no scale
@@ -173,7 +174,7 @@ class Doctor(Callback):
             self.judge(trainer)
 
     def judge(self, trainer: Trainer) -> None:
-        """Warn about what the last samples agree on, once for each layer and kind."""
+        """Warn about problems that the last samples share, once per layer and kind of problem."""
         for kind, problems in findings(self.samples).items():
             known = self.said.setdefault(kind, [])
             new = {name: text for name, text in problems.items() if name not in known}
@@ -186,7 +187,7 @@ class Doctor(Callback):
                 log.warning("doctor: %s", warning)
 
     def summary(self, trainer: Trainer) -> str:
-        """Return the line that ends the run."""
+        """Return the line to print at the end of the run."""
         kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
         return (
             f"doctor   {len(self.samples[-1].updates)} weights in {self.count} of "
@@ -212,7 +213,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
         largest = max(sample.gradients.values(), default=0.0) or 1.0
         for name in names:
             shares[name] = max(shares[name], sample.gradients[name] / largest)
-    # Vanishing gradients become exactly zero, first in some units of a layer.
+    # A vanishing gradient also becomes exactly zero in some units, which are not dead.
     vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]
@@ -223,7 +224,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
             silent = torch.stack([sample.silent[name] for sample in samples]).all(0)
         dead = int(silent.sum())
         if not all(map(math.isfinite, sizes)):
-            wrong["exploding"][name] = "not finite"
+            wrong["exploding"][name] = "a gradient of NaN or infinity"
         elif dead > DEAD * len(silent) and not (vanishes and has_vanished):
             wrong["dead"][name] = f"no gradient in {dead} of {len(silent)} units"
         elif has_vanished:

@@ -30,8 +30,8 @@ def efficiency(
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
-    `mfu` is the share of the combined peak of all devices. Both are None if training was faster
-    than the measured peak, which then is not the peak.
+    `mfu` is the achieved fraction of the combined peak of all devices. If training was faster than
+    the measured peak, the measurement was wrong, and both `peak_flops` and `mfu` are None.
     """
     flops = per_sample(trainer.module, in_shape, tokens)
     achieved = flops * samples_per_second if flops and samples_per_second else None
@@ -53,9 +53,9 @@ def per_sample(
 ) -> int | None:
     """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
-    It counts matrix products, convolutions and attention on a sample of zeros in evaluation mode,
-    and leaves the module unchanged. With `tokens`, the zeros are token ids. None if the module
-    rejects such a sample or is sharded, or if the shape is not known.
+    These are matrix products, convolutions and attention. The sample consists of zeros, which are
+    token ids if `tokens`. The module runs in evaluation mode and is left unchanged.
+    Returns None if the module rejects such a sample or is sharded, or if the shape is not known.
     """
     if in_shape is None:
         return None
@@ -79,13 +79,13 @@ def per_sample(
 
 
 def counter() -> Any:
-    """Return a context that counts FLOPs; `get_total_flops` returns their number so far."""
-    # It warns once per process if Triton is missing.
+    """Return a context that counts FLOPs; its `get_total_flops` returns the number so far."""
+    # It would warn once per process if Triton is missing.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s
 
-    # Its dispatch method is wrapped to keep the compiler out, and the wrapper imports the compiler
-    # (2 s) unless it finds this mark, which the compiler itself would leave.
+    # Its dispatch method is excluded from compilation by a wrapper. The wrapper imports the
+    # compiler, which takes 2 s, unless it finds this mark, which the compiler itself would set.
     # private: _FlopCounterMode and __dynamo_disable, to start two seconds sooner, torch 2.15
     mode: Any = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
     dispatch = inspect.unwrap(mode.__torch_dispatch__)
@@ -97,8 +97,8 @@ def counter() -> Any:
 def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
-    They are random: a GPU that multiplies equal numbers draws less power, and is faster than in
-    real work (by 13% on an H200).
+    The matrices are random. A GPU that multiplies equal numbers draws less power, and is faster
+    than in real work (by 13% on an H200).
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)

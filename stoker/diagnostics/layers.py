@@ -13,9 +13,9 @@ HEADER = ("layer", "type", "output", "parameters", "FLOPs")
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
-    """Return a table of the modules that have no submodules, or have weights of their own.
+    """Return a table of the modules that have no submodules, or that have weights of their own.
 
-    Shapes and FLOPs are of the forward pass of one sample. They are missing if the shape of a
+    Shapes and FLOPs are for the forward pass of one sample. They are left out if the shape of a
     sample is not known, or if the model rejects a single sample.
     """
     shapes, counts = forward(module, in_shape, tokens) if in_shape is not None else ({}, {})
@@ -40,9 +40,9 @@ def quantity(value: int) -> str:
 def forward(
     module: torch.nn.Module, in_shape: tuple[int, ...], tokens: bool
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Return {layer: output shape} and {layer: FLOPs} for a sample of zeros; empty if rejected.
+    """Return {layer: output shape} and {layer: FLOPs} for a sample of zeros.
 
-    The model and the random states are left as they are.
+    Both are empty if the model rejects the sample. The model and the random states do not change.
     """
     shapes: dict[str, str] = {}
     counter = flops.counter()

@@ -1,4 +1,4 @@
-"""The learning-rate finder: raises the rate step by step, and suggests one."""
+"""The learning-rate finder: raises the rate at every step, and suggests a rate to train with."""
 
 import copy
 import functools
@@ -30,8 +30,8 @@ class Curve:
 
 
 class Watch(Callback):
-    """Note the rate and the smoothed loss of each step, stop a fit that diverges, and restore the
-    states of `parts` at its end.
+    """Record the rate and the smoothed loss of each step, stop a fit that diverges, and restore the
+    states of `parts` at the end.
     """
 
     def __init__(self, parts: dict[str, Any]) -> None:
@@ -65,14 +65,15 @@ def lr_find(
 ) -> Curve:
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
-    It ends early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3), and restores the trainer's state. UserError if there is no curve.
+    Training stops early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
+    1506.01186, section 3.3). Afterwards, the trainer has its original state. UserError if there are
+    too few steps for a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
-    schedules.reset(trainer.optimizer)  # without the schedule of an earlier fit
+    schedules.reset(trainer.optimizer)  # discard the schedule of an earlier fit
     initial = float(trainer.optimizer.param_groups[0]["lr"])
     if initial == 0:
-        raise UserError("optimizer.lr=0: the finder cannot scale it. Type any other rate.")
+        raise UserError("optimizer.lr=0: the finder cannot scale a rate of 0. Type any other rate.")
 
     def factor(step: int) -> float:
         return lowest / initial * (highest / lowest) ** (step / (steps - 1))
@@ -86,7 +87,7 @@ def lr_find(
     probe.epochs = None
     probe.max_steps = steps
     probe.log_every = 1
-    if captures(trainer):  # it would capture a graph for a few steps
+    if captures(trainer):  # capturing a graph for so few steps is not worth it
         probe.special_step = None
     probe.fit(train_loader)
     if stopping.received is not None:
@@ -94,17 +95,17 @@ def lr_find(
     if len(watch.rates) < FEWEST:
         raise UserError(
             f"No curve after {len(watch.rates)} steps: the loader ran out of batches, or the loss "
-            "was no longer finite."
+            "became NaN or infinite."
         )
-    # A tenth of the rate with the lowest loss: within a factor of five of the best of seven rates
-    # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and
-    # fastai's "valley" were off by up to a hundred.
+    # A tenth of the rate with the lowest loss was within a factor of five of the best of seven
+    # rates, for linear, mlp and cnn on the digits with AdamW and SGD. The steepest point and
+    # fastai's "valley" were off by a factor of up to a hundred.
     best = watch.rates[watch.losses.index(min(watch.losses))]
     return Curve(watch.rates, watch.losses, best / 10)
 
 
 def write(curve: Curve, path: Path) -> None:
-    """Write the curve as a CSV file, and create its folder."""
+    """Write the curve as a CSV file; create its folder if needed."""
     rows = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(curve.rates, curve.losses, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(["lr,loss", *rows, ""]))

@@ -1,4 +1,4 @@
-"""Check that a model can learn at all: let it memorize a few batches, or say what to check."""
+"""Check that a model can learn at all by letting it memorize a few batches."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
-GOOD = 0.99  # accuracy or r2 to reach; without these, the share by which the loss has to fall
+GOOD = 0.99  # accuracy or r2 to reach; without these, the fraction by which the loss must fall
 
 
 class Watch(Callback):
@@ -29,7 +29,7 @@ class Watch(Callback):
 
     def __init__(self, given: list[Any]) -> None:
         self.given = given
-        self.loss = math.nan  # of the last step, if evaluations have no loss
+        self.loss = math.nan  # the training loss of the last step, if evaluations have no loss
         self.first: dict[str, float] = {}  # results before the first step
         self.results: dict[str, float] = {}
 
@@ -57,7 +57,7 @@ class Watch(Callback):
             trainer.stop("decided")
 
     def is_learnt(self) -> bool:
-        """Judge by the accuracy or r2 or, without either, by how far the loss has fallen."""
+        """Judge by the accuracy or r2; without either, judge by how far the loss has fallen."""
         score = self.results.get("batch/acc", self.results.get("batch/r2"))
         if score is not None and math.isfinite(score):
             return score >= GOOD
@@ -67,15 +67,15 @@ class Watch(Callback):
 def learn(
     trainer: Trainer, train_loader: Iterable[Any], count: int, steps: int | None = None
 ) -> str:
-    """Train on the first `count` batches alone at the full rate; return the verdict.
+    """Train on only the first `count` batches at a constant rate; return the verdict.
 
-    It takes at most `steps` steps, by default MOST. The loader must not augment. TrainingError with
-    the likely causes if the model does not learn.
+    Training takes at most `steps` steps, or MOST by default. The loader must not augment. If the
+    model does not learn, a TrainingError names the likely causes.
     """
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     length = length_of(loader)
     if length is not None and count > length:
-        raise UserError(f"overfit={count}: an epoch has {length} batches. Type overfit=1.")
+        raise UserError(f"overfit={count}: an epoch has only {length} batches. Type overfit=1.")
     loader.seek(0, 0)
     given = [
         batches.walk(lambda _, leaf: leaf.clone(), batch)
@@ -85,7 +85,7 @@ def learn(
     if all_equal(given):
         raise UserError(
             f"overfit={count}: the targets of the first {samples} samples are all the same, "
-            "so there is nothing to learn. Choose a different overfit or batch_size."
+            "so there is nothing to learn. Type a different overfit or batch_size."
         )
     watch = Watch(given)
     trainer.callbacks = [watch]
@@ -112,7 +112,7 @@ def learn(
 
 
 def all_equal(given: list[Any]) -> bool:
-    """Return whether these are (inputs, targets) batches of two or more equal targets."""
+    """Return whether these are (inputs, targets) batches whose targets are all equal."""
     if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in given):
         return False
     targets = [batch[1] for batch in given]

@@ -20,21 +20,21 @@ from stoker.trainer.trainer import Trainer
 
 WARMUP = graph.WARMUP  # untimed steps, which choose kernels and create the optimizer's state
 STEPS = 10  # timed steps, at least
-LONG = 1.0  # more steps are timed for up to this many seconds,
-MOST = 200  # or up to this many steps
+LONG = 1.0  # seconds after which no more steps are timed
+MOST = 200  # timed steps, at most
 BATCHES = 10  # batches in a timed evaluation
 MOST_RATES = 10**6  # learning rates computed for a schedule
 
 
 @dataclass
 class Estimate:
-    """The measurements, in seconds and MiB, and the schedule, {step: rate} from step 1 on."""
+    """The measurements, in seconds and MiB, and the learning rate of each step, counted from 1."""
 
     steps: int  # steps in the whole run
     timed: int
-    first: float  # extra time of the first step for compilation and choosing kernels
+    first: float  # extra time of the first step, which compiles and chooses kernels
     step: float
-    evaluation: float  # one evaluation on the validation part
+    evaluation: float  # one evaluation on the validation split
     test: float
     copy: float  # copying the state for a checkpoint
     checkpoint: float
@@ -43,11 +43,11 @@ class Estimate:
 
 
 class Watch(Callback):
-    """Time the steps after the first ones, measure the activations of one, and end the fit.
+    """Time a few steps after the first ones, measure the activations of one step, and end the fit.
 
-    If checkpoints are written before the end (`every` steps), the measured step holds a copy of the
-    state, as a step does while a checkpoint is written. `keeps_first`: the fit keeps a copy of its
-    first state, for a NaNGuard.
+    `every` is the number of steps between checkpoints. If one is due before the end of the run, a
+    copy of the state is held during the measured step, as it is while a checkpoint is written.
+    `keeps_first` says whether to hold a copy of the initial state too, as NaNGuard does.
     """
 
     def __init__(self, every: float, keeps_first: bool) -> None:
@@ -93,7 +93,7 @@ class Watch(Callback):
         self.measuring.close()
 
     def measure_next(self, trainer: Trainer) -> None:
-        """Measure the next step's activations, with a copy of the state beside it."""
+        """Measure the next step's activations while a copy of the state is held."""
         if self.every < trainer.total_steps:
             self.copy = checkpoint.copy(trainer.state_dict())
         if can_be_counted(trainer):
@@ -107,10 +107,10 @@ def look(
     test_loader: Any = None,
     every: float = math.inf,
 ) -> Estimate:
-    """Train a few steps, with no callbacks except averages of weights, and return the estimate.
+    """Train a few steps and return the estimate. The only callbacks are averages of the weights.
 
-    `every`: steps between two checkpoints, not counting the one at the end. The trainer keeps the
-    weights after these steps: do not use it afterwards.
+    `every` is the number of steps between checkpoints, apart from the one at the end. Do not use
+    the trainer afterwards, because these steps change its weights.
     """
     is_guarded = any(isinstance(callback, NaNGuard) for callback in trainer.callbacks)
     watch = Watch(every, keeps_first=is_guarded)
@@ -160,7 +160,7 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
     if loader is None:
         return 0.0
     trainer.evaluate(itertools.islice(iter(loader), 1))
-    length = length_of(loader) or BATCHES  # a lower bound for a stream
+    length = length_of(loader) or BATCHES  # for a stream, this is a lower bound
     count = min(BATCHES, length)
     start = time.perf_counter()
     trainer.evaluate(itertools.islice(iter(loader), count))  # waits for the device
@@ -168,9 +168,9 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
 
 
 def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[int, float]:
-    """Return {step: the first group's rate} of a schedule; nothing if it takes too long to compute.
+    """Return {step: learning rate of the first group}; {} if it would take too long to compute.
 
-    `before`: the parameter groups before the first step.
+    `before` are the parameter groups before the first step.
     """
     if steps > MOST_RATES:
         return {}
@@ -178,7 +178,7 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
         group.clear()
         group.update(settings)
     result: dict[int, float] = {}
-    with warnings.catch_warnings():  # torch's schedulers warn that the optimizer takes no steps
+    with warnings.catch_warnings():  # torch warns about schedulers whose optimizer takes no steps
         warnings.simplefilter("ignore")
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
         for step in range(1, steps + 1):
@@ -195,10 +195,15 @@ def lines(
     keep: int,
     minutes: float | None = None,
 ) -> list[str]:
-    """Return the lines of the plan after the opening lines of a run.
+    """Return the lines of the plan, which follow the opening lines of a run.
 
-    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has;
-    `keep`: how many checkpoints stay; `minutes`: the time limit.
+    Args:
+        estimate: The measurements.
+        started: Seconds until the first step.
+        evaluations: How many evaluations the run has.
+        saves: How many checkpoints the run writes.
+        keep: How many checkpoints are kept.
+        minutes: The time limit.
     """
     rates = estimate.rates
     parts = {name: size for name, size in estimate.memory.items() if name != "peak"}

@@ -1,4 +1,4 @@
-"""Profile a few steps: a trace, and the operators that take longest."""
+"""Profile a few steps: write a trace, and list the operators that take longest."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from stoker.trainer.files import replacing, write_text
 from stoker.trainer.trainer import Trainer
 
 BEFORE = 10  # steps without the profiler
-WARMUP = 3  # steps with the profiler on, whose events are dropped
+WARMUP = 3  # steps whose recorded events are dropped
 ACTIVE = 5  # steps in the trace
 MOST = 10  # operators in the table
 
@@ -25,9 +25,9 @@ MOST = 10  # operators in the table
 class Profile(Callback):
     """Write a trace of ACTIVE steps and a table of the most expensive operators into `folder`.
 
-    The table is printed as well. The first steps are skipped if the run is long enough. Profiled
-    steps are slower, with the same results. Open the trace in chrome://tracing, ui.perfetto.dev or
-    TensorBoard's profiler.
+    The table is printed as well. The first steps are skipped if the run is long enough. Profiling
+    slows these steps down, but does not change their results. Open the trace in chrome://tracing,
+    ui.perfetto.dev or TensorBoard's profiler.
     """
 
     first_rank_only = True
@@ -68,7 +68,7 @@ class Profile(Callback):
             self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self.profiler is not None:  # the run ended before the last of these steps
+        if self.profiler is not None:  # the run ended before the last step of the trace
             self.stop()
 
     def stop(self) -> Any:
@@ -80,7 +80,7 @@ class Profile(Callback):
         return profiler
 
     def finish(self, trainer: Trainer) -> None:
-        """Write and print what was recorded."""
+        """Write the trace, and write and print the table of operators."""
         profiler = self.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         steps = f"steps {self.first} to {self.last}"
@@ -105,5 +105,5 @@ def quiet() -> Iterator[None]:
 
 
 def has_device_times(device: torch.device) -> bool:
-    """Return whether the profiler measures this device, not only the CPU; it cannot for mps."""
+    """Return whether the profiler records times of the device itself (not on CPU or MPS)."""
     return device.type != "cpu" and hasattr(torch.profiler.ProfilerActivity, device.type.upper())

@@ -1,4 +1,4 @@
-"""Split the time of a fit into stages, by sampled steps, and say what to change."""
+"""Split the time of a fit into stages by sampling steps, and say what to change."""
 
 import itertools
 import random
@@ -20,15 +20,15 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-ALWAYS = 32  # steps that are sampled at the beginning
-SHARE = 0.02  # of the other steps, and as many first steps of epochs
+ALWAYS = 32  # steps at the beginning, all of which are sampled
+SHARE = 0.02  # fraction of the later steps to sample; first steps of epochs get an equal share
 SOON = 10.0  # seconds; in a shorter run, advice would save little
-FEWEST_STEPS = 8  # per epoch, to suggest larger batches
+FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
-SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed in sampled steps only
+SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
-SAVING = ("every", "epochs", "minutes")  # of a Checkpoint
-# Smallest share at which a stage is reported; higher for stages that do useful work.
+SAVING = ("every", "epochs", "minutes")  # arguments of a Checkpoint that say when to save
+# The smallest share of the time at which a stage is reported. It is higher for useful work.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -48,7 +48,7 @@ SENTENCES = {
     "idle": "the {device} waited {share} for Python to launch work",
 }
 
-Mark = tuple[str | None, Any]  # (the stage that ends here, the point in the device's work)
+Mark = tuple[str | None, Any]  # (the stage that ends here, a point in the queue of the device)
 
 
 class Span(AbstractContextManager[None]):
@@ -68,14 +68,16 @@ class Span(AbstractContextManager[None]):
 class Timing(Callback):
     """Divide the time of a fit into STAGES; after the first epoch, say what to change.
 
-    It listens to the spans of the Trainer. Evaluations, checkpoints, loggers and the writing of the
-    live report are always timed. Steps are sampled: the first one of the fit, which represents only
-    itself, the ALWAYS steps after it, and a random fraction SHARE of the others. The first steps of
-    epochs are sampled more often, since a loader may start workers there. Marks in the
-    queue of the device (events on a GPU) divide a sampled step; nothing waits for them. A step that
-    is one graph, or a `train_step` that enters no spans, is the stage "step".
+    This callback listens to the spans of the Trainer. Evaluations, checkpoints, loggers and updates
+    of the live report are always timed. Only some steps are: the first step of the fit, which
+    represents only itself, the ALWAYS steps after it, and a random fraction SHARE of the others.
+    The first steps of epochs are sampled more often, since a loader may start its workers there.
+    A sampled step is divided by marks in the queue of the device (events on a GPU), without waiting
+    for the device. A step that is a single graph, or a `train_step` that enters no spans, counts as
+    the stage "step".
 
-    Put it last in the list of callbacks: the time from it to the next batch is the stage "data".
+    Put it last in the list of callbacks, because the time from its end to the next batch counts as
+    the stage "data".
     """
 
     first_rank_only = True
@@ -91,15 +93,15 @@ class Timing(Callback):
         self.device = trainer.device
         self.first_step = trainer.step
         self.whole = dict.fromkeys(WHOLE, 0.0)  # seconds
-        self.within: list[str] = []  # open spans of `whole`, the innermost last
+        self.within: list[str] = []  # the open spans in `whole`, innermost last
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
-        # samples that the device may not have reached yet
+        # samples whose marks the device may not have reached yet
         self.unread: list[tuple[str, list[Mark]]] = []
         self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
-        self.idle: list[bool] = []  # whether the device was idle at the end of the step
+        self.idle: list[bool] = []  # for each sample, whether the device was idle at its end
         self.random = random.Random(0)
         self.heard = {name: Span(self, name) for name in NAMES}
         for name in WHOLE:
@@ -126,13 +128,14 @@ class Timing(Callback):
         starts = trainer.step % trainer.steps_per_epoch == 0
         if starts:
             self.say(trainer)
-        # At random, since a loader may do more work in every fourth step, for example.
-        share = SHARE * trainer.steps_per_epoch if starts else SHARE  # SHARE of all steps each
+        # Sample at random: a loader may, for example, do more work in every fourth step.
+        # First steps of epochs are rarer, so each of them is more likely to be sampled.
+        share = SHARE * trainer.steps_per_epoch if starts else SHARE
         if trainer.step - self.first_step < ALWAYS or self.random.random() < share:
             self.begin_sample(trainer, "epoch" if starts else "other")
 
     def say(self, trainer: Trainer) -> None:
-        """Write the sentence once, after the line of the first whole epoch."""
+        """Print the sentence once, after the line of the first whole epoch."""
         is_whole = trainer.step - self.first_step >= trainer.steps_per_epoch
         if self.said is not None or not is_whole or trainer.step == trainer.total_steps:
             return
@@ -158,11 +161,11 @@ class Timing(Callback):
         elif not self.within:
             self.mark(name)
             if name == "transfer":
-                self.gap = "step"  # unless the step enters spans
+                self.gap = "step"  # this changes if the step enters spans
 
     def turn(self) -> None:
-        """Add the time since the last call to the innermost open span of `whole`."""
-        devices.synchronize(self.device)  # without the work of the previous step
+        """Add the time since the last call to the innermost open span in `whole`."""
+        devices.synchronize(self.device)  # so that this time includes no earlier work
         self.waited = True
         now = time.perf_counter()
         if self.within:
@@ -172,7 +175,7 @@ class Timing(Callback):
         self.gap = "other"
 
     def mark(self, stage: str | None) -> None:
-        """Cut the sampled step here; the time since the last mark belongs to the stage."""
+        """Set a mark in the sampled step; the time since the last mark belongs to `stage`."""
         if self.marks:
             self.marks.append((stage, devices.mark(self.device)))
 
@@ -182,13 +185,13 @@ class Timing(Callback):
         self.sample_start = trainer.step
         self.waited = False
         self.gap = "other"  # the stage for work outside of spans
-        # The marks would become part of the graph.
+        # If the step is captured as a graph, marks inside it would become part of the graph.
         for name in ["transfer"] if captures(trainer) else SAMPLED:
             trainer.spans[name] = self.heard[name]
         self.marks = [(None, devices.mark(self.device))]
 
     def end_sample(self, trainer: Trainer) -> None:
-        """Keep the marks of the step that is done."""
+        """Store the marks of the step that has ended."""
         self.mark(self.gap)
         for name in SAMPLED:
             trainer.spans[name] = SILENT
@@ -199,7 +202,7 @@ class Timing(Callback):
         self.marks = []
 
     def read(self) -> None:
-        """Turn the marks of sampled steps into seconds; the device must have reached them."""
+        """Convert the marks of sampled steps to seconds; the device must have reached them."""
         for kind, marks in self.unread:
             seconds: dict[str, float] = defaultdict(float)
             for (_, start), (stage, end) in itertools.pairwise(marks):
@@ -209,7 +212,7 @@ class Timing(Callback):
         self.unread = []
 
     def split(self, trainer: Trainer) -> dict[str, float]:
-        """Return {stage: seconds} of the fit so far; they add up to all of its time."""
+        """Return {stage: seconds} for the fit so far, which add up to its total time."""
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
@@ -218,27 +221,27 @@ class Timing(Callback):
         others = trainer.step - self.first_step - 1 - epochs
         count = {"fit": 1, "epoch": epochs, "other": others}
         steps = dict.fromkeys(STAGES, 0.0)
-        # Without a sample of the first steps of later epochs, they are counted as other steps.
+        # If no first step of a later epoch was sampled, these steps count as other steps.
         if not self.sampled["epoch"]:
             count["other"] += count.pop("epoch")
         for kind, number in count.items():
             for sample in self.sampled[kind]:
                 for stage, seconds in sample.items():
                     steps[stage] += number / len(self.sampled[kind]) * seconds
-        # The samples give an estimate, which is scaled to the measured time.
+        # The samples only give an estimate, so scale it to the measured time.
         scale = (total - sum(self.whole.values())) / max(sum(steps.values()), 1e-9)
         took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer, seconds: dict[str, float]) -> str | None:
-        """Return the `speed_verdict` on the fit so far, whose time was split into `seconds`."""
+        """Return the `speed_verdict` for the fit so far, given its {stage: seconds}."""
         device = "CPU" if trainer.device.type == "cpu" else "GPU"
         idle = sum(self.idle) / max(1, len(self.idle))
         return speed_verdict(seconds, advice_for(trainer), device, idle)
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the fields of result.json for the last fit: its time by stage, and the verdict."""
+    """Return the fields of result.json for the last fit: the time per stage, and the verdict."""
     for callback in trainer.callbacks:
         if isinstance(callback, Timing) and callback.took:
             took = {stage: round(seconds, 6) for stage, seconds in callback.took.items()}
@@ -251,11 +254,13 @@ def speed_verdict(
 ) -> str | None:
     """Say in one sentence which setting to change to save the most time, or that none helps.
 
+    Returns None if the total time is below SOON.
+
     Args:
-        seconds: {stage: seconds} of a fit. A total below SOON returns None.
+        seconds: {stage: seconds} of a fit.
         advice: {stage: what to change}, for the stages where a change helps.
         device: "CPU" or "GPU".
-        idle: Share of the steps in which the device waited for Python.
+        idle: The fraction of steps in which the device waited for Python.
     """
     total = sum(seconds.values())
     if total < SOON:
@@ -276,9 +281,9 @@ def speed_verdict(
 
 
 def advice_for(trainer: Trainer) -> dict[str, str]:
-    """Return what to change where a stage of this fit takes too long, by stage."""
+    """Return {stage: what to change if this stage of the fit takes too long}."""
     advice = {
-        "evaluation": "set a larger eval_every, or use a smaller validation part",
+        "evaluation": "set a larger eval_every, or use a smaller validation split",
         "logging": "remove one of the callbacks, or set a larger log_every",
         **advice_on_data(trainer.train_loader, trainer.device),
     }
@@ -290,14 +295,14 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
             if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(0, "eval_every")  # each evaluation may be the best so far and saved
+                keys.insert(0, "eval_every")  # any evaluation may cause a checkpoint of the best
             if keys:
                 advice["checkpoint"] = f"set a larger {keys[0]}"
     return advice
 
 
 def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
-    """Return what makes a loader faster, for "data" and "transfer"; {} for resident data."""
+    """Return {stage: what to change} for "data" and "transfer"; {} for resident data."""
     if isinstance(loader, DeviceLoader):
         if loader.augment.geometric or loader.augment.rest:
             return {"data": "remove some of dataset.augment"}
@@ -312,10 +317,10 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
             return {"data": change, "transfer": pin}
         change = f"give the DataLoader num_workers={cores} and persistent_workers=True"
         if is_stream(given.dataset):
-            # Unless samples are shared, each worker reads the whole stream.
+            # Without a split among workers, each worker would read the whole stream.
             change = (
                 f"set dataset.workers={cores} (in a script, the DataLoader's num_workers) if the "
-                "IterableDataset shares its samples among workers "
+                "IterableDataset splits its samples among workers "
                 "(torch.utils.data.get_worker_info)"
             )
         return {"data": change, "transfer": "give the DataLoader pin_memory=True"}
@@ -323,7 +328,7 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
     ways = []
     if loader.workers.loader.num_workers < cores:
         ways.append(f"dataset.workers={cores}")
-    # The user's own split may lack `tensors`; then it cannot be resident.
+    # The user's own split may lack `tensors`. If so, it cannot be resident.
     if (
         isinstance(loader, HostLoader)
         and getattr(loader.split, "tensors", None)

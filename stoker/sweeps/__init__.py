@@ -1,1 +1,1 @@
-"""Many runs: their table and page, launchers and searches."""
+"""Sweeps of many runs: launchers, searches, and the table and the page of the results."""

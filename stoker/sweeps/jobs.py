@@ -1,7 +1,7 @@
 """The directory of a sweep as typed records: the folders of its jobs, and sweep.json.
 
-A job is a folder with a job.json (its typed settings) or a result.json. These files are untrusted:
-whatever is malformed counts as missing.
+A job is a folder with a job.json (its typed settings) or a result.json. These files are untrusted,
+so malformed contents are treated as missing.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. `note` says why it failed or was pruned, or how far it
-    is. The exit code of the sweep depends on `code`.
+    `best` and `test` come from its result. `note` says why the job failed or was pruned, or which
+    step it has reached. The sweep exits with the highest `code` of its jobs.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Job:
 
 @dataclass
 class SweepRecord:
-    """The contents of sweep.json: the command line, the number of jobs, and the keys of a search.
+    """The contents of sweep.json: the command line, the number of jobs, and the searched keys.
 
-    An unknown field is None; `searched` is None for a grid.
+    A field is None if it is unknown. `searched` is also None for a grid.
     """
 
     typed: list[str] | None = None
@@ -87,7 +87,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def read_job(folder: Path) -> Job:
-    # Checked before reading the result: a job that ended by now has written its result.
+    # Check this before reading the result: a job that has ended by now has written its result.
     is_running = is_held(folder)
     result = RunResult.read(folder) or RunResult()
     overrides = overrides_in(folder)
@@ -117,7 +117,7 @@ def read_job(folder: Path) -> Job:
 
 
 def overrides_in(folder: Path) -> list[str] | None:
-    """Return the typed settings of a job from its job.json; None if it lacks them."""
+    """Return the typed settings of a job from its job.json; None if they are missing."""
     record = read_json(folder / JOB) or {}
     overrides = record.get("overrides")
     return overrides if are_overrides(overrides) else None
@@ -128,11 +128,11 @@ def progress(folder: Path) -> str:
     with contextlib.suppress(OSError):
         for row in reversed(read_rows(folder / METRICS)):
             return f"at step {row['step']}"
-    return "no row yet"
+    return "nothing logged yet"
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
-    """Return {key: value as typed}, without the keys of the sweep itself."""
+    """Return {key: value as typed}, leaving out the keys of the sweep itself."""
     values = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
@@ -142,7 +142,7 @@ def settings_of(overrides: list[str]) -> dict[str, str]:
 
 
 def varied(jobs: list[dict[str, str]]) -> list[str]:
-    """Return the keys in which the settings of several jobs differ, in the order typed."""
+    """Return the keys whose values differ between jobs, in the order in which they were typed."""
     keys = dict.fromkeys(itertools.chain(*jobs))
     return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
@@ -152,8 +152,8 @@ def check_same(
 ) -> None:
     """Raise UserError if a job in the folder of a sweep had different settings than it has now.
 
-    Settings that change no result may differ, unless the sweep varies them. Some settings change no
-    weights, but decide which weights are best.
+    Settings that do not affect the result may differ, unless the sweep varies them. `eval_every`
+    and `max_minutes` may not differ, because they decide which weights are best.
     """
     now = settings_of(typed)
     old = settings_of(before)
@@ -167,7 +167,7 @@ def check_same(
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
-    """Return the typed settings of a job for these keys, their values as `shown`."""
+    """Return the typed settings of a job for these keys, with values formatted by `shown`."""
     typed = []
     for key in keys:
         value = job.settings.get(key)
@@ -195,7 +195,7 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
 
 
 def begin(folder: str, number: int) -> None:
-    """Write the job.json of this process's job; remove an earlier failure."""
+    """Write the job.json of this process's job, and remove the result of an earlier failure."""
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
@@ -204,7 +204,7 @@ def begin(folder: str, number: int) -> None:
 
 
 def value_of(folder: str) -> float | None:
-    """Return the best value of the metric that a job monitors, for its sweeper; None for none."""
+    """Return the best value of a job's monitored metric, for the sweeper; None if it has none."""
     result = results.finished(folder)
     if result is None or result.best is None:
         return None

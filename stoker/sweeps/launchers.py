@@ -1,4 +1,4 @@
-"""Jobs in separate processes: devices, threads and signals, which Hydra's launchers ignore."""
+"""Run jobs in separate processes: handle devices, threads and signals, as Hydra does not."""
 
 import contextlib
 import importlib.util
@@ -38,20 +38,20 @@ USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
 apart = False  # whether a launcher started this process to run jobs of a sweep
 slot: int | None = None  # which share of the machine this process uses
-job = contextlib.ExitStack()  # undone at the end of this process's job
-holding = contextlib.ExitStack()  # in the sweep's process: the lock that its jobs watch
-failed: list[Job] = []  # the job that ended a sweep with sweep.on_error=stop
+job = contextlib.ExitStack()  # closed at the end of this process's job
+holding = contextlib.ExitStack()  # in the sweep's process: holds the lock that its jobs watch
+failed: list[Job] = []  # with sweep.on_error=stop: the job that ended the sweep
 
 
 def check_installed(launcher: str) -> None:
-    """Raise UserError if the plugin of one of our launchers is not installed."""
+    """Raise UserError if the plugin for one of the built-in launchers is not installed."""
     extra = EXTRAS.get(launcher)
     plugin = None
-    with contextlib.suppress(ModuleNotFoundError):  # needs no plugin
+    with contextlib.suppress(ModuleNotFoundError):  # no Hydra plugins are installed
         plugin = importlib.util.find_spec(f"hydra_plugins.hydra_{extra}_launcher")
     if extra and not plugin:
         raise UserError(
-            f"hydra/launcher={launcher}: its plugin is not installed.\n"
+            f"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
             f"Type {invocation.pip_install(extra)}, or leave this out to run one job at a time."
         )
 
@@ -75,12 +75,12 @@ def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
     return int(at_once)
 
 
-# Used in configs/hydra/launcher/, which must be complete before the sweep begins.
+# Used in configs/hydra/launcher/, since Hydra needs the number before the sweep begins.
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
 
 
 def device(name: str, names: list[str]) -> str:
-    """Return the device for `device=name`: `auto` picks one of the GPUs in `names` by the slot."""
+    """Return the device for `device=name`. `auto` picks a GPU in `names` by this process's slot."""
     gpus = [each for each in names if ":" in each]
     if name != "auto" or slot is None or not gpus:
         return name
@@ -90,14 +90,14 @@ def device(name: str, names: list[str]) -> str:
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
     """Lock and return the first free slot for the job; this process keeps it until it ends.
 
-    Jobs do not end in the order in which they began, so by the number alone two could share a GPU
-    while another is idle. If all slots are taken, wait for one; `go_on` raises an exception to give
-    up.
+    Jobs do not end in the order in which they start. If the job number alone decided, two jobs
+    could share a GPU while another GPU is idle. If all slots are taken, wait for a free one; to
+    give up, `go_on` raises an exception.
     """
     while True:
         for i in range(slots):
             each = (number + i) % slots
-            # Held as long as the process lives.
+            # Not closed, since the process holds the lock until it ends.
             file = open(folder / f"slot_{each}", "a+b", buffering=0)  # noqa: SIM115
             try:
                 lock.lock(file)
@@ -115,10 +115,10 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
 class Jobs(Callback):
     """Hydra's callback for a sweep whose jobs run in separate processes.
 
-    It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock while
-    its jobs should continue. When the lock is released, by a signal or by any end of the process,
-    the jobs on this machine save their step and stop, and no further job begins. With Hydra's basic
-    launcher the callback does nothing.
+    It is created in the process of the sweep, and each job gets a copy. The sweep holds a lock for
+    as long as its jobs should continue. When the lock is released, by a signal or because the
+    process has ended, the jobs on this machine save a checkpoint and stop, and no new job starts.
+    With Hydra's basic launcher, the callback does nothing.
     """
 
     launcher: str | None = None  # None if jobs run in this process
@@ -138,7 +138,7 @@ class Jobs(Callback):
             if launcher not in EXTRAS:
                 return
             self.prepare(launcher, config.hydra.launcher)
-            # with one job, joblib runs it in this process
+            # with one job at a time, joblib runs the jobs in this process
             if launcher == "joblib" and self.jobs == 1:
                 return
             self.launcher = launcher
@@ -152,7 +152,7 @@ class Jobs(Callback):
             settings.check(key, value)
             if value not in ("auto", 1) and launcher not in SIDE_BY_SIDE:
                 raise UserError(
-                    f"{key}={value}: hydra/launcher={launcher} does not support it. "
+                    f"{key}={value}: hydra/launcher={launcher} does not support this key. "
                     "Type hydra/launcher=joblib to run jobs side by side on this machine."
                 )
         check_installed(launcher)
@@ -164,7 +164,7 @@ class Jobs(Callback):
         self.jobs = jobs_at_once(self.at_once, self.per_gpu, self.device)
         self.threads = max(1, cores() // self.jobs)
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
-        # Job processes need it to import the packages beside train.py.
+        # Job processes need this path to import the packages beside train.py.
         here = project.import_folders()
         path = [*here, str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -172,7 +172,7 @@ class Jobs(Callback):
         self.cwd = os.getcwd()
 
     def hold(self, folder: Path) -> None:
-        """Take the lock of the sweep, and from now on print how its jobs end."""
+        """Take the lock of the sweep, and print a line for each job that ends from now on."""
         self.sweep = folder.resolve()
         self.folder = self.sweep / progress.OUTPUT
         try:
@@ -197,9 +197,9 @@ class Jobs(Callback):
         return False
 
     def stop(self, _: str) -> None:
-        """Handle a signal: the jobs save their step, no new one starts, and the sweep ends."""
+        """Handle a signal: the jobs save a checkpoint, no new job starts, and the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
-        print(f"\n{why}: each job saves its step", file=sys.stderr, flush=True)
+        print(f"\n{why}: each job saves a checkpoint", file=sys.stderr, flush=True)
         if self.launcher == "submitit_slurm":
             print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)
         holding.close()
@@ -208,7 +208,7 @@ class Jobs(Callback):
         raise stopping.Interrupted
 
     def wait_for_jobs(self) -> None:
-        """Wait until every job has saved its step and ended."""
+        """Wait until every job has saved a checkpoint and ended."""
         folders = [folder for folder in self.sweep.glob("*/") if folder != self.folder]
         while self.locks and any(map(lock.is_held, folders)):
             time.sleep(POLL)
@@ -240,7 +240,7 @@ class Jobs(Callback):
             import torch
 
             torch.set_num_threads(self.threads)
-            # Set by the launchers; a run would mistake it for the user's setting.
+            # The launchers set this variable, and a run would take it for the user's choice.
             self.restore(THREADS)
         self.listen()
 
@@ -252,7 +252,7 @@ class Jobs(Callback):
             os.environ[name] = value
 
     def listen(self) -> None:
-        """Handle the launcher's signals like those of a terminal; Ctrl-C is for the sweep."""
+        """Handle the launcher's signals as in a single run, and leave Ctrl-C to the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signals.handle)
         if str(self.launcher).startswith("submitit") and USR2:
@@ -269,11 +269,11 @@ class Jobs(Callback):
         return is_over
 
     def is_over(self) -> bool:
-        """Whether the sweep has ended."""
+        """Return whether the sweep has ended."""
         return self.locks and not lock.is_held(self.folder)
 
     def go_on(self) -> None:
-        """Stop a job that would start after the sweep has ended."""
+        """Raise KeyboardInterrupt if the sweep has ended or a signal has arrived."""
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 
@@ -282,8 +282,9 @@ class Jobs(Callback):
             return
         job.close()
         if stopping.received is not None:
-            if self.launcher == "joblib":  # otherwise, its processes would wait for a killed sweep
+            if self.launcher == "joblib":
                 self.wait_for_jobs()  # joblib kills the other processes when one ends
+                # If the sweep was killed, joblib's processes would wait for more jobs.
                 os._exit(signals.exit_code())
             raise KeyboardInterrupt
 
@@ -303,7 +304,7 @@ def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:
 
 
 def hand_back(before: Any) -> None:
-    """Let submitit handle the signal that stopped a job: it requeues the job."""
+    """Give the signal back to submitit, which requeues a job that this signal stopped."""
     assert USR2 is not None
     signal.signal(USR2, before)
     if stopping.received == USR2:

@@ -1,4 +1,4 @@
-"""The search by Optuna, which resumes from its storage, and the callback that prunes trials."""
+"""The Optuna search, which can resume from its storage, and the callback that prunes trials."""
 
 import itertools
 import math
@@ -44,12 +44,12 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class OptunaSearch(Sweeper):
-    """Hydra's Optuna sweeper and its settings, with our own loop.
+    """A sweeper with the settings of Hydra's Optuna sweeper, but with its own loop.
 
-    Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
-    function of (seed, number, earlier results), so a resumed search proposes the same trials. The
-    job of a trial and its folder have the trial's number. The results are read from the folder, so
-    a killed search can resume.
+    Hydra's sweeper supports neither pruning nor resuming. Here, the values of a trial depend only
+    on (seed, number, earlier results), so a resumed search proposes the same trials. A trial has
+    the same number as its job and its folder. Results are read from the folder, so a killed search
+    can resume.
     """
 
     config: DictConfig
@@ -79,10 +79,10 @@ class OptunaSearch(Sweeper):
         example = self.define(searched)
         if not example:
             raise UserError(
-                "sweep=optuna: nothing is searched. Type a key and its range, "
+                "sweep=optuna: there is nothing to search. Type a key and its range, "
                 "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
-        # An unknown key is an error before anything is written.
+        # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
         keys = sorted(jobs.settings_of(example))
         with held(self.folder):
@@ -94,13 +94,13 @@ class OptunaSearch(Sweeper):
                 self.run(trials)
 
     def run(self, trials: Trials) -> None:
-        """Run those of these trials that have no result yet, and report all results."""
+        """Run the trials that have no result yet, and report the results of all to the study."""
         todo = {
             number: [*typed, *self.fixed]
             for number, typed in trials.items()
             if typed is not None and RunResult.read(self.folder / str(number)) is None
         }
-        # A launcher numbers its jobs consecutively: one launch for each consecutive range.
+        # A launcher numbers its jobs consecutively, so each consecutive range is one launch.
         for _, group in itertools.groupby(enumerate(todo), lambda pair: pair[1] - pair[0]):
             numbers = [number for _, number in group]
             self.launcher.launch([todo[number] for number in numbers], initial_job_idx=numbers[0])
@@ -110,13 +110,13 @@ class OptunaSearch(Sweeper):
                 self.study.tell(number, state=TrialState.FAIL)
                 continue
             check_mode(self.maximize, result.best.name, result.best.mode)
-            if result.stopped_by("pruned"):  # its value is the last one it reported
+            if result.stopped_by("pruned"):  # Optuna uses the last value that the trial reported
                 self.study.tell(number, state=TrialState.PRUNED)
             else:
                 self.study.tell(number, result.best.value)
 
     def define(self, searched: dict[str, Override]) -> list[str]:
-        """Define the space from these overrides; return the overrides of an example trial."""
+        """Set the search space from these overrides; return the overrides of an example trial."""
         self.space: dict[str, BaseDistribution] = {}
         for override in searched.values():
             try:
@@ -127,21 +127,22 @@ class OptunaSearch(Sweeper):
         return typed(self.draw(optuna.create_study()))
 
     def open(self) -> Trials:
-        """Return the unfinished trials of an earlier process."""
+        """Open the study, and return the trials that an earlier process did not finish."""
         self.study = self.open_study()
         begun = {}
         for trial in self.study.trials:
             # Searches in other folders may use the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # The storage is untrusted, so accept only values that this search would draw.
+                # The storage is untrusted, so accept only values that this search could draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 
     def propose(self, count: int) -> Trials:
-        """Return up to `count` new trials, none at the end of the search."""
+        """Return up to `count` new trials; {} at the end of the search."""
         trials = self.study.trials
         to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
-        # Drawn in memory, and stored whole: a killed search leaves no trial with half its values.
+        # Trials are drawn in memory and then stored whole, so that a killed search leaves no trial
+        # with only some of its values.
         memory = optuna.create_study(direction=self.study.direction)
         memory.add_trials(trials)
         proposed: Trials = {}
@@ -159,7 +160,7 @@ class OptunaSearch(Sweeper):
         return trial
 
     def make_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler for the trial of this number."""
+        """Return the sampler for the trial with this number."""
         config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
@@ -210,7 +211,7 @@ def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
 def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
     """Return the storage and the name of the study, from the sweeper's settings and the folder."""
     if sweeper.storage is None:
-        # Wait up to a minute for other trials.
+        # Wait up to a minute for the lock of the database.
         return f"sqlite:///{folder / 'study.db'}?timeout=60", sweeper.study_name or "search"
     return sweeper.storage, sweeper.study_name or folder.name
 
@@ -226,7 +227,8 @@ def open_storage(place: str) -> BaseStorage:
 class Pruning(Callback):
     """Report each evaluation to the trial, and stop training if the pruner says so.
 
-    Trials are compared by evaluations instead of steps, since their batch sizes may differ.
+    Trials are compared after the same number of evaluations instead of steps, since their batch
+    sizes may differ.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class Pruning(Callback):
         self.stop_if_hopeless(trainer)
 
     def stop_if_hopeless(self, trainer: Trainer) -> None:
-        """Stop all processes of the trial if the pruner says so on the first one."""
+        """Stop all processes of the trial if the pruner on rank 0 says so."""
         if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
             trainer.stop(f"pruned at evaluation {self.reported}", "pruned")
 

@@ -22,9 +22,9 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 from stoker.trainer.typed import is_number
 
-MOST_SETTINGS = 24  # curves plotted
+MOST_SETTINGS = 24  # settings in the plots
 MOST_POINTS = 20_000  # points in all curves together
-BINS = 5  # groups, for a numeric setting with more values
+BINS = 5  # a numeric setting with more values is grouped into this many bins
 
 
 def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> str:
@@ -50,7 +50,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
 
 
 def link_of(sweep: Sweep, job: Job) -> str | None:
-    """Return the link to the report of a job; None without one, or if it may lead elsewhere."""
+    """Return the link to the report of a job; None if there is none, or the folder is a link."""
     folder = sweep.folder / job.name
     if folder.is_symlink() or not (folder / report.NAME).is_file():
         return None
@@ -58,9 +58,9 @@ def link_of(sweep: Sweep, job: Job) -> str | None:
 
 
 def plots(sweep: Sweep) -> dict[str, Any]:
-    """Return what the page draws, for JSON: the settings, and a record for each job that ended.
+    """Return the data for the plots: the settings, and a record for each job that has ended.
 
-    It has only numbers, and text without control characters.
+    It is written as JSON. It contains only numbers, and text without control characters.
     """
     choices = {key: values_of(sweep, key) for key in sweep.keys[:MOST_SETTINGS]}
     most = MOST_POINTS // max(1, len(sweep.jobs))
@@ -93,7 +93,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
 
 
 def values_of(sweep: Sweep, key: str) -> list[str]:
-    """Return the values of a setting in their order: as typed in a grid, sorted in a search."""
+    """Return the values of a setting: in the order typed for a grid, sorted for a search."""
     values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in sweep.jobs))
     if sweep.is_search:
         values.sort(key=lambda value: natural(value.strip("[]")))
@@ -101,7 +101,7 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
 
 
 def axis(key: str, values: list[str]) -> dict[str, Any]:
-    """Return the record of a setting; its `numbers` are None if its values are choices."""
+    """Return the record of a setting. `numbers` is None unless all values are numbers."""
     numbers = list(map(table.as_number, values))
     return {
         "name": printable(key),
@@ -121,7 +121,7 @@ def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
 
 
 def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (setting, `importance`) of each setting, the most important one first."""
+    """Return (setting, `importance`) for each setting, the most important one first."""
     done = [job for job in plots["jobs"] if job["value"] is not None]
     values = [job["value"] for job in done]
     fractions = []
@@ -137,10 +137,11 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
-    """Return the fraction of the variance of the values' ranks that their groups explain.
+    """Return the fraction of the variance in the ranks of the values that the groups explain.
 
-    It is adjusted for chance, so about 0 for a setting that does nothing (the epsilon squared of
-    Kelley 1935). Ranks keep a diverged job from hiding all others.
+    The fraction is adjusted for chance, so it is about 0 for a setting without effect (the epsilon
+    squared of Kelley 1935). It uses ranks, because the value of a single diverged job would
+    outweigh all others.
     """
     names, group = numpy.unique(groups, return_inverse=True)
     _, ranks = numpy.unique(values, return_inverse=True)

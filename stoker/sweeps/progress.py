@@ -1,4 +1,4 @@
-"""A sweep while it runs: a line for each job that ends, and the output of the jobs in files."""
+"""Show the progress of a sweep: print a line for each job that ends, and save the jobs' output."""
 
 import contextlib
 import sys
@@ -15,18 +15,18 @@ from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
-# columns of a line, if the texts are no longer
+# The minimum widths of the columns of a line.
 OUTCOME = 14
 BEST = 21
 LEFT = 12
-OUTPUT = "jobs"  # the sweep's folder for its jobs' output and for locks
+OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
 
 
 class Ends:
-    """The jobs of a sweep that have ended, and the line for the next one.
+    """The jobs of a sweep that have ended, and a line to print for each new one.
 
-    `total` is the number of jobs, None if it is not known, and `keys` are the settings in which
-    they differ.
+    `total` is the number of all jobs, or None if it is not known. `keys` are the settings in which
+    the jobs differ.
     """
 
     def __init__(self, folder: Path, total: int | None, keys: list[str]) -> None:
@@ -46,7 +46,7 @@ class Ends:
         """Print a line for each job that has ended since the last call, and return these jobs."""
         ended = []
         for path in self.results():
-            with contextlib.suppress(OSError):  # the file may be in the middle of being replaced
+            with contextlib.suppress(OSError):  # the job may be replacing the file
                 time_ns = path.stat().st_mtime_ns
                 if time_ns != self.times.get(path):
                     self.times[path] = time_ns
@@ -56,7 +56,7 @@ class Ends:
 
     @property
     def best(self) -> Job | None:
-        """The best job so far. Jobs with another metric than the first one do not count."""
+        """The best job so far, among the jobs that have the metric of the first job."""
         done = [job for job in self.jobs.values() if job.status == "done" and job.best]
         if not done:
             return None
@@ -89,7 +89,7 @@ class Ends:
 
 
 def outcome(job: Job) -> str:
-    """'val/acc 0.9861', 'pruned at evaluation 3', 'failed, The loss is nan.'."""
+    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, The loss is nan.'."""
     if job.status == "pruned":
         return job.note
     if job.best:
@@ -104,19 +104,19 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 def announce(
     folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
 ) -> None:
-    """Write what this process is about to run, after its directory has been checked."""
+    """Record and print what this process is about to run. Its directory must have been checked."""
     global ends
     added = arguments.search_path()
     typed = [argument for argument in sys.argv[1:] if argument not in added]
     SweepRecord(typed, count, searched).write(folder)
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
-    done = f", {ends.earlier} of them done earlier" if ends.earlier else ""
+    done = f", {ends.earlier} of them already done" if ends.earlier else ""
     terminal.show(f"sweep    {count or ''} jobs{done}; their output is in {folder / OUTPUT}")
 
 
 def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:
-    """Write the standard output to the file of a job until the stack is closed."""
+    """Redirect standard output to the file of a job until the stack `until` is closed."""
     path = folder / OUTPUT / f"{name}.txt"
     path.parent.mkdir(exist_ok=True)
     file = until.enter_context(path.open("a", buffering=1, encoding="utf-8"))

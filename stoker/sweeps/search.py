@@ -1,4 +1,4 @@
-"""The settings of a search, and how its trials ended."""
+"""The settings of a search: the number of trials, the direction and the search space."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ PREDICTS_TOKENS = ("stoker.data.text.text",)
 
 
 def trials_of(cfg: DictConfig) -> int:
-    """Return how many trials to run; UserError for a key of Hydra that one of ours replaces."""
+    """Return how many trials to run; UserError for a Hydra key that one of our keys replaces."""
     for override in cfg.hydra.overrides.hydra:
         key = re.match(r"\+*hydra\.sweeper\.(\w+)", override)
         if key and key[1] in REPLACED:
@@ -49,12 +49,12 @@ def at_once(cfg: DictConfig) -> int:
 
 
 def maximizes(cfg: DictConfig) -> bool:
-    """Return whether the search maximizes, decided before any trial has built a metric."""
+    """Return whether the search maximizes; this is decided before any trial builds its metrics."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
-    if cfg.monitor == "auto":  # if the data has a different metric, check_mode ends the search
+    if cfg.monitor == "auto":  # a guess; if it is wrong, check_mode ends the search
         return cfg.dataset._target_ not in PREDICTS_TOKENS
-    if cfg.monitor.endswith("/loss"):  # of val, or of a validation set with another name
+    if cfg.monitor.endswith("/loss"):  # val/loss, or the loss on a named validation set
         return False
     raise UserError(
         f"monitor={cfg.monitor}: a search needs to know whether higher or lower is better.\n"
@@ -63,16 +63,16 @@ def maximizes(cfg: DictConfig) -> bool:
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
-    """Raise UserError if the trials optimize in the other direction than the search."""
+    """Raise UserError if the trials optimize in the opposite direction to the search."""
     if mode != ("max" if maximize else "min"):
         raise UserError(
             f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
-            f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
+            f"Type monitor={name} monitor_mode={mode}, and a different hydra.sweep.dir."
         )
 
 
 def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
-    """Return the overrides of a search: those of `sweep.space` that apply, then the typed ones."""
+    """Return the overrides of a search: the ranges of `sweep.space` that apply, then `typed`."""
     values = dict(override.split("=", 1) for override in typed if "=" in override)
     groups = cfg.hydra.runtime.choices
     kept = []
@@ -87,15 +87,15 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   leaves out {', '.join(left)}, which not every trial uses")
+        print(f"search   leaves out {', '.join(left)} (not used by every trial)")
     return [*kept, *typed]
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
-    """Raise UserError if the search in the folder has other keys, or its trials other settings."""
+    """Raise UserError if the folder has a search of other keys, or trials with other settings."""
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
-        reason = f"this search is over {', '.join(searched)}, the earlier one over "
+        reason = f"this search varies {', '.join(searched)}, but the earlier one varied "
         raise jobs.of_another_sweep(folder, reason + ", ".join(before))
     for job in jobs.read_jobs(folder):
         found = [f"{key}={value}" for key, value in job.settings.items() if key not in searched]

@@ -1,6 +1,6 @@
-"""A sweep from its first check to its table: Hydra's callback, and the command that shows it again.
+"""Check and report a sweep, in a Hydra callback and in the command that prints the table again.
 
-Before the first job the callback checks that the sweep matches the one in its directory. At the
+Before the first job, the callback checks that the sweep matches the one in its directory. At the
 end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and sweep.csv and sweep.html
 are written.
 """
@@ -30,12 +30,14 @@ from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
-REPORTS = 0.05  # fraction of the jobs' time to spend on drawing their reports,
-FEWEST_SECONDS = 10.0  # or this long, if that is more
+# Drawing the reports of the jobs may take this fraction of the jobs' time, or this many seconds if
+# that is more.
+REPORTS = 0.05
+FEWEST_SECONDS = 10.0
 
 
 class SweepCallback(Callback):
-    """Hydra's callback for a sweep. Hydra turns an Exception into a warning, so it exits."""
+    """Hydra's callback for a sweep. On an error, it exits, since Hydra would only warn."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
@@ -44,9 +46,12 @@ class SweepCallback(Callback):
             raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
-        """Check the sweep, and announce a grid; a search does so when it knows its keys."""
+        """Check the sweep, and announce a grid. A search announces itself once it has its keys."""
         if launch.world_size() > 1:
-            raise UserError("-m: a sweep runs in one process. Type devices=N instead of torchrun.")
+            raise UserError(
+                "-m: a sweep starts its own processes, so do not start it with torchrun. "
+                "Type devices=N instead."
+            )
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = folder_of(config)
         planned = jobs_of_grid(config)
@@ -60,26 +65,26 @@ class SweepCallback(Callback):
             progress.announce(folder, len(planned) or None, varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Write the output of a run in this process to its file."""
+        """Redirect the output of a job in this process to the job's file."""
         is_here = progress.ends is not None and not launchers.apart
         if is_here and config.task == "train" and config.overfit is None:
             folder = Path(config.hydra.runtime.output_dir)
             progress.redirect(folder.parent, folder.name)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
-        """Print the line of a job."""
+        """Print the line of the job that has ended."""
         progress.output.close()
         if progress.ends is not None and not launchers.apart:
             progress.ends.show_new()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         progress.output.close()
-        if progress.ends is None:  # it was refused
+        if progress.ends is None:  # the sweep was rejected
             return
         folder = Path(config.hydra.sweep.dir)
         sweep = Sweep(folder)
         exit_codes.codes += [job.code for job in sweep.jobs if job.code]
-        if not sweep.jobs:  # of a task that writes no results
+        if not sweep.jobs:  # a task that writes no results
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)
             return
@@ -95,7 +100,7 @@ class SweepCallback(Callback):
 
 
 def folder_of(config: DictConfig) -> Path:
-    """Create the folder of the sweep: a new one if its name is the time to the second."""
+    """Create the folder of the sweep. If its name is a time stamp, the folder is always new."""
     folder = Path(config.hydra.sweep.dir)
     node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     if "%S}" not in node["dir"]:
@@ -109,7 +114,7 @@ def folder_of(config: DictConfig) -> Path:
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:
-    """Return the overrides of each job of a grid, in order; none for a search."""
+    """Return the overrides of each job of a grid, in order; [] for a search."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return []
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
@@ -124,8 +129,8 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
 def check_goes_on(folder: Path, planned: list[list[str]], varied: list[str]) -> None:
     """Raise UserError if the directory of one of these jobs belongs to another job.
 
-    A directory without a run is available. Settings that change no result may differ, unless the
-    sweep varies them.
+    A directory without a run may be used. Settings that do not affect the result may differ, unless
+    the sweep varies them.
     """
     for name, typed in enumerate(planned):
         place = folder / str(name)
@@ -143,7 +148,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     again = command_for_the_rest(sweep)
     for line in table.lines(sweep):
         terminal.show(printable(line))
-    # A wrapped command could not be copied.
+    # Commands are not wrapped, so that you can copy them.
     if best:
         print(printable(f"best     {best}"), flush=True)
     place = printable(sweep.folder)
@@ -159,27 +164,28 @@ def report(sweep: Sweep, draws: bool = True) -> None:
 
 
 def summary_of(sweep: Sweep) -> str:
-    """'4 done, 1 failed, 1 not started'."""
+    """Return the number of jobs by status, such as '4 done, 1 failed, 1 not started'."""
     counts = {status: len(sweep.of(status)) for status in STATUSES}
     counts["not started"] = sweep.missing
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
 
 
 def best_command(sweep: Sweep) -> str | None:
-    """Return the command of the best configuration, without a swept seed or fold; None if there is
-    none.
+    """Return the command of the best configuration, without a swept seed or fold.
+
+    None if no job has a value.
     """
     if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
         return None
     left_out = {"run_dir", *sweep.left_out}
-    if "dataset.fold" in left_out:  # without folds, nothing is held back from the training
+    if "dataset.fold" in left_out:  # without folds, all data is used for training
         left_out.add("dataset.folds")
     overrides = sweep.groups[0][0].overrides
     return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
-    """Return the command that runs the remaining jobs; None without any, or while some run."""
+    """Return the command that runs the remaining jobs; None if none remain or some are running."""
     repeats = sweep.of("failed") and not sweep.is_search  # a search does not repeat failed trials
     is_over = not (sweep.missing or sweep.of("unfinished") or repeats)
     if is_over or sweep.of("running"):
@@ -191,7 +197,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw the missing reports of the finished jobs, best first, until the time is up."""
+    """Draw missing reports of the finished jobs, best first, until the time limit is reached."""
     from stoker.runs import report
 
     done = list(itertools.chain(*sweep.groups))
@@ -199,7 +205,7 @@ def draw_reports(sweep: Sweep) -> None:
     until = time.perf_counter() + budget
     for job in done:
         folder = sweep.folder / job.name
-        # A link may point outside the sweep.
+        # A symbolic link may lead out of the sweep's folder.
         is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
         if is_run and not (folder / report.NAME).exists() and time.perf_counter() < until:
             try:

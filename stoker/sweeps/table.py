@@ -1,4 +1,4 @@
-"""A sweep as a table, on the screen and in sweep.csv: its jobs in groups, best first."""
+"""The table of a sweep, on screen and in sweep.csv: jobs grouped by settings, best first."""
 
 import contextlib
 import csv
@@ -24,18 +24,18 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 from stoker.trainer.typed import is_number
 
-REPEATS = ("seed", "dataset.fold")  # settings whose runs are averaged in one row
+REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings share a row
 MOST_ROWS = 40  # in the printed table
 MOST_NAMES = 5  # jobs named in a row
 
 
 class Sweep:
-    """The jobs of a directory.
+    """The jobs in the directory of a sweep.
 
-    `keys` are the settings in which they differ. `name` is the metric that most jobs monitor, and
-    `high` whether higher is better. `groups` are the finished jobs, best first; those that differ
-    only in their seed or fold form one group, and those without the metric come last. `group_keys`
-    are the settings in which groups differ.
+    `keys` are the settings in which the jobs differ. `name` is the metric that most jobs monitor,
+    and `high` says whether higher is better. `groups` are the finished jobs, best first: jobs that
+    differ only in their seed or fold form one group, and jobs without the metric come last.
+    `group_keys` are the settings in which the groups differ.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Sweep:
         self.folder = folder
         self.jobs = read_jobs(folder)
         self.is_search = record.searched is not None
-        if record.jobs is not None and not self.is_search:  # a larger grid may have been here
+        if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
             self.jobs = [
                 job for job in self.jobs if not job.name.isdecimal() or int(job.name) < record.jobs
             ]
@@ -65,11 +65,11 @@ class Sweep:
         return [job for job in self.jobs if job.status == status]
 
     def value(self, job: Job) -> float | None:
-        """Return the job's value of the monitored metric; None if it lacks it."""
+        """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
 
     def rank(self, group: list[Job]) -> float:
-        """Return the sort key of a group: the best mean first, no value last."""
+        """Return the sort key of a group: the best mean comes first, no value last."""
         values = values_of(group, self.name)
         if not values:
             return math.inf
@@ -82,7 +82,7 @@ def values_of(jobs: Iterable[Job], name: str) -> list[float]:
 
 
 def short(setting: str) -> str:
-    """Return a typed value for the table: a long fraction with four digits, 10000.0 as 10000."""
+    """Shorten a typed value for the table: 0.123456 becomes 0.1235, and 10000.0 becomes 10000."""
     value = as_number(setting)
     if value is None or len(setting) <= 6:
         return setting
@@ -101,7 +101,10 @@ def as_number(setting: str) -> float | None:
 
 
 def mean_of(jobs: list[Job], name: str, sign: str = "+-") -> str:
-    """'0.9888 +- 0.0012', the mean of a metric; no deviation for one value, '' for none."""
+    """Return the mean and deviation of a metric, such as '0.9888 +- 0.0012'.
+
+    A single value has no deviation. Without a value, this is ''.
+    """
     values = values_of(jobs, name)
     if not values:
         return ""
@@ -110,13 +113,13 @@ def mean_of(jobs: list[Job], name: str, sign: str = "+-") -> str:
 
 
 def seconds_of(jobs: list[Job]) -> str:
-    """Return the mean seconds of the jobs; '' if none has any."""
+    """Return the mean seconds of the jobs; '' if no job has a time."""
     times = [job.seconds for job in jobs if job.seconds is not None]
     return f"{statistics.fmean(times):.1f}" if times else ""
 
 
 def tests_of(sweep: Sweep) -> list[str]:
-    """Return the names of all jobs' test metrics, that of the monitored one first."""
+    """Return the names of the test metrics of all jobs, with the monitored metric first."""
     tests: dict[str, float] = {}
     for job in sweep.jobs:
         tests |= job.test
@@ -127,7 +130,7 @@ def tests_of(sweep: Sweep) -> list[str]:
 def lines(sweep: Sweep) -> list[str]:
     """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
-    The table shows the settings that differ, or all of them if none does.
+    The table shows the settings that differ, or all settings if none differ.
     """
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"
@@ -160,7 +163,7 @@ def names_of(jobs: list[Job]) -> str:
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:
-    """Write sweep.csv: a row for each job, in their order."""
+    """Write sweep.csv, with one row per job, in the order of the jobs."""
     names = dict.fromkeys(job.best.name for job in sweep.jobs if job.best)
     columns = [*sweep.keys, *names, *tests_of(sweep)]
     rows: list[list[Any]] = [["job", "status", *columns, "seconds", "error"]]
@@ -176,7 +179,7 @@ def write_csv(sweep: Sweep, path: Path) -> None:
 
 
 def safe_cell(value: Any) -> Any:
-    """Return a cell in one line, with a "'" before text that a spreadsheet would run."""
+    """Return a cell as one line, with a "'" before text that a spreadsheet would run."""
     if not isinstance(value, str):
         return value
     text = printable(" ".join(value.splitlines()))

@@ -16,7 +16,7 @@ process_start = 0.0  # time.perf_counter() when the command started
 
 
 def started_at() -> float:
-    """Return the `time.perf_counter()` at the start of the process, or now in a job of a sweep."""
+    """Return the start time of the process or, in a sweep, the current time (in seconds)."""
     return time.perf_counter() if in_sweep() else process_start
 
 
@@ -26,7 +26,7 @@ def in_sweep() -> bool:
 
 
 def sweep_name() -> str | None:
-    """Return the name of this job's sweep; None if it belongs to none."""
+    """Return the name of this job's sweep; None outside a sweep."""
     job = processes.job()
     if job is not None:
         return Path(job["folder"]).parent.name
@@ -41,19 +41,19 @@ def task_typed(cfg: DictConfig) -> str:
 
 
 def is_finished(cfg: DictConfig) -> bool:
-    """Return whether this job was finished when the same sweep ran before."""
+    """Return whether an earlier process of the same sweep finished this job."""
     if task_typed(cfg) or cfg.resume == "never":
         return False
     return finished(HydraConfig.get().runtime.output_dir) is not None
 
 
 def typed_for_run() -> list[str]:
-    """Return the typed settings without `task=`, for the command of a run."""
+    """Return the typed settings without `task=`, for a command that trains."""
     return [override for override in arguments.typed() if not override.startswith("task=")]
 
 
 def run_directory(cfg: DictConfig) -> str:
-    """Return `run_dir` if set; in a sweep, the job's folder; otherwise, a new folder in runs/."""
+    """Return the job's folder in a sweep; otherwise `run_dir`, or a new folder in runs/."""
     if in_sweep():
         sweep = HydraConfig.get().sweep
         return f"{sweep.dir}/{sweep.subdir}"
@@ -66,7 +66,7 @@ def names_of(cfg: DictConfig) -> tuple[str, str]:
 
 
 def name_of(cfg: DictConfig, group: str) -> str:
-    """Return the option chosen for a group, or the class whose name was typed."""
+    """Return the option chosen for a group, or the class name if its `_target_` was typed."""
     if f"{group}._target_" in arguments.typed_keys():
         return str(cfg[group]._target_.rpartition(".")[2])
     return str(HydraConfig.get().runtime.choices[group])
@@ -75,7 +75,7 @@ def name_of(cfg: DictConfig, group: str) -> str:
 def trial_of(cfg: DictConfig) -> list[Any] | None:
     """Return [storage, study name, trial number] of an Optuna trial; None for any other run.
 
-    If several processes train a trial, the one that started them passes it on.
+    If several processes train a trial, the process that started them passes this on.
     """
     job = processes.job()
     if job is not None:

@@ -14,7 +14,7 @@ from stoker.trainer.errors import UserError, log
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Print the results of the best weights of the run directory `run`."""
+    """Print the results of the best weights in the run directory `run`."""
     with tested(cfg) as (path, parts, part, loader):
         split = "all" if cfg.split == "all" else part
         results = parts.trainer.evaluate(loader, split)
@@ -27,7 +27,7 @@ def evaluate(cfg: DictConfig) -> None:
 def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     """Build the parts of a run with its best weights, for one split of its data or of other data.
 
-    Yield the checkpoint, the parts, and the name and the loader of that split.
+    Yields (path of the checkpoint, parts, name of the split, loader of the split).
     """
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference
@@ -52,13 +52,13 @@ def leave_uncut(config: DictConfig) -> None:
             continue
         if f"dataset.{name}" in arguments.typed_keys():
             raise UserError(
-                f"split=all uses all samples, but dataset.{name} is given. Remove one of the two."
+                f"split=all uses all samples, but you typed dataset.{name}. Remove one of the two."
             )
         config.dataset[name] = 0
 
 
 def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
-    """Warn if the run was trained on other data, and say how to use all of it if possible."""
+    """Warn if the run was trained on other data; if possible, say how to use all of this data."""
     from stoker.data.record import fingerprint
 
     if resume.about(state).get("data") in (None, fingerprint(data)):

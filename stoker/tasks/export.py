@@ -10,7 +10,7 @@ from stoker.trainer.errors import UserError
 
 
 def export(cfg: DictConfig) -> None:
-    """Write the model of the run `run` in `format`, and compare its outputs with PyTorch's."""
+    """Write the model of the run directory `run` in `format`, and check the file's outputs."""
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
         raise UserError(f"device={cfg.device}: models are exported on the CPU. Remove device.")
@@ -22,9 +22,9 @@ def export(cfg: DictConfig) -> None:
         exporter = "torch.onnx.export" if cfg.format == "onnx" else "torch.export.export"
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"run={cfg.run}: format={cfg.format} needs example inputs, but the data does not give "
-            "their shape.\nType format=safetensors for the weights alone, or call "
-            f"{exporter} with stoker.load({loading}) and an input."
+            f"run={cfg.run}: format={cfg.format} needs an example input, but the shape of the inputs of "
+            f"{model.about['dataset']} is not known.\nType format=safetensors for the weights alone, "
+            f"or call {exporter} with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
@@ -32,9 +32,9 @@ def export(cfg: DictConfig) -> None:
     path, difference, largest = exporting.export(
         model, cfg.run, cfg.format, inputs, whose, cfg.output
     )
-    terminal.show(f"export   {path}; {path.name}.md beside it says how to use it")
+    terminal.show(f"export   {path}; {path.name}.md says how to use it")
     if len(inputs):
         terminal.show(
-            f"check    its outputs differ by at most {difference:.2g}, "
-            f"on a scale of {largest:.2g}, from PyTorch's on {whose}"
+            f"check    on {whose}, its outputs match PyTorch's to within {difference:.2g} "
+            f"(largest output: {largest:.2g})"
         )

@@ -1,4 +1,4 @@
-"""task=generate: continue a prompt with the best weights of a run on text."""
+"""task=generate: continue a prompt with the best weights of a run that was trained on text."""
 
 from omegaconf import DictConfig
 
@@ -7,7 +7,7 @@ from stoker.trainer.errors import TrainingError, UserError, printable
 
 
 def generate(cfg: DictConfig) -> None:
-    """Print the `prompt` and the text that the model of the run directory `run` adds to it."""
+    """Print the `prompt`, continued by the model of the run directory `run`."""
     saved_config.of_this_machine(cfg)
     from stoker.runs import inference, samples
 
@@ -22,8 +22,8 @@ def generate(cfg: DictConfig) -> None:
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):
         raise TrainingError(
-            f"run={cfg.run}: its weights are not finite, so it cannot generate text. Type run=DIR "
-            "with a run whose loss is finite."
+            f"run={cfg.run}: its weights contain NaN or infinity, so it cannot generate text. Type "
+            "run=DIR with a run whose loss is finite."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""task=lr_find: raise the learning rate step by step, suggest one, and write the curve."""
+"""task=lr_find: raise the learning rate at every step, suggest a rate, and write the curve."""
 
 from pathlib import Path
 
@@ -27,5 +27,5 @@ def lr_find(cfg: DictConfig) -> None:
     )
     terminal.show(f"curve    {path}")
     terminal.show(
-        f"use it   {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}"
+        f"train    {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}"
     )

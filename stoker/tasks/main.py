@@ -1,4 +1,4 @@
-"""The entry point of the command: check the config, do the task, and record a failure."""
+"""The entry point of the command: check the config, run the task, and record failures."""
 
 import contextlib
 import functools
@@ -45,10 +45,11 @@ def compose() -> None:
 
 
 def main(cfg: DictConfig) -> float | None:
-    """Check the config, which needs no torch, and do its task; Hydra calls this for each job.
+    """Check the config, which needs no torch, and run its task; Hydra calls this for each job.
 
-    A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. One that
-    fails returns nan, which marks a failed trial, and ends the sweep only with sweep.on_error=stop.
+    A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
+    that fails returns nan, which marks a failed trial. It ends the sweep only if sweep.on_error is
+    stop.
     """
     try:
         if current_job.in_sweep():
@@ -61,7 +62,7 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def do_job(cfg: DictConfig) -> float | None:
-    """Do a job of a sweep, unless it has finished before; return its value for the sweeper."""
+    """Run a job of a sweep, unless it is already finished; return its value for the sweeper."""
     config = HydraConfig.get()
     folder = config.runtime.output_dir
     is_finished = current_job.is_finished(cfg)
@@ -78,7 +79,7 @@ def do_job(cfg: DictConfig) -> float | None:
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Check the config, and apply debug=true and the typed targets to it."""
+    """Check the config, apply debug=true, and remove arguments of targets that were replaced."""
     keep_texts(cfg)
     check_config(cfg)
     if cfg.debug:
@@ -87,17 +88,18 @@ def prepare(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, value, force_add=True)
     drop_leftovers(cfg)
     task = current_job.task_typed(cfg) or ("debug=true" if cfg.debug else "")
-    reproduces = cfg.task == "reproduce" and invocation.is_started()  # a run of several processes
+    # task=reproduce may itself start several processes.
+    reproduces = cfg.task == "reproduce" and invocation.is_started()
     if task and launch.world_size() > 1 and not reproduces:
         program = " ".join(invocation.program())
-        raise UserError(f"{task} runs in one process. Type {program}, without torchrun.")
+        raise UserError(f"{task} runs in one process. Type {program} instead of torchrun.")
 
 
 def do(cfg: DictConfig) -> None:
-    """Do the task, in several processes if the config asks for them."""
+    """Run the task, in several processes if the config asks for them."""
     if cfg.task == "reproduce":
         if current_job.in_sweep():
-            raise UserError("task=reproduce takes a single run. Leave out -m.")
+            raise UserError("task=reproduce repeats a single run. Leave out -m.")
         from stoker.tasks.reproduce import again, compare
 
         config = again(cfg)
@@ -118,13 +120,13 @@ def do(cfg: DictConfig) -> None:
 
 
 def failed(cfg: DictConfig, error: Exception) -> float:
-    """Report an error; end the process, or return nan if the sweep continues."""
+    """Report an error, then end the process, or return nan if the sweep continues."""
     if exit_codes.is_interruption(error):
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
     stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
     if not current_job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
-        # Not the error itself: Hydra would print another line above it.
+        # The error itself is not raised, because Hydra would print another line above it.
         raise SystemExit(code) from error
     return float("nan")
 
@@ -133,7 +135,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
 def debugging() -> Iterator[None]:
     """Raise NotFinite if a gradient is nan, and show the line that caused it.
 
-    Errors on a GPU are raised by the call that causes them.
+    Also make a GPU wait for each call, so that errors are raised by the call that caused them.
     """
     import torch
 
@@ -175,7 +177,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     """Write why a run failed after its first step into its directory, and draw its report.
 
-    For a job of a sweep, also write why it did not begin.
+    A job of a sweep does so even if it failed before its training began.
     """
     folder = running.begun
     sweep_job = processes.job()

@@ -10,15 +10,15 @@ from stoker.trainer.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 PLACEHOLDER = "my_project"  # replaced in the template's files and file names
-TAKEN = ("configs", "tests", "runs", "__main__")  # the project has folders with these names
+TAKEN = ("configs", "tests", "runs", "__main__")  # names that the project uses for other purposes
 
 
 def new(arguments: Sequence[str]) -> None:
-    """Write the project NAME into a folder of this name, and print what to type next."""
+    """Create the project NAME in a new folder of that name, and print what to type next."""
     if len(arguments) != 1:
         program = " ".join(invocation.program())
         raise UserError(
-            f"new: give one name, for the project and its package. Type {program} new NAME."
+            f"new: give one name for both the project and its package. Type {program} new NAME."
         )
     [name] = arguments
     check_name(name)
@@ -36,11 +36,11 @@ def new(arguments: Sequence[str]) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise UserError unless this can be the name of a new package in a new folder."""
+    """Raise UserError unless `name` can be the name of a new package in a new folder."""
     is_name = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
     is_free = name not in TAKEN and not Path(name).exists()
     if not (is_name and is_free and importlib.util.find_spec(name) is None):
         raise UserError(
-            f"new {name}: choose a new name for the package, with letters, digits and _. "
-            f"Type new {PLACEHOLDER}."
+            f"new {name}: this name is taken or is not a valid package name.\n"
+            f"Choose a name of letters, digits and underscores, such as: new {PLACEHOLDER}."
         )

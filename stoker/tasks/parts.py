@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Parts:
-    """The parts of a run. `loaders` has None for a split that the data lacks."""
+    """The parts of a run. `loaders` contains None for each split that the data lacks."""
 
     trainer: "Trainer"
     data: "Data"
     loaders: tuple[Any, Any, Any]  # for train, val (or several by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a fit: one thread if the steps are too small for more."""
+        """Return the context to fit in; it uses one thread if the steps are too small for more."""
         from stoker.command import tuning
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
@@ -44,7 +44,7 @@ class Parts:
 
 
 def by_split(loaders: tuple[Any, Any, Any]) -> dict[str, Any]:
-    """Return {split: loader} of the loaders for train, val and test that exist."""
+    """Return {split: loader} for every split that has a loader."""
     from stoker.trainer.loading import by_name
 
     train, val, test = loaders
@@ -62,17 +62,18 @@ def building(
     about: dict[str, Any] | None = None,
     split: str | None = None,
 ) -> Iterator[Parts]:
-    """Build the parts of a config, and close them at the end.
+    """Build the parts that a config describes, and close them at the end.
 
-    The data comes first, since the model's shapes come from it.
+    The data is built first, since it determines the shapes of the model.
 
     Args:
         cfg: The config, checked.
         more_callbacks: Callbacks in addition to those of the config.
-        resumes: Whether the weights come from a checkpoint, and not from `init_from`.
+        resumes: Whether the weights come from a checkpoint instead of `init_from`.
         state: The state of a checkpoint to evaluate. UserError if the data has different classes,
-            or the model has different shapes. Only the loader of the evaluated split is made.
-        about: The description of the checkpoint's data; this data is prepared in the same way.
+            or the model has different shapes. Only the evaluated split gets a loader.
+        about: The description of the data that the checkpoint was trained on. The new data is
+            prepared in the same way.
         split: The split to evaluate.
     """
     from stoker.command import tuning
@@ -133,7 +134,7 @@ def building(
 
 
 def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data", dict[str, Any]]:
-    """Return the data set, and the settings of the loaders that are in its group."""
+    """Return the data set, and the loader settings from the config group `dataset`."""
     dataset = plain(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
     augmentations = []
@@ -145,7 +146,7 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     trained = {"trained": about} if about else {}
     with ranks.one_first("data"):  # fills the caches that the other processes use
         built = build("dataset", dataset, **trained)
-        if isinstance(built, Mapping):  # a mapping of parts
+        if isinstance(built, Mapping):  # {split: data set}
             from stoker.data.samples import data_of
 
             built = data_of(cfg.dataset._target_.rpartition(".")[2], built)
@@ -159,7 +160,7 @@ def build_loaders(
     only: str | None,
     loading: Mapping[str, Any],
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Return the (train, val, test) loaders, and why the data is on its device."""
+    """Return the (train, val, test) loaders, and the reason why the data is on its device."""
     from stoker.data.loader import make_loaders
     from stoker.trainer.loading import length_of
 
@@ -186,14 +187,14 @@ def build_loaders(
 
 
 def in_epochs(loader: Any, steps: int) -> Any:
-    """Return the loader with epochs of `steps` steps; UserError if it has a length of its own."""
+    """Make each epoch of a loader `steps` steps long; UserError if it has a length of its own."""
     from stoker.trainer.loading import IterableLoader
 
     if isinstance(loader, IterableLoader):
         loader = loader.loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"steps_per_epoch={steps}: an epoch of this data set has {len(loader)} steps. "
+            f"steps_per_epoch={steps}: this data set already has epochs of {len(loader)} steps. "
             "Remove steps_per_epoch."
         )
     return IterableLoader(loader, steps_per_epoch=steps)
@@ -222,7 +223,7 @@ def build_model(
 
 
 def sizes(data: "Data") -> dict[str, Any]:
-    """Return the arguments that the data offers to models and metrics; none without known sizes."""
+    """Return the arguments that the data offers to models and metrics; {} without known sizes."""
     if data.kind == "other":
         return {}
     return {"in_shape": data.in_shape, "num_classes": data.num_classes}
@@ -235,14 +236,14 @@ def build_metrics(
     data: "Data",
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the usual metrics, if they make sense, and those of the config."""
+    """Return the usual metrics, if they make sense, and the metrics of the config."""
     from stoker.command.sample_check import check_fit, has_usual_outputs
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 
     # Your own Trainer may give the loss and the metrics a different meaning.
     kind = locate("trainer", cfg.trainer._target_)
-    is_known = data.kind != "other"  # otherwise the first batch shows which ones fit
+    is_known = data.kind != "other"  # if not, the first batch shows which metrics fit
     if is_known and is_usual(kind, "compute_loss"):
         check_fit(model, loss, data)
     metrics: dict[str, Any] = {}
@@ -261,7 +262,7 @@ def build_metrics(
 
 
 def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Callback"]:
-    """Return the callback that writes text for the report as a language model is trained."""
+    """Return the callback that writes sample texts for the report of a language model."""
     writes = data.tokens is not None and hasattr(model, "generate")
     if not writes or cfg.run_dir is None or not draws_report(cfg):
         return []
@@ -271,9 +272,9 @@ def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Ca
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the callbacks that are on, then the others, then Timing, which measures the others.
+    """Return the config's callbacks that are on, then `more`, then Timing, which measures them.
 
-    debug=true adds a callback of its own.
+    debug=true also adds a DeviceAudit.
     """
     from stoker.diagnostics.audit import DeviceAudit
     from stoker.diagnostics.timing import Timing

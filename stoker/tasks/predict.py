@@ -1,4 +1,4 @@
-"""task=predict: write the predictions of a run's best weights, for files or for its own data."""
+"""task=predict: write the predictions of a run's best weights for files or for the run's data."""
 
 import contextlib
 import sys
@@ -14,9 +14,9 @@ from stoker.trainer.errors import UserError
 
 
 def predict(cfg: DictConfig) -> None:
-    """Write the predictions of the best weights of the run directory `run`.
+    """Write the predictions of the best weights in the run directory `run`.
 
-    They are for the files of `input`, or for the `split` of the run's own data.
+    They are for the files of `input`, or for the split `split` of the run's own data.
     """
     if (cfg.input is None) == (cfg.split is None):
         raise UserError(
@@ -34,7 +34,7 @@ def predict(cfg: DictConfig) -> None:
 
 
 def for_input(cfg: DictConfig) -> Iterator[Any]:
-    """Yield the rows for an image, a folder of images, or the rows of a table."""
+    """Yield the predictions for an image, for a folder of images or for the rows of a table."""
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference
 
@@ -49,9 +49,10 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
 
 
 def for_split(cfg: DictConfig) -> Iterator[Any]:
-    """Yield the rows for a split of the run's own data, one batch at a time.
+    """Yield the predictions for a split of the run's own data, computed one batch at a time.
 
-    A row has the number of its sample in that split, and its file or line if it has one.
+    Each prediction has the number of its sample in the split, and the sample's file or line if
+    known.
     """
     from stoker.runs import examine, inference
 
@@ -69,7 +70,7 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
 
 
 def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
-    """Return the typed options for reading a table; UserError for options of another input."""
+    """Return the typed options for reading a table; UserError for an option of other inputs."""
     typed = arguments.typed_keys()
     takes_table = model.columns is not None
     options = {}
@@ -79,6 +80,6 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     unused = "on_bad_sample" if takes_table else next(iter(options), "")
     if f"dataset.{unused}" in typed:
         raise UserError(
-            f"dataset.{unused}: the input of this run does not need it. Remove this key."
+            f"dataset.{unused}: this key does not apply to the input of this run. Remove it."
         )
     return options

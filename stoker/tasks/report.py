@@ -10,12 +10,12 @@ from stoker.trainer.errors import cause, log
 
 
 def draws_report(cfg: DictConfig) -> bool:
-    """Return whether this run draws its report; by default not a job of a sweep."""
+    """Return whether this run draws its report. By default, the jobs of a sweep do not."""
     return sweep_name() is None if cfg.report == "auto" else bool(cfg.report)
 
 
 def draw_report(folder: Path, state: str | None = None) -> None:
-    """Draw the report. The run is complete without it, so an error is a warning."""
+    """Draw the report. The run is complete without it, so an error only causes a warning."""
     from stoker.runs import report
 
     start = [invocation.python(), "-m", "stoker.runs.report", str(folder)]

@@ -18,11 +18,11 @@ from stoker.trainer.errors import UserError
 MOST_CAUSES = 12
 MOST_DIFFERENCES = 3
 UNRECORDED = "something that runs do not record: the processor, its threads, an untracked file"
-OF_TIME = "/seconds"  # suffixes of entries that differ in every run
+OF_TIME = "/seconds"  # the suffix of entries that differ in every run
 
 
 def again(cfg: DictConfig) -> DictConfig:
-    """Return the config of the run directory `run`, for the same training in a new folder."""
+    """Return the config of the run directory `run`, changed to train again in a new folder."""
     if cfg.run is None:
         raise UserError("task=reproduce needs a run directory. Type run=DIR.")
     saved_config.load_config("run", cfg.run)
@@ -55,12 +55,12 @@ def compare(before: Path, now: Path) -> None:
 
 
 def print_lines(name: str, lines: list[str]) -> None:
-    """Print lines under each other, with their name before the first."""
+    """Print the lines below each other, with the name in front of the first line."""
     print(f"{name:<9}" + f"\n{' ' * 9}".join(lines))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return {name: value} of the weights, the logged rows and the test of a run."""
+    """Return {name: value} for the weights, the logged rows and the test results of a run."""
     path = folder / directory.WEIGHTS
     weights = path.read_bytes() if path.is_file() else b""
     values: dict[str, Any] = {directory.WEIGHTS: hashlib.sha256(weights).hexdigest()}
@@ -72,7 +72,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return {name: value} of everything recorded that the result of a run depends on."""
+    """Return {name: value} for everything on record that affects the result of a run."""
     from stoker.trainer import checkpoint
 
     newest = checkpoint.newest(folder / "checkpoints")
@@ -106,5 +106,5 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 
 
 def result_of(folder: Path) -> RunResult:
-    """Return the result of a run, empty if there is none."""
+    """Return the result of a run; if there is none, return an empty result."""
     return RunResult.read(folder) or RunResult()

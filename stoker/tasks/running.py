@@ -31,12 +31,12 @@ class Run:
     """Training in a run directory that this process has locked.
 
     Attributes:
-        state: The contents of the checkpoint that it resumes from; None at step 0.
-        started: The `time.perf_counter()` from which its time is measured.
-        draws: Whether it draws its report.
-        loggers: The loggers that get its result.
-        script: The command of the script that trains it; None for the command's own training.
-        result: Its result once it has ended, on rank 0.
+        state: The contents of the checkpoint that the run resumes from; None at step 0.
+        started: The `time.perf_counter()` from which the time of the run is measured.
+        draws: Whether to draw the report.
+        loggers: The loggers that get the result.
+        script: The command of the script that trains; None if the command `stoker` trains.
+        result: The result once the run has ended; always None on ranks above 0.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Run:
 
     @contextlib.contextmanager
     def noting_the_end(self) -> Iterator[None]:
-        """Record when training ends, and the doctor's warnings; tell the loggers if it failed."""
+        """At the end, record the time and the doctor's warnings; tell the loggers of an error."""
         from stoker.diagnostics import doctor
 
         try:
@@ -93,7 +93,7 @@ class Run:
                     status.end(self.folder, doctor.result_of(self.parts.trainer).get("doctor"))
 
     def fit(self) -> None:
-        """Fit the model; stopping.Interrupted if any process of the run got a signal."""
+        """Fit the model; raise stopping.Interrupted if any process of the run got a signal."""
         from stoker.trainer import parallel
 
         trainer = self.parts.trainer
@@ -108,7 +108,7 @@ class Run:
     def finish(self) -> RunResult | None:
         """Test the best weights and write the files; return the result, or None on ranks above 0.
 
-        Without a test split, a report shows the validation split.
+        If there is no test split, the report shows the validation split.
         """
         from stoker.data.description import samples_in
         from stoker.diagnostics import doctor, timing
@@ -154,8 +154,8 @@ class Run:
         return result
 
     def load_best(self) -> bool:
-        """Load the best weights, or the newest if that file is damaged; return whether it is
-        intact.
+        """Load the best weights and return True; if their file is damaged, load the newest and
+        return False.
         """
         from stoker.trainer import checkpoint
 
@@ -168,7 +168,7 @@ class Run:
         return bool(trainer.step == self.saver.best["step"])
 
     def print_result(self, result: RunResult) -> None:
-        """Print the result, and add the FLOPs to it, which take 0.2 s; not in a sweep."""
+        """Print the result. Outside a sweep, also add the FLOPs to it, which takes 0.2 s."""
         packages = own_packages(arguments.typed())
         for line in closing_lines(self.folder, result, packages):
             terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
@@ -194,7 +194,7 @@ class Run:
             draw_report(self.folder, "stopped")
 
     def close(self) -> None:
-        """Draw the report, and send the result to the loggers, which takes longest."""
+        """Draw the report, then send the result to the loggers, which may be slow."""
         if self.result is None:
             return
         if self.draws:
@@ -207,7 +207,7 @@ class Run:
 def leave_reason(
     folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
 ) -> None:
-    """Write why a run failed into its directory, and draw its report if it had begun."""
+    """Write why a run failed into its directory, and draw its report if training had started."""
     warnings = status.Status.read(folder).doctor
     written = write_failure(folder, error, code, warnings, script)
     if written and draws and (folder / directory.CONFIG).is_file():

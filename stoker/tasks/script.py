@@ -1,4 +1,4 @@
-"""`stoker.fit`: a run directory for training started by a script."""
+"""`stoker.fit`: train in a run directory from a script."""
 
 import contextlib
 import functools
@@ -44,13 +44,14 @@ def fit(
     """Train in a run directory, as the command does; return the rows of the whole run.
 
     The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
-    model.safetensors, model.md and the report. The trainer is left with the tested weights: those
-    that were best on the validation set. Calling it again with the same settings resumes from the
-    newest checkpoint; a run that has ended is tested again. Ctrl-C and SIGTERM save a checkpoint
-    after the current step, and end the process.
+    model.safetensors, model.md and the report. Afterwards, the trainer has the tested weights: the
+    best ones on the validation set. If you call `fit` again with the same settings, it resumes from
+    the newest checkpoint, or only repeats the test if the run has ended. Ctrl-C and SIGTERM save a
+    checkpoint after the current step, and end the process.
 
-    To choose when to save and what is best, put a `Checkpoint` among the Trainer's callbacks; it
-    saves to `run_dir`/checkpoints. With several processes, rank 0 writes.
+    To choose when to save and which weights are best, add a `Checkpoint` to the Trainer's
+    callbacks; its folder must be `run_dir`/checkpoints. With several processes, rank 0 writes the
+    files.
 
     Raises:
         UserError: The directory holds a run with other settings, or another process is using it.
@@ -140,7 +141,7 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
 def with_files(
     callbacks: Sequence[Callback], saver: Checkpoint, folder: Path, config: ConfigFile
 ) -> list[Callback]:
-    """Return the callbacks with those that write the files of a run; Timing measures the others."""
+    """Add the callbacks that write the files of a run; Timing comes last, to measure the others."""
     files: list[Callback] = [
         JSONL(folder / directory.METRICS),
         *(callback for callback in callbacks if callback is not saver),
@@ -153,9 +154,10 @@ def with_files(
 
 
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
-    """Return what a resumed run must have in common with this one, for config.yaml.
+    """Return the settings for config.yaml, which must be the same when the run is resumed.
 
-    Keys are those of the command where it has them. The core compares the shapes of the model.
+    A setting that the command also has gets the same key. The Trainer compares the shapes of the
+    model.
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
     is_asked = "as asked" in trainer.precision_reason
@@ -186,7 +188,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
-    """Return the class of an optimizer, its settings, and those in which its groups differ."""
+    """Return the class of an optimizer, its settings, and the settings that its groups override."""
     settings = part(optimizer)
     if settings is None:
         return None
@@ -194,7 +196,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
     groups = []
     for group in optimizer.param_groups:
         values = {key: plain(group.get(key)) for key in defaults}
-        if "initial_lr" in group:  # a schedule changed its rate
+        if "initial_lr" in group:  # a schedule has changed `lr`
             values["lr"] = plain(group["initial_lr"])
         groups.append({key: value for key, value in values.items() if value != defaults[key]})
     return {**settings, **defaults, "groups": groups}
@@ -213,9 +215,9 @@ def part(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as a config has it: numbers, strings, and lists and mappings of them.
+    """Return a value in the form of a config: numbers, strings, and lists and dicts of these.
 
-    Anything else is the name of its class.
+    Any other object is replaced by the name of its class.
     """
     is_number = isinstance(value, np.generic)  # such as a rate from np.logspace
     if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -230,6 +232,6 @@ def plain(value: Any) -> Any:
 
 
 def numbers(row: rows.Row) -> rows.Row:
-    """Return a row of metrics.jsonl as `fit` returns it: nan in place of null, and no lists."""
+    """Return a row of metrics.jsonl as `fit` returns it: nan instead of null, and no lists."""
     values = {name: value for name, value in row.items() if not isinstance(value, list)}
     return {name: math.nan if value is None else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""task=train: train, test the best weights, and write the run directory that docs/ describe."""
+"""task=train: train, test the best weights, and write the files of the run directory."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
     collects = gc.isenabled()
-    gc.disable()  # as in __main__: torch takes longest to import
+    gc.disable()  # as in __main__; torch is the slowest import
     try:
         from stoker.command import tuning
 
@@ -37,7 +37,7 @@ def train(cfg: DictConfig) -> None:
         if collects:
             gc.enable()
     versions = provenance.versions()
-    del versions["platform"]  # the machines of a run may differ in it
+    del versions["platform"]  # the machines of a run may have different platforms
     config = dotted.flat(dotted.plain(cfg, resolve=True))
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
@@ -78,7 +78,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     callbacks += [saver, ConfigFile(folder / directory.CONFIG, text, code.files)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_unused(cfg, parts)
-        code.revision()  # git finished long ago; leave none of its processes during training
+        code.revision()  # git has finished by now; this leaves no git process during training
         saver.about = describe(cfg, parts, origin)
         if cfg.profile and launch.is_first():
             from stoker.diagnostics.profiling import Profile
@@ -117,11 +117,14 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run; `origin` is the hash of `resume=FILE`."""
+    """Return what a checkpoint stores about its run.
+
+    `origin` is the hash of the file that `resume=FILE` names.
+    """
     from stoker.data.record import fingerprint
 
     data = parts.data
-    config = dotted.plain(cfg)  # unresolved interpolations keep the environment out of it
+    config = dotted.plain(cfg)  # unresolved, so that it has no values from the environment
     del config["run_dir"]
     return {
         "config": config,
@@ -135,7 +138,7 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
 
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
-    """Return the callback that may end a trial early; none in any other run."""
+    """Return a list with the callback that may end a trial early; [] for any other run."""
     trial = current_job.trial_of(cfg)
     if trial is None:
         return []
@@ -148,7 +151,7 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
 
 @contextlib.contextmanager
 def offering_replay() -> Iterator[None]:
-    """Add to a non-finite error the command that replays its step."""
+    """Add the command that replays the failed step to the message of a NotFinite error."""
     try:
         yield
     except NotFinite as error:

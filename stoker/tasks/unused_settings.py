@@ -1,4 +1,4 @@
-"""Refuse typed settings that cannot take effect in this run."""
+"""Reject typed settings that cannot take effect in this run."""
 
 import math
 from typing import TYPE_CHECKING
@@ -27,8 +27,8 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
         raise UserError(
-            f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove it, "
-            "or type dataset.val_fraction=0.1."
+            f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove "
+            "eval_every, or type dataset.val_fraction=0.1."
         )
     check_own_function(cfg, typed)
     check_own_loaders(cfg, parts, typed)
@@ -41,8 +41,8 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
         deciding = OmegaConf.select(cfg, other)
         if key in typed and deciding:
             raise UserError(
-                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} overrides this. Leave "
-                "one of them out."
+                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} overrides this setting. "
+                "Remove one of the two."
             )
 
 
@@ -61,7 +61,7 @@ def check_own_function(cfg: DictConfig, typed: set[str]) -> None:
 
 
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that your own loader determines."""
+    """Raise UserError for a typed setting that the user's own loader decides."""
     from stoker.data.samples import has_samples, is_stream
 
     if parts.data.kind != "other":
@@ -75,13 +75,13 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             if key in typed:
                 raise UserError(
                     f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
-                    f"{type(given).__name__}, which decides that itself. "
-                    "Remove this key, or return the data set."
+                    f"{type(given).__name__}, which decides this itself. "
+                    "Remove this key, or return a data set instead of a loader."
                 )
 
 
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that would act only after the end of the run."""
+    """Raise UserError for a typed setting that would only take effect after the end of the run."""
     from stoker.trainer.loading import epoch_length
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
@@ -98,10 +98,10 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             continue
         value = OmegaConf.select(cfg, key)
         length = lengths[setting.every]
-        # Patience runs out at the earliest one evaluation after the best one.
+        # The first evaluation is the best so far, so patience only counts the others.
         most = length - 1 if key == "patience" else length
         if key in typed and value is not None and value > most:
             raise UserError(
-                f"{key}={value}: this run has only {length:,} {setting.every}s, so it would have "
-                "no effect. Lower it, train longer, or remove it."
+                f"{key}={value}: this run has only {length:,} {setting.every}s, so this setting "
+                "would have no effect. Lower it, train longer, or remove it."
             )

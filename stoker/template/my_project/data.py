@@ -1,4 +1,4 @@
-"""The data set: a function that returns a `Data` object. configs/dataset/spirals.yaml names it."""
+"""The data set: a function that returns `Data`. configs/dataset/spirals.yaml refers to it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The model: any torch.nn.Module. configs/model/net.yaml names it."""
+"""The model can be any torch.nn.Module. configs/model/net.yaml refers to this one."""
 
 import math
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Map (N, *in_shape) to (N, num_classes). Both come from the data set."""
+    """Map inputs (N, *in_shape) to logits (N, num_classes). The data set gives both sizes."""
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, width: int = 32) -> None:
         super().__init__()
