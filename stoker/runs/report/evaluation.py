@@ -1,4 +1,4 @@
-"""The evaluation of the best weights: probabilities, errors, and the hardest samples."""
+"""How the report shows the evaluation of the best weights: plots, and the hardest samples."""
 
 import math
 from typing import Any
@@ -10,23 +10,24 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
-MOST_NUMBERS = 8  # numbers shown for several targets
+MOST_NUMBERS = 8  # target values shown per sample
 MOST_PICTURES = 200_000  # characters in all pictures together
-MOST_TOKENS = 200  # tokens of a sequence that are shown
-MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in a list
+MOST_TOKENS = 200  # tokens shown per sequence
+MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss, with the highest entropy, and some at random, each
-    list as {"title", "samples", "table"}.
+    """Return the samples with the highest loss, those with the highest entropy, and random ones.
+
+    Each list of samples is {"title", "samples", "table"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
         f"Worst: {worst}": evaluation.worst,
         "Most uncertain: highest entropy": evaluation.uncertain,
-        "At random": evaluation.random,
+        "Random samples": evaluation.random,
     }
     groups = []
     room = MOST_PICTURES
@@ -44,7 +45,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows of a sample; its "cells" are the row of a table."""
+    """Return what the template shows of a sample. "cells" is its row in a table."""
     labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
@@ -82,7 +83,7 @@ def figure(title: str, svg: Any, note: str = "") -> Figure:
 
 
 def probabilities(evaluation: Evaluation) -> list[Figure]:
-    """Return the calibration, and for two classes the curves of all thresholds."""
+    """Return the calibration plot and, for two classes, the ROC and precision-recall curves."""
     from stoker.runs import plots
 
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
@@ -90,14 +91,16 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     if evaluation.confidence is not None:
         points = calibration(evaluation.confidence)
         svg = plots.fractions(
-            "correct", points, "probability of the answer", "fraction correct", ideal=diagonal
+            "correct", points, "predicted probability", "fraction correct", ideal=diagonal
         )
         drawn.append(figure("calibration", svg))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
-        note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}"
-        svg = plots.fractions("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
+        note = f"for {evaluation.classes[1]}, AUC {areas.sum():.3f}"
+        svg = plots.fractions(
+            "recall", roc.tolist(), "false positive rate", "recall", ideal=diagonal
+        )
         drawn.append(figure("ROC", svg, note))
         svg = plots.fractions("precision", precision.tolist(), "recall", "precision")
         drawn.append(figure("precision and recall", svg))
@@ -105,7 +108,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 
 
 def calibration(counts: list[list[int]]) -> Any:
-    """Return (mean probability, fraction correct) of tenths of the probability."""
+    """Return (mean probability, fraction correct) for ten bins of the probability."""
     import numpy
 
     samples, right = numpy.array(counts, dtype=float).reshape(2, 10, -1)
@@ -117,7 +120,7 @@ def calibration(counts: list[list[int]]) -> Any:
 
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
-    """Return the points (false positive rate, recall) and (recall, precision) of all thresholds."""
+    """Return (false positive rate, recall) and (recall, precision) points for all thresholds."""
     import numpy
 
     bins = numpy.array(counts, dtype=float)
@@ -129,7 +132,7 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def regression(evaluation: Evaluation) -> list[Figure]:
-    """Return two plots for each of the first targets."""
+    """Return a scatter plot and an error histogram for each of the first targets."""
     from stoker.runs import plots
 
     figures = []
