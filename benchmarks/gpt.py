@@ -47,7 +47,7 @@ def groups(module):
 
 
 def rate(job, step):
-    """Return the learning rate of a cosine schedule, which is set for each step."""
+    """Return the learning rate of a cosine schedule at this step."""
     return RATE * 0.5 * (1 + math.cos(math.pi * step / job.steps))
 
 

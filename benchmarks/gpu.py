@@ -29,7 +29,7 @@ NOT_YET = "not measured yet"
 MNIST = "MNIST/raw"
 TUNED = "ideal:channels_last+fused"
 GRAPH = "ours:compile=graph"
-COMPILED = ("compile", "compile=true")  # endings of the labels that compile
+COMPILED = ("compile", "compile=true")  # suffixes of the labels that compile the model
 SAME_ACCURACY = 0.001  # by how much a mean accuracy may be lower to count as the same
 RUNS = [
     "compile=graph",

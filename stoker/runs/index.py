@@ -84,7 +84,7 @@ def is_index(folder: Path) -> bool:
 def write(folder: Path, *, draws: bool = True) -> Path:
     """Write the index of a folder and return its path. Raise OSError if that fails."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may not support locks
             lock.wait_for(file, PATIENCE)
         before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, after = rest.partition(END)

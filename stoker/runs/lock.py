@@ -79,7 +79,7 @@ def locked_file(folder: Path) -> FileIO:
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
                 " Wait until it ends, or choose a different run_dir."
             ) from None
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system may not support locks
             log.warning(
                 "run_dir=%s cannot be locked (%s): do not start a second run in it.",
                 folder,
