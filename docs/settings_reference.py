@@ -171,7 +171,7 @@ def table(titles: list[str], widths: list[int], body: list[nodes.row]) -> nodes.
 
 
 class Settings(SphinxDirective):
-    """A table of keys. The directives `keys` and `group` choose the keys."""
+    """The base of the directives `keys` and `group`, which show a table of keys."""
 
     required_arguments = 1
 

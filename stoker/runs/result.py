@@ -160,7 +160,7 @@ class RunResult:
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
-    """Return the test results: `first` comes first, and the loss, which says the least, last."""
+    """Return the test results, with `first` at the beginning and the loss at the end."""
     names = [name for name in numbers if name.startswith("test/") and is_number(numbers[name])]
     names.sort(key=lambda name: (name == "test/loss", name != first))
     return {name: numbers[name] for name in names}

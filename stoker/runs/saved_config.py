@@ -1,4 +1,4 @@
-"""Read the config.yaml of a run, which may be untrusted, as data, and adapt it to this machine."""
+"""Read the config.yaml of a run, which is untrusted, and adapt it to this machine."""
 
 import contextlib
 import json
