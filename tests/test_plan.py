@@ -147,7 +147,7 @@ def test_the_lines_add_up():
         "2.0 s more for the first step",
         "10.0 s for 1,000 steps (10 ms each)",
     ]
-    times += ["5.0 s of 10 evaluations", "0.5 s of 5 checkpoints", "1.0 s of the test"]
+    times += ["5.0 s for 10 evaluations", "0.5 s for 5 checkpoints", "1.0 s for the test"]
     assert lines == [
         "schedule lr 0.001 at step 1, 0.01 at step 50, 0 at step 1,000",
         f"memory   500 MiB at the peak: {', '.join(parts)} MiB; the rest is Python and PyTorch",
