@@ -1,4 +1,4 @@
-"""Print the dependencies of pyproject.toml, each at its lower bound, as constraints for pip."""
+"""Print constraints for pip that pin the dependencies in pyproject.toml to their lower bounds."""
 
 import re
 from pathlib import Path

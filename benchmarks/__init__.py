@@ -1,1 +1,1 @@
-"""The speed claims, runnable: `python benchmarks/run.py` prints one table of paired ratios."""
+"""Benchmarks behind the speed claims. `python benchmarks/run.py` prints a table of paired ratios."""

@@ -1,4 +1,4 @@
-"""The loops that are written by hand: the tutorials', the best one we know, and a captured step on a GPU."""
+"""Hand-written loops: the tutorials' loop, the fastest loop we know, and a captured step on a GPU."""
 
 import ctypes
 
@@ -35,7 +35,7 @@ def fit(job, clock, model, optimizer, train, test, backward=torch.Tensor.backwar
 
 
 def evaluate(job, model, batches):
-    """Returns (accuracy, mean loss)."""
+    """Return (accuracy, mean loss)."""
     model.eval()
     correct = loss = samples = 0
     with torch.no_grad(), work.autocast(job):
@@ -49,9 +49,9 @@ def evaluate(job, model, batches):
 
 
 def ideal(job, clock):
-    """The best loop we know: resident uint8 images, one gather for 16 batches, and slices of it.
+    """Train with the fastest loop we know: resident uint8 images, and one gather for 16 batches, which are then sliced.
 
-    Its variants are channels_last, mallopt (the allocator keeps its pages), onednn (linears), fused (optimizer) and compile.
+    Variants: channels_last, mallopt (keep freed pages), onednn (linear layers), fused (optimizer) and compile.
     """
     if "mallopt" in job.variants:
         keep_pages()
@@ -80,7 +80,7 @@ def ideal(job, clock):
 
 
 def replay(job, clock):
-    """The bar on a GPU: one step is captured as a CUDA graph, and replayed for each batch."""
+    """Train with the fastest loop on a GPU: one step is captured as a CUDA graph and replayed for each batch."""
     if job.device != "cuda":
         raise work.NotOffered("only with --device cuda")
     clock.begin()
@@ -88,7 +88,7 @@ def replay(job, clock):
     model = work.model(job).to(job.device, memory_format=layout(job))
     options = (
         {"capturable": True} if job.work == "cnn" else {}
-    )  # Adam counts its steps on the device then
+    )  # Adam then counts its steps on the device
     optimizer = work.optimizer(job)(model.parameters(), **options)
 
     def step(inputs, targets):
@@ -102,14 +102,14 @@ def replay(job, clock):
     static = [tensor.clone() for tensor in next(epochs(0))]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is made lazily has to be there before the capture
+    with torch.cuda.stream(side):  # lazily created state must exist before the capture
         for _ in range(3):
             step(*static)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(*static)
-    model.load_state_dict(start)  # in place, as the graph has the addresses
+    model.load_state_dict(start)  # in place, because the graph uses the same addresses
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
@@ -128,7 +128,7 @@ def replay(job, clock):
 
 
 def resident(job):
-    """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that lie on the device."""
+    """Return (function: epoch -> batches, test batches, steps per epoch), for uint8 images on the device."""
     from stoker.data.order import permutation
 
     if job.device != "cpu":
@@ -156,7 +156,7 @@ def resident(job):
 
 
 def fast_kernels():
-    """Turns on TF32 and cuDNN's search for its fastest kernels, as the Trainer's command does."""
+    """Turn on TF32 and cuDNN's search for the fastest kernels, as Stoker's command does."""
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
 
@@ -166,13 +166,13 @@ def layout(job):
 
 
 def crop_and_flip(images, margin=4):
-    """Each image moved by up to `margin` pixels, and half of them mirrored, in one gather."""
+    """Shift each image by up to `margin` pixels, and mirror half of them, in one gather."""
     mirrored = torch.rand(len(images), 1, device=images.device) < 0.5
     return crop(F.pad(images, (margin,) * 4), mirrored, margin)
 
 
 def crop(padded, mirrored, margin):
-    """Cut each image out of its frame at a random place, and mirror those of `mirrored` (N, 1)."""
+    """Crop each padded image at a random position, and mirror it if `mirrored` (N, 1) says so."""
     n, _, height, width = padded.shape
     device = padded.device
     offsets = torch.randint(0, 2 * margin + 1, (2, n, 1), device=device)
@@ -184,18 +184,18 @@ def crop(padded, mirrored, margin):
 
 
 def keep_pages():
-    """Tells glibc to keep large buffers on its heap and to give no page back (mallopt(3))."""
+    """Tell glibc to keep large buffers on its heap, and to return no pages to the system (mallopt(3))."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:
-        raise work.NotOffered("mallopt is glibc's") from None
+        raise work.NotOffered("mallopt needs glibc") from None
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
     for option, value in ((mmap_threshold, 2**30), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
         libc.mallopt(option, value)
 
 
 class OneDNNLinear(torch.autograd.Function):
-    """A linear layer in exact fp32 through oneDNN instead of MKL, which runs AMD processors at AVX2's rate."""
+    """A linear layer in exact fp32 with oneDNN. MKL, the default, uses only AVX2 on AMD processors."""
 
     @staticmethod
     def forward(ctx, inputs, weight, bias):

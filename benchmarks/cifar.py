@@ -1,7 +1,7 @@
-"""The recipe of experiment=cifar10_94 (Jordan 2024, arXiv 2404.00498): by this project, and by a hand-tuned loop.
+"""The recipe of experiment=cifar10_94 (Jordan 2024, arXiv 2404.00498), with Stoker and with a hand-tuned loop.
 
 Both train once to warm up (kernels, compilation, captures), then once per seed. The first steps of
-a training are not timed.
+each training are not timed.
 """
 
 import time
@@ -17,15 +17,15 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import optimizers, seeding
 from stoker.trainer.callbacks import Callback
 
-UNTIMED = 10  # steps at the start of a training
-WHITENED = 5000  # images that whiten the first layer
-BIAS_EPOCHS = 3  # after which that layer is frozen
-LOOKAHEAD = 5  # steps between two moves of the slow weights
+UNTIMED = 10  # steps at the start of each training that are not timed
+WHITENED = 5000  # images from which the whitening of the first layer is computed
+BIAS_EPOCHS = 3  # epochs after which the bias of that layer is frozen
+LOOKAHEAD = 5  # steps between updates of the slow weights
 TINY_WIDTHS = [8, 16]
 
 
 class Stopwatch(Callback):
-    """Times a run, except its first UNTIMED steps."""
+    """Time a run, except its first UNTIMED steps."""
 
     def __init__(self, job):
         self.device = job.device
@@ -44,7 +44,7 @@ class Stopwatch(Callback):
 
 
 def train_seeds(job, train):
-    """The results of `train(seed)`, which returns (us per step, accuracy, loss), after a warm-up."""
+    """Warm up, then return the results of `train(seed)`, which are (us per step, accuracy, loss), for each seed."""
     train(0)
     results = []
     for seed in range(job.trainings):
@@ -54,7 +54,7 @@ def train_seeds(job, train):
 
 
 def ours(job, clock):
-    """The experiment as `python train.py` builds it; its settings as key=value."""
+    """Train the experiment as `python train.py` builds it. Variants are settings, as key=value."""
     settings = [
         "experiment=cifar10_94",
         f"device={job.device}",
@@ -83,9 +83,9 @@ def ours(job, clock):
 
 
 def hand(job, clock):
-    """As fast as we know how: all images and weights on the device, in half precision.
+    """Train with the fastest loop we know: all images and weights are on the device, in half precision.
 
-    Variant compile. A dry run has fp32 and no augmentation, so it trains what the experiment does.
+    Variant: compile. A dry run uses fp32 and no augmentation, like the dry run of `ours`.
     """
     train_arrays, test_arrays, *scale = work.arrays(job)
     dtype = torch.float32 if job.tiny else torch.half
@@ -119,7 +119,7 @@ def hand(job, clock):
 
 
 def whitened(job, images, seed, dtype):
-    """The network, its first layer whitened and its norms in fp32."""
+    """Return the network, with a whitened first layer, and with its norms in fp32."""
     torch.manual_seed(seeding.mix_seed(seed, "model"))
     options = {"widths": TINY_WIDTHS} if job.tiny else {}
     model = WhitenedCNN(job.in_shape, 10, **options)
@@ -186,7 +186,7 @@ def smoothed(outputs, targets):
 
 
 def factor(step, total):
-    """The triangle of the learning rate: up over 23% of the steps, then down to 7%."""
+    """Return the factor of a triangular learning rate: it rises for 23% of the steps, then falls to 7%."""
     warmup = round(0.23 * total)
     if step < warmup:
         rise = (step + 1) / (warmup + 1)

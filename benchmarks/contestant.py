@@ -1,4 +1,4 @@
-"""Runs one contestant in this process, as the job on the command line says, and prints its numbers as JSON."""
+"""Run one contestant in this process, as the JSON job on the command line says, and print its numbers as JSON."""
 
 import importlib
 import json
@@ -26,14 +26,12 @@ def main():
     except NotOffered as reason:
         result = {"note": str(reason)}
     else:
-        # Some have numbers of their own.
+        # Some contestants return their own numbers.
         result = made if isinstance(made, dict) else clock.results()
         if job.work == "resnet50":
             result["mfu"] = mfu(job, result["step_us"])
-    print("\nresult", json.dumps(result), flush=True)  # a progress bar may have left its line open
+    print("\nresult", json.dumps(result), flush=True)  # a progress bar may not have ended its line
 
 
-if (
-    __name__ == "__main__"
-):  # the workers of a DataLoader import this file where processes are spawned
+if __name__ == "__main__":  # DataLoader workers import this file if processes are spawned
     main()

@@ -1,4 +1,4 @@
-"""What a device counts: the memory that a Trainer returns, and how often the host waits for it."""
+"""Counts on a device: the memory that a Trainer releases, and how often the host waits for the device."""
 
 import gc
 import warnings
@@ -17,7 +17,7 @@ FIRST, LAST = 6, 14  # steps between which waits are counted
 
 
 def machine(job, clock):
-    """The device as torch sees it, the processor with the GPU and its driver, and the versions."""
+    """Return the device as torch describes it, the processor with the GPU and its driver, and the versions."""
     device = devices.choose(job.device)
     return {
         "device": devices.describe(device),
@@ -27,7 +27,7 @@ def machine(job, clock):
 
 
 def fit(job, callback=None):
-    """Train for 16 steps with an EMA, micro-batches and the Trainer arguments of the variants; close."""
+    """Train for 16 steps with an EMA, micro-batches and the variants' Trainer arguments, then close the Trainer."""
     device = torch.device(job.device)
     (train, _, _), _ = make_loaders(
         work.read(job), batch_size=job.batch_size, device=device, seed=job.seed, drop_last=True
@@ -47,9 +47,9 @@ def fit(job, callback=None):
 
 
 def memory(job, clock):
-    """The memory held before training, during it, and after the Trainer is closed.
+    """Return the memory in use before and during training, and what remains after the Trainer is closed.
 
-    An earlier training makes what the libraries keep.
+    A first training allocates what the libraries keep for the life of the process.
     """
     device = torch.device(job.device)
     training = []
@@ -73,7 +73,7 @@ def memory(job, clock):
 
 
 def held(device):
-    """The bytes of all tensors on the device: allocated there, or in Python's sight on a CPU."""
+    """Return the bytes of all tensors: allocated on the device or, on a CPU, known to Python's garbage collector."""
     backend = torch.get_device_module(device)
     if hasattr(backend, "memory_allocated"):
         return backend.memory_allocated(device)
@@ -85,10 +85,10 @@ def held(device):
 
 
 def waits(job, clock):
-    """How often a step waits for the device."""
+    """Return how often a step waits for the device."""
     set_mode = getattr(torch.get_device_module(job.device), "set_sync_debug_mode", None)
     if set_mode is None:
-        raise work.NotOffered(f"{job.device} does not report synchronisations")
+        raise work.NotOffered(f"{job.device} does not report synchronizations")
 
     class Watch(Callback):
         def on_step_end(self, trainer):
@@ -97,7 +97,7 @@ def waits(job, clock):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(job, Watch())
-    # Setting the mode warns as well, once per process, of "all synchronizing operations".
+    # Setting the mode also warns, once per process, about "all synchronizing operations".
     synchronizations = [
         warning for warning in caught if "called a synchronizing" in str(warning.message)
     ]

@@ -1,9 +1,8 @@
-"""Steps of a small GPT: ours, a hand-written loop with everything tuned, and a loop in the form of
-nanoGPT's train.py, in one process and in short turns.
+"""Steps of a small GPT with Stoker, a tuned hand-written loop, and a loop like nanoGPT's train.py.
 
-`python benchmarks/gpt.py` prints each loop's time over ours, as the median of the turns. The other
-loops have their turns within a callback of our fit, so whatever else runs on the machine takes from
-all of them alike.
+`python benchmarks/gpt.py` prints the time of each loop relative to ours, as the median over short
+turns. All loops run in one process, and the others take their turns inside a callback of our fit,
+so other load on the machine affects all of them equally.
 """
 
 import argparse
@@ -48,12 +47,12 @@ def groups(module):
 
 
 def rate(job, step):
-    """The rate of a cosine, set anew for each step."""
+    """Return the learning rate of a cosine schedule at this step."""
     return RATE * 0.5 * (1 + math.cos(math.pi * step / job.steps))
 
 
 def tuned(job, data):
-    """The best loop we know: resident tokens, windows that are views, fused AdamW, rows for the loss."""
+    """The fastest loop we know: resident tokens, windows that are views, fused AdamW, logits as rows for the loss."""
     module = model(job, data.num_classes).train()
     optimizer = torch.optim.AdamW(groups(module), lr=RATE, weight_decay=DECAY, fused=True)
     inputs, targets = data.train.tensors()
@@ -75,9 +74,11 @@ def tuned(job, data):
 
 
 def nanogpt(job, data):
-    """The form of nanoGPT's train.py on a CPU, written from memory: a memory map that is opened for
-    each batch, random windows stacked one by one, micro-steps, a scaler that is off, an optimizer
-    that is fused on CUDA only, and the loss as a number at each step, as its CPU recipe logs it.
+    """A loop like nanoGPT's train.py on a CPU, written from memory.
+
+    Like nanoGPT, it opens a memory map for each batch, stacks random windows one by one, has
+    micro-steps and a disabled scaler, fuses the optimizer only on CUDA, and reads the loss at each
+    step, as the CPU recipe logs it.
     """
     module = model(job, data.num_classes).train()
     optimizer = torch.optim.AdamW(groups(module), lr=RATE, weight_decay=DECAY)
@@ -113,7 +114,7 @@ def nanogpt(job, data):
 
 
 class Turns(Callback):
-    """Time `turn` steps of the fit, and then as many of each other loop, in changing order."""
+    """Time `turn` steps of the fit, and then as many steps of each other loop, in alternating order."""
 
     def __init__(self, loops, turn):
         self.loops = loops
@@ -167,7 +168,7 @@ def main(arguments=None):
     job = parser.parse_args(arguments)
     job.steps = WARMUP + job.turns * job.turn
     torch.set_num_threads(job.threads)
-    tuning.tune_process(torch.device("cpu"), ["allocator"], False)  # all loops gain by it
+    tuning.tune_process(torch.device("cpu"), ["allocator"], False)  # makes all loops faster
     with tempfile.TemporaryDirectory() as folder:
         job.tokens = f"{folder}/tokens.bin"
         np.random.default_rng(0).integers(65, size=200_000).astype("uint16").tofile(job.tokens)
@@ -180,7 +181,7 @@ def main(arguments=None):
     for name in turns.loops:
         ratios = [other / one for other, one in zip(turns.seconds[name], mine, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name:8} {middle:.3f} of ours (middle half {low:.3f} to {high:.3f})")
+        print(f"{name:8} {middle:.3f} times ours (quartiles {low:.3f} to {high:.3f})")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A GPU day in one command: the tests, runs and figures that need a GPU, in the order of their value.
+"""Run all tests, runs and measurements that need a GPU with one command, the most valuable first.
 
-Each part is a process of its own with a time limit. What it prints is in DIR/log.txt, its figures
-are a line of DIR/results.jsonl, and DIR/gpu.md has the tables. Another call with the same DIR goes
-on where the last one stopped and tries again what failed; --steps runs these steps again. Imports no torch.
+Each part is a separate process with a time limit. Its output is in DIR/log.txt, its numbers are a
+line in DIR/results.jsonl, and the tables are in DIR/gpu.md. Another call with the same DIR continues
+where the last one stopped and retries what failed; --steps repeats the given steps. This process
+does not import torch.
 """
 
 import argparse
@@ -23,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import run
 
-LEAST = 5  # seconds that must be left to start a part
+LEAST = 5  # minimum seconds left to start a part
 NOT_YET = "not measured yet"
 MNIST = "MNIST/raw"
 TUNED = "ideal:channels_last+fused"
 GRAPH = "ours:compile=graph"
-COMPILED = ("compile", "compile=true")  # ends of labels
-SAME_ACCURACY = 0.001  # by which a mean may be lower
+COMPILED = ("compile", "compile=true")  # suffixes of the labels that compile the model
+SAME_ACCURACY = 0.001  # by how much a mean accuracy may be lower to count as the same
 RUNS = [
     "compile=graph",
     "precision=fp16",
@@ -40,7 +41,7 @@ RUNS = [
     "max_steps=20 strategy=dp",
     "max_steps=60 compile=true",
 ]
-OF_A_RUN = {  # figure: key of result.json
+OF_A_RUN = {  # {name in the tables: key in result.json}
     "rate": "samples_per_second",
     "mfu": "mfu",
     "loss": "test/loss",
@@ -49,18 +50,18 @@ OF_A_RUN = {  # figure: key of result.json
 
 
 class Step(typing.NamedTuple):
-    """What is measured together, each label in a process of its own, the most valuable first."""
+    """Measurements that belong together. Each label is a separate process, the most valuable first."""
 
     title: str
     labels: list[str]
     work: str = "mlp"
-    base: str | None = None  # the contestant whose ratio is 1; None: they do not compete
+    base: str | None = None  # the contestant whose ratio is 1; None if there is no comparison
     compared: str = "step_us"
     precision: str = "fp32"
     epochs: int = 3  # the first of which is a warm-up
-    trainings: int = 1  # in one process, each with a seed of its own
-    seconds: int = 60  # at most, for each label
-    data: str = ""  # needed below DATA_ROOT
+    trainings: int = 1  # trainings in one process, each with its own seed
+    seconds: int = 60  # time limit for each label
+    data: str = ""  # folder that must exist below DATA_ROOT
 
 
 STEPS = {
@@ -71,7 +72,7 @@ STEPS = {
         ["train.py", *(f"train.py {arguments}" for arguments in RUNS)],
     ),
     "counts": Step(
-        "What the device counts while an MLP is trained",
+        "Memory and waits while an MLP trains",
         ["memory", "waits", "waits:precision=fp16", "waits:compile=graph", "memory:compile=graph"],
     ),
     "mlp": Step(
@@ -102,7 +103,7 @@ STEPS = {
         seconds=110,
     ),
     "host": Step(
-        "A linear model, whose step is the host's time",
+        "A linear model, whose steps are limited by the host",
         ["ours", GRAPH, "replay", "ideal:fused"],
         work="linear",
         base="ideal:fused",
@@ -121,18 +122,18 @@ STEPS = {
 
 
 class Part(typing.NamedTuple):
-    """One process; `read` turns what it printed into figures, or {"note": why there are none}."""
+    """A process to run. `read` turns its output into numbers, or {"note": why there are none}."""
 
     step: str
     label: str
     command: list[str]
-    seconds: float  # at most
+    seconds: float  # time limit
     read: typing.Callable[[subprocess.CompletedProcess], dict]
     seed: int = 0
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running part as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     options = read_options()
     with tempfile.TemporaryDirectory() as scratch:
         environment = run.make_environment(options.device, options.threads, Path(scratch, "cache"))
@@ -152,10 +153,10 @@ def read_options(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", help="cuda, cpu, or another accelerator")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, help="default: all that are not done")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, help="default: all unfinished steps")
     parser.add_argument("--limit", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rounds", type=run.positive, default=1, help="each has a seed of its own")
-    parser.add_argument("--threads", type=run.positive, help="default: one per core, 8 at most")
+    parser.add_argument("--rounds", type=run.positive, default=1, help="each has its own seed")
+    parser.add_argument("--threads", type=run.positive, help="default: one per core, at most 8")
     parser.add_argument("--output", metavar="DIR", default="gpu_day")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, to try the script")
     options = parser.parse_args(arguments)
@@ -165,7 +166,7 @@ def read_options(arguments=None):
 
 
 def left_out(name, options):
-    """{label: why it cannot run here}"""
+    """Return {label: why it cannot run here}."""
     step = STEPS[name]
     root = os.environ.get("DATA_ROOT", "")
     needs_data = bool(step.data) and not options.dry_run
@@ -176,14 +177,14 @@ def left_out(name, options):
         if options.dry_run and label.endswith(COMPILED):
             reasons[label] = "not in a dry run: compiling takes minutes"
         if options.device == "cpu" and label.startswith("waits"):
-            reasons[label] = "the host is the device"
+            reasons[label] = "on a CPU, the host is the device"
     if name == "runs" and options.dry_run:
-        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run: two of them will do")
+        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run, which needs only two")
     return reasons
 
 
 def parts_of(name, options, scratch):
-    """The processes of a step."""
+    """Return the processes of a step."""
     step = STEPS[name]
     if name == "tests":
         command = [sys.executable, "-m", "pytest", *step.labels, "-o", "addopts=", "-q"]
@@ -207,7 +208,7 @@ def parts_of(name, options, scratch):
 
 
 def run_of(label, options, scratch):
-    """A run of train.py, whose figures are in its result.json."""
+    """Return a run of train.py, whose numbers come from its result.json."""
     arguments = label.removeprefix("train.py").split()
     if options.dry_run:
         arguments = [text for text in arguments if not text.startswith("max_steps=")]
@@ -235,7 +236,7 @@ def read_tests(done):
 
 def read_contestant(done):
     result = run.read_result(done, 0)
-    result.pop("first_step_s", None)  # nobody noted when the process was started
+    result.pop("first_step_s", None)  # unknown, because the start of the process was not recorded
     return result
 
 
@@ -246,7 +247,7 @@ def failed(done):
 
 
 def run_day(parts, options, environment):
-    """Run the parts until the time is up; write the figures and the tables after each."""
+    """Run the parts until the time is up, writing the numbers and the tables after each part."""
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -257,7 +258,7 @@ def run_day(parts, options, environment):
             continue
         left = options.limit - (time.monotonic() - began)
         if left < LEAST:
-            print(f"no time left for {part.step} {part.label} and what follows")
+            print(f"no time left for {part.step} {part.label} and the parts after it")
             break
         start = time.monotonic()
         result = run_part(part, min(part.seconds, left), environment, output / "log.txt")
@@ -271,11 +272,11 @@ def run_day(parts, options, environment):
                 print(json.dumps(row), file=file)
         Path(output, "gpu.md").write_text("\n".join(report(options)) + "\n")
     seconds = time.monotonic() - began
-    print(f"{seconds:.0f} s in all; the tables are in {output / 'gpu.md'}")
+    print(f"{seconds:.0f} s in total; the tables are in {output / 'gpu.md'}")
 
 
 def run_part(part, seconds, environment, log_file):
-    """Run the process and return its figures; end it and its children when the time is up."""
+    """Run the process and return its numbers. When the time is up, kill it and its children."""
     with log_file.open("a+b") as log:
         title = f"\n## {part.step} {part.label}\n"
         command = f"$ {shlex.join(part.command)}\n"
@@ -304,7 +305,7 @@ def run_part(part, seconds, environment, log_file):
 
 
 def read_rows(options):
-    """The lines of results.jsonl that belong to this device."""
+    """Return the rows of results.jsonl that belong to this device."""
     file = Path(options.output, "results.jsonl")
     lines = file.read_text().splitlines() if file.exists() else []
     rows = [json.loads(line) for line in lines]
@@ -313,8 +314,8 @@ def read_rows(options):
 
 
 def report(options):
-    """The lines of gpu.md."""
-    results = {}  # {step: {label: {seed: figures}}}: the latest where a part ran more than once
+    """Return the lines of gpu.md."""
+    results = {}  # {step: {label: {seed: numbers}}}, from the latest run of each part
     for row in read_rows(options):
         of_step = results.setdefault(row["step"], {})
         of_step.setdefault(row["label"], {})[row["seed"]] = row["result"]
@@ -322,7 +323,7 @@ def report(options):
     title = "# GPU day"
     if options.dry_run:
         command += " --dry-run"
-        title = "# Dry run of a GPU day: its figures mean nothing"
+        title = "# Dry run of a GPU day: the numbers are meaningless"
     lines = [title, "", *goal_table(results)]
     for name, step in STEPS.items():
         lines += ["", f"## {step.title}", f"`{command} --steps {name}`", ""]
@@ -331,7 +332,7 @@ def report(options):
 
 
 def step_table(step, results, reasons):
-    """The figures of each label, or why there are none."""
+    """Return a table with the numbers of each label, or why there are none."""
     notes = dict(reasons)
     for label in step.labels:
         figures = results.get(label, {})
@@ -347,7 +348,7 @@ def step_table(step, results, reasons):
 
 
 def pair(results, names):
-    """[{name: figures}], one of each seed that all of them have; one without figures for no names."""
+    """Return [{name: numbers}], with one entry for each seed that all names have; [{}] without names."""
     if not names:
         return [{}]
     seeds = set(results[names[0]])
@@ -357,7 +358,7 @@ def pair(results, names):
 
 
 class Goal(typing.NamedTuple):
-    """A ratio of the fastest contestants whose labels begin with `over` and with `under`."""
+    """A limit on the ratio between the fastest contestants whose labels begin with `over` and `under`."""
 
     title: str
     step: str
@@ -366,10 +367,10 @@ class Goal(typing.NamedTuple):
     column: str
     least: float = 0
     most: float = float("inf")
-    n: int = 1  # at least; above 1, with accuracies
+    n: int = 1  # minimum number of pairs; above 1, accuracies are compared as well
 
     def judge(self, results):
-        """(what was measured, yes or no)"""
+        """Return (what was measured, "yes" or "no")."""
         names = [fastest(results, label, self.column) for label in (self.over, self.under)]
         if None in names:
             return NOT_YET, ""
@@ -393,14 +394,14 @@ class Goal(typing.NamedTuple):
 
 
 class Zero(typing.NamedTuple):
-    """A count that is 0 for all labels of a step."""
+    """A count that must be 0 for all labels of a step."""
 
     title: str
     step: str
     column: str
 
     def judge(self, results):
-        """(what was measured, yes or no)"""
+        """Return (what was measured, "yes" or "no")."""
         counts = {}
         for label, figures in results.items():
             if self.column in figures[0]:
@@ -425,7 +426,7 @@ GOALS = [
 
 
 def fastest(results, prefix, column):
-    """The label that begins so and has the least median, or None."""
+    """Return the label with this prefix that has the lowest median, or None."""
     medians = {}
     for label, figures in results.items():
         values = [result[column] for result in figures.values() if column in result]
@@ -435,7 +436,7 @@ def fastest(results, prefix, column):
 
 
 def goal_table(results):
-    """The goals and what was measured, as Markdown lines."""
+    """Return the goals and what was measured, as Markdown lines."""
     lines = ["| goal | measured | met |", "|---|---|---|"]
     for goal in GOALS:
         measured, verdict = goal.judge(results.get(goal.step, {}))

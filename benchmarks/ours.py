@@ -1,4 +1,4 @@
-"""This project's Trainer, with the callbacks that it ships."""
+"""Stoker's Trainer, with its own callbacks."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from stoker.trainer.metrics import Accuracy
 
 
 class Watch(Callback):
-    """Tells the clock what happens."""
+    """Report steps and evaluations to the clock."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -35,7 +35,7 @@ class Watch(Callback):
 
 
 class FirstStep(Callback):
-    """Prints the time of the first row, which is that of the first step where a run has only one."""
+    """Print the time of the first row, which is the time of the first step if a run has only one step."""
 
     def on_log(self, trainer, row):
         if "train/loss" in row:
@@ -43,7 +43,7 @@ class FirstStep(Callback):
 
 
 def ours(job, clock):
-    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed; Trainer arguments as key=value."""
+    """Train with Stoker. Variants: writing (rows and checkpoints, like train.py), timed, streamed, and Trainer arguments as key=value."""
     clock.begin()
     if {"ready", "one"} & set(job.variants):
         train, val = work.loaders(job)
@@ -89,9 +89,9 @@ def ours(job, clock):
 
 @contextlib.contextmanager
 def configured(settings, callbacks=lambda cfg: []):
-    """The parts that `python train.py` builds from these settings, closed at the end.
+    """Yield the parts that `python train.py` builds from these settings, and close them at the end.
 
-    `callbacks` are added to those of the config.
+    `callbacks` returns callbacks to add to those of the config.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -114,13 +114,13 @@ def configured(settings, callbacks=lambda cfg: []):
 
 
 def variant_settings(job):
-    """The Trainer's arguments among the variants."""
+    """Return the Trainer arguments among the variants."""
     pairs = [variant.split("=") for variant in job.variants if "=" in variant]
     return {key: plain(value) for key, value in pairs}
 
 
 def plain(text):
-    """A number, true, false or null as JSON has them; anything else is a string."""
+    """Return a JSON value, such as a number or true; any other text stays a string."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The frameworks that people use today, each with its defaults, on the same work."""
+"""Other popular frameworks, each with its defaults, on the same work."""
 
 import os
 import warnings
@@ -16,11 +16,11 @@ def only_fp32(job):
 
 
 def lightning(job, clock):
-    """Trainer with its progress bar, logger and checkpoints; torchmetrics for the accuracy, as its guide has it."""
+    """Trainer with its progress bar, logger and checkpoints, and the accuracy from torchmetrics, as in its guide."""
     import lightning as pl
     import torchmetrics
 
-    warnings.filterwarnings("ignore")  # such as that more workers could be used
+    warnings.filterwarnings("ignore")  # such as advice to use more workers
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -55,14 +55,14 @@ def lightning(job, clock):
         max_epochs=job.epochs,
         accelerator=job.device,
         precision="32-true" if job.precision == "fp32" else "bf16-mixed",
-        num_sanity_val_steps=0,  # an evaluation before training would be counted
+        num_sanity_val_steps=0,  # otherwise, the clock would count the sanity check as an evaluation
         default_root_dir=job.scratch,
     )
     trainer.fit(Module(), train, test)
 
 
 def accelerate(job, clock):
-    """The tutorials' loop, with model, optimizer and loaders prepared and a backward of its own."""
+    """The tutorials' loop, with a prepared model, optimizer and loaders, and with `accelerator.backward`."""
     from accelerate import Accelerator
 
     clock.begin()
@@ -74,13 +74,13 @@ def accelerate(job, clock):
     model = work.model(job)
     optimizer = clock.watch(work.optimizer(job)(model.parameters()))
     model, optimizer = accelerator.prepare(model, optimizer)
-    if train.batch_size is not None:  # it does not take loaders whose batches are ready
+    if train.batch_size is not None:  # it rejects loaders of ready-made batches
         train, test = accelerator.prepare(train, test)
     by_hand.fit(job, clock, model, optimizer, train, test, backward=accelerator.backward)
 
 
 def hf(job, clock):
-    """The Trainer of transformers, with its progress bar, its logging and its checkpoints; a constant rate."""
+    """The Trainer of transformers, with its progress bar, logging and checkpoints, and a constant learning rate."""
     from transformers import Trainer, TrainingArguments
 
     class Net(torch.nn.Module):
@@ -99,7 +99,7 @@ def hf(job, clock):
         def get_eval_dataloader(self, *_):
             return self.prepared(test)
 
-        def prepared(self, loader):  # as it does with the loader that it makes itself
+        def prepared(self, loader):  # as the Trainer does with its own loader
             return loader if loader.batch_size is None else self.accelerator.prepare(loader)
 
         def evaluate(self, *arguments, **settings):
@@ -121,7 +121,7 @@ def hf(job, clock):
         per_device_train_batch_size=job.batch_size,
         per_device_eval_batch_size=work.EVAL_BATCH,
         eval_strategy="epoch",
-        max_grad_norm=0.0,  # no clipping, as everywhere here
+        max_grad_norm=0.0,  # no clipping, like all other contestants
         use_cpu=job.device == "cpu",
         bf16=job.precision == "bf16",
     )
@@ -142,7 +142,7 @@ def as_dict(collate):
 
 
 def ignite(job, clock):
-    """create_supervised_trainer and its evaluator, with the progress bar and the running mean of its examples."""
+    """create_supervised_trainer and its evaluator, with a progress bar and a running mean of the loss, as in its examples."""
     only_fp32(job)
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.handlers.tqdm_logger import ProgressBar
@@ -168,7 +168,7 @@ def ignite(job, clock):
 
 
 def skorch(job, clock):
-    """NeuralNetClassifier with its callbacks: the printed table, the epoch's time, the accuracy."""
+    """NeuralNetClassifier with its default callbacks: the printed table, epoch times, and accuracy."""
     only_fp32(job)
     from skorch import NeuralNetClassifier
     from skorch.callbacks import Callback
@@ -191,7 +191,7 @@ def skorch(job, clock):
     train, test = work.loaders(job)
     clock.steps = len(train)
     factory = work.optimizer(job)
-    # A list of batches would be taken for the columns of a table; the data itself comes from the iterators.
+    # skorch would treat a list of batches as the columns of a table. The data itself comes from the iterators.
     train_set, test_set = (
         torch.utils.data.Subset(part.dataset, range(len(part.dataset))) for part in (train, test)
     )
@@ -215,7 +215,7 @@ def skorch(job, clock):
 
 
 def keras(job, clock):
-    """Keras 3 on torch, with its own layers; MNIST as arrays in memory, which is its own idiom."""
+    """Keras 3 on torch, with its own layers. MNIST is passed as arrays in memory, which is idiomatic in Keras."""
     os.environ["KERAS_BACKEND"] = "torch"
     import keras
     from keras import layers
@@ -275,7 +275,7 @@ def keras(job, clock):
 
 
 def fastai(job, clock):
-    """Learner over the same loaders."""
+    """A Learner with the same loaders as the tutorials' loop."""
     if job.device == "cpu":
         only_fp32(job)
     from fastai.callback.core import Callback

@@ -1,4 +1,4 @@
-"""Prints one table of paired ratios: `python benchmarks/run.py --help`. It imports no torch; each contestant does."""
+"""Compare contestants and print a table of paired ratios. Only the contestants' processes import torch."""
 
 import argparse
 import importlib.metadata
@@ -18,7 +18,7 @@ import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DISTRIBUTIONS = {  # of the contestants that have to be installed
+DISTRIBUTIONS = {  # {contestant: the package that it needs}
     "lightning": "lightning",
     "accelerate": "accelerate",
     "hf": "transformers",
@@ -54,10 +54,10 @@ TITLES = {
     "rest_mib": "peak MiB without the data",
     "accuracy": "test accuracy",
     "fit_s": "training s",
-    "cpu_s": "CPU s of its thread",
+    "cpu_s": "CPU s of the thread",
     "saves": "checkpoints",
     "blocked_s": "longest wait s",
-    "delayed_s": "all waiting s",
+    "delayed_s": "total wait s",
     "written_s": "written after s",
     "wall_s": "start to end s",
     "loss": "test loss",
@@ -79,14 +79,12 @@ DIGITS |= {"loss": 5, "step": 2}
 class What(typing.NamedTuple):
     """What a table compares."""
 
-    contestants: list  # before the peers
-    base: str  # the one whose ratio is 1
-    peers: (
-        str | None
-    )  # the variants in which the peers come along, "" being none; None: they do not
+    contestants: list  # contestants before the peers
+    base: str  # the contestant whose ratio is 1
+    peers: str | None  # variants of the peers, as in ":ready"; None to leave the peers out
     columns: list
-    compared: str  # the column of which the ratios are
-    work: str | None = None  # the only one, where there is no choice
+    compared: str  # the column whose ratios are shown
+    work: str | None = None  # the only possible work; None if there is a choice
     epochs: int = 3
 
 
@@ -186,9 +184,9 @@ def read_options():
         metavar="NAME[:VARIANT+VARIANT]",
         help="ideal:channels_last, ...",
     )
-    parser.add_argument("--rounds", type=positive, default=3, help="each has a seed of its own")
+    parser.add_argument("--rounds", type=positive, default=3, help="each has its own seed")
     parser.add_argument(
-        "--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)"
+        "--epochs", type=positive, help="including a warm-up epoch (default 3; folder 10)"
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -197,25 +195,27 @@ def read_options():
     options = parser.parse_args()
     what = WHATS[options.what]
     if what.work and options.work not in (None, what.work):
-        parser.error(f"--what {options.what} has a work of its own, {what.work}: leave --work out")
+        parser.error(f"--what {options.what} always uses --work {what.work}. Leave --work out.")
     options.work = what.work or options.work or "mlp"
     options.epochs = options.epochs or what.epochs
     for name in options.contestants or []:
         if name.partition(":")[0] not in (*OURS, *DISTRIBUTIONS):
             parser.error(
-                f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}"
+                f"--contestants {name}: choose from ours, bare, ideal, replay, "
+                f"{', '.join(DISTRIBUTIONS)}."
             )
         for variant in filter(None, name.partition(":")[2].split("+")):
             if variant not in VARIANTS and not (name.startswith("ours:") and "=" in variant):
                 parser.error(
-                    f"--contestants {name}: there is no variant {variant}; give {', '.join(VARIANTS)}"
+                    f"--contestants {name}: there is no variant {variant}. Choose from "
+                    f"{', '.join(VARIANTS)}."
                 )
     if options.output and not Path(options.output).absolute().parent.is_dir():
-        parser.error(f"--output {options.output}: there is no such folder")
+        parser.error(f"--output {options.output}: its folder does not exist.")
     if options.what not in ("startup", "checkpoints", "blocking"):
         needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
         if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():
-            parser.error(f"there is no {needed} below DATA_ROOT: set DATA_ROOT=DIR")
+            parser.error(f"there is no {needed} below DATA_ROOT. Set DATA_ROOT=DIR.")
     return options
 
 
@@ -227,7 +227,7 @@ def positive(text):
 
 
 def contestants(options):
-    """(the names to run, {name: why it is not there}) of what was asked, or of all; the base is always there."""
+    """Return (names to run, {name: why it cannot run}), of the given names or of all. The base is always included."""
     what = WHATS[options.what]
     names = options.contestants
     if names is None:
@@ -243,7 +243,7 @@ def contestants(options):
 
 
 def missing_contestants(names, device):
-    """{name: why it cannot run here}"""
+    """Return {name: why it cannot run here}."""
     missing = {}
     for name in names:
         distribution = DISTRIBUTIONS.get(name.partition(":")[0])
@@ -262,12 +262,12 @@ def version(distribution):
 
 
 def run_one(label, seed, options, folder):
-    """The numbers of one contestant, trained in a process of its own, or {"note": why there are none}."""
+    """Train one contestant in its own process. Return its numbers, or {"note": why there are none}."""
     job = make_job(label, seed, options)
     job |= {"workers": 2 if options.what == "folder" and job["name"] == "bare" else 0}
     job |= {"images": str(Path(folder, "images-10x" if "10x" in job["variants"] else "images"))}
     with tempfile.TemporaryDirectory() as scratch:
-        # A scratch folder of its own: no one finds what an earlier process has left.
+        # Each process has its own scratch folder, so that it finds no files of an earlier one.
         environment = make_environment(options.device, options.threads, scratch)
         job |= {"scratch": scratch, "started": time.time()}
         command = contestant_command(job)
@@ -307,12 +307,12 @@ def make_environment(device, threads, cache):
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment["XDG_CACHE_HOME"] = str(cache)
     if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # some take a GPU wherever there is one
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # some contestants use any GPU that they find
     return environment
 
 
 def read_result(done, started):
-    """What the process printed, or why it did not."""
+    """Return the numbers that the process printed, or why there are none."""
     for line in done.stdout.splitlines():
         kind, _, value = (
             line.rpartition(" ") if line.startswith("first step") else line.partition(" ")
@@ -323,12 +323,12 @@ def read_result(done, started):
             return {"first_step_s": float(value) - started}
     errors = [
         line for line in done.stderr.splitlines() if "Error" in line
-    ]  # a progress bar may come after it
+    ]  # not just the last line, which may be a progress bar
     return {"note": f"failed: {errors[-1] if errors else f'exit code {done.returncode}'}"}
 
 
 def derive(results, what):
-    """Adds to a round what follows from two numbers of it."""
+    """Add the numbers of a round that are computed from two contestants."""
     for name, result in results.items():
         if "note" in result:
             continue
@@ -347,11 +347,11 @@ def derive(results, what):
 
 
 def table(rounds, missing, columns, compared, base):
-    """Markdown lines: medians over the rounds, and the median (least to most) of each round's ratio to `base`.
+    """Return Markdown lines with medians over the rounds, and the median (min to max) of each round's ratio to `base`.
 
-    `rounds`: [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its deviation. The rows
-    are in order of the ratio; `missing` and those without numbers in some round come last, with the reason.
-    Without a `base` there is no ratio.
+    `rounds` is [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its standard deviation.
+    Rows are sorted by ratio. `missing` contestants, and those without numbers in some round, come last, with the
+    reason. Without a `base`, there are no ratios.
     """
     notes, rows = dict(missing), []
     for number, name in enumerate(rounds[0]):
@@ -383,7 +383,7 @@ def table(rounds, missing, columns, compared, base):
 
 
 def spread(ratios):
-    """ "1.00 (0.98 to 1.02)": the median, the least and the most."""
+    """Return the median, minimum and maximum, like "1.00 (0.98 to 1.02)"."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -400,7 +400,7 @@ def cell(column, values):
 
 
 def machine(options):
-    """A sentence on the processor, the versions and the GPU."""
+    """Return a line that describes the job, the processor, the GPU and the versions."""
     threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
     return (
         f"{options.work}, {options.precision}, {options.epochs} epochs; "
@@ -409,7 +409,7 @@ def machine(options):
 
 
 def processor(device):
-    """The processor, and for cuda the GPUs with their driver and memory."""
+    """Return the name of the processor and, for cuda, of the GPUs with their driver and memory."""
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -431,7 +431,7 @@ def versions():
 
 
 def copy_images(folder, each):
-    """Copies the first `each` training images of every class, and all test images, of DATA_ROOT/cifar10_jpeg."""
+    """Copy the first `each` training images of each class, and all test images, from DATA_ROOT/cifar10_jpeg."""
     source = Path(os.environ["DATA_ROOT"], "cifar10_jpeg")
     for part, most in (("train", each), ("test", None)):
         for kind in sorted(path for path in (source / part).iterdir() if path.is_dir()):

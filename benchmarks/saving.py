@@ -1,4 +1,4 @@
-"""What checkpoints cost: the default job with and without them, and how long a large one delays training."""
+"""The cost of checkpoints: the default job with and without them, and how long large ones delay training."""
 
 import contextlib
 import functools
@@ -15,11 +15,11 @@ from stoker import Trainer
 from stoker.trainer.callbacks import Callback, Checkpoint
 
 MIB = {"1mb": 1, "100mb": 100, "1gb": 1024}
-SAVES = 3  # of a large one
+SAVES = 3  # number of large checkpoints
 
 
 class Timed(Checkpoint):
-    """Notes when a save begins and when its file is in place."""
+    """Record when each save begins and when its file is in place."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -35,7 +35,7 @@ class Timed(Checkpoint):
 
 
 class Ticks(Callback):
-    """Records the time after each step, before the callbacks that come later in the list run."""
+    """Record the time after each step, before the callbacks that come later in the list."""
 
     def __init__(self):
         self.times = []
@@ -45,7 +45,7 @@ class Ticks(Callback):
 
 
 def default(job, clock):
-    """The job of `python train.py`, as its config builds it; variant saving: with the checkpoints of that config."""
+    """Train the job of `python train.py`, as its config builds it. Variant: saving (the checkpoints of the config)."""
     settings = [
         f"epochs={job.epochs}",
         f"seed={job.seed}",
@@ -74,7 +74,7 @@ def default(job, clock):
 
 
 class Ballast(torch.nn.Module):
-    """A small network with so many MiB of weights that only lie there."""
+    """A small network with `mib` MiB of additional, unused weights."""
 
     def __init__(self, mib):
         super().__init__()
@@ -90,7 +90,7 @@ class Ballast(torch.nn.Module):
 
 
 def large(job, clock, every=1500):
-    """Steps of a few milliseconds, and every so many of them a checkpoint of the MiB that the variant says."""
+    """Train with steps of a few milliseconds, and save a checkpoint of the variant's size every `every` steps."""
     [mib] = [MIB[variant] for variant in job.variants if variant in MIB]
     torch.manual_seed(job.seed)
     batch = (torch.randn(256, 256), torch.randint(0, 10, (256,)))
@@ -115,9 +115,9 @@ def large(job, clock, every=1500):
 
 
 def held_up(times, begun, written):
-    """Medians over the saves: the longest wait between two steps, all waiting until the file is there, and the writing.
+    """Return medians over the saves: the longest wait of a step, the total wait, and the time until the file is in place.
 
-    A step has waited for as long as it came later than the median one.
+    The wait of a step is the time it takes beyond the median step.
     """
     gaps = [(start, end - start) for start, end in itertools.pairwise(times)]
     usual = statistics.median(gap for _, gap in gaps)

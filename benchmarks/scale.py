@@ -1,6 +1,6 @@
-"""What ddp and fsdp cost: a table of formulas (`python benchmarks/scale.py`), and what is measured here (`--measure`).
+"""The cost of ddp and fsdp: a table calculated from formulas, or measurements on this machine (`--measure`).
 
-docs/scale.md explains the formulas. For the table no torch is needed, and nothing in it is measured.
+docs/scale.md explains the formulas. The table is only calculated, and does not need torch.
 """
 
 import argparse
@@ -23,60 +23,60 @@ BUCKET = 25 * 2**20  # bytes of gradients that DistributedDataParallel sends at 
 
 class Model(typing.NamedTuple):
     parameters: float
-    flops: float  # of one step: forward and backward of the whole batch
+    flops: float  # FLOPs of one step: the forward and backward passes of the whole batch
     batch: str
-    units: int  # that fsdp gathers one after the other, taken to be of equal size
+    units: int  # units that fsdp gathers one after another, assumed to be of equal size
 
 
 class Cluster(typing.NamedTuple):
-    """All of it is assumed. `flops` a second of one device; bytes a second that it sends, and seconds of a message."""
+    """Assumed properties of each device, and of the links inside a machine and between machines."""
 
-    flops: float = 400e12  # 40% of an H100's 989e12 in bf16
-    inside: float = 450e9  # NVLink 4, a direction: 900 GB/s in both
-    outside: float = 50e9  # 400 Gb/s InfiniBand for each device
-    devices: int = 8  # of one machine
-    latency_inside: float = 3e-6
+    flops: float = 400e12  # per second: 40% of an H100's 989e12 in bf16
+    inside: float = 450e9  # bytes per second in each direction: NVLink 4
+    outside: float = 50e9  # bytes per second: 400 Gb/s InfiniBand for each device
+    devices: int = 8  # devices per machine
+    latency_inside: float = 3e-6  # seconds per message
     latency_outside: float = 10e-6
 
     def link(self, world):
-        """(bytes a second, seconds) of the slowest link in a ring of all devices."""
+        """Return (bytes per second, seconds per message) of the slowest link in a ring of all devices."""
         alone = world <= self.devices
         return (self.inside, self.latency_inside) if alone else (self.outside, self.latency_outside)
 
 
 MODELS = {
-    # 4.1e9 multiplications and additions an image of 224x224 (He 2016, arXiv 1512.03385), three times for both passes.
+    # 4.1e9 multiply-adds per image of 224x224 (He 2016, arXiv 1512.03385), times three for forward and backward.
     "ResNet-50": Model(25.6e6, 3 * 2 * 4.1e9 * 4096, "4,096 images", 10),
-    # 6 P a token (Kaplan 2020, arXiv 2001.08361), and 2 P where the blocks are worked through again.
+    # 6 P per token (Kaplan 2020, arXiv 2001.08361), plus 2 P because the blocks are recomputed.
     "7 B": Model(7e9, 8 * 7e9 * 2**22, "4,194,304 tokens", 33),
 }
 
 
 def sent(strategy, parameters, world, parts=1):
-    """Bytes that each device sends in a step of so many micro-batches, and receives: rings, numbers of 4 bytes."""
+    """Return the bytes that each device sends (and receives) in a step of `parts` micro-batches, with rings and fp32."""
     share = (world - 1) / world * 4 * parameters
     return {"ddp": 2, "fsdp": 2 * parts + 1}[strategy] * share
 
 
 def messages(strategy, parameters, world, units, parts=1):
-    """How many messages follow each other in a step."""
-    if strategy == "ddp":  # trees, with which NCCL replaces rings where there are many devices
+    """Return the number of messages that follow one another in a step."""
+    if strategy == "ddp":  # with many devices, NCCL uses trees instead of rings
         return math.ceil(4 * parameters / BUCKET) * 2 * math.ceil(math.log2(world))
     return (2 * parts + 1) * units * (world - 1)
 
 
 def held(strategy, parameters, world, units, ema=False):
-    """Bytes of weights, gradients, AdamW's two means and an average on each device; activations come on top."""
+    """Return the bytes of weights, gradients, AdamW's two means and an EMA on each device, without activations."""
     numbers = 4 * (4 + ema) * parameters
     if strategy == "ddp" or world == 1:
         return numbers
     return (
         numbers / world + 3 * 4 * parameters / units
-    )  # the unit in work, the next one, and the gradients of one
+    )  # the current unit, the next one, and the gradients of one
 
 
 def seconds(strategy, model, world, cluster):
-    """(seconds of computing, seconds of sending) of a step."""
+    """Return (seconds of computing, seconds of sending) for a step."""
     speed, latency = cluster.link(world)
     number = messages(strategy, model.parameters, world, model.units)
     return model.flops / world / cluster.flops, sent(
@@ -85,7 +85,7 @@ def seconds(strategy, model, world, cluster):
 
 
 def table(model, cluster):
-    """Markdown lines: for each number of devices what a step costs by the formulas."""
+    """Yield Markdown lines with the calculated cost of a step for each number of devices."""
     titles = ["GB sent", "ms", "efficiency", "GB held"]
     titles = [
         "devices",
@@ -108,7 +108,7 @@ def table(model, cluster):
         yield f"| {' | '.join(cells)} |"
 
 
-# what is measured: steps on this machine, gloo between processes
+# measurements on this machine, with gloo between the processes
 
 
 RUNS = {  # (processes, threads of each, strategy)
@@ -120,7 +120,7 @@ RUNS = {  # (processes, threads of each, strategy)
 
 
 def measure(work, batch_size, steps, rounds):
-    """Markdown lines: medians over the rounds, in each of which every run comes once, in random order."""
+    """Yield Markdown lines with medians over the rounds. Each round has every run once, in random order."""
     results = {name: [] for name in RUNS}
     for number in range(rounds):
         for name in random.Random(number).sample(list(RUNS), len(RUNS)):
@@ -139,7 +139,7 @@ def measure(work, batch_size, steps, rounds):
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"round {number} {name} {results[name][-1]}", file=sys.stderr, flush=True)
     base = [result["seconds"] for result in results["1 process, 1 thread"]]
-    yield "| | ms/step | time / 1 process, 1 thread | MB/step on the wire | by the formula |"
+    yield "| | ms/step | time / 1 process, 1 thread | MB/step sent | MB/step by the formula |"
     yield "|---" * 5 + "|"
     for name, (processes, _, strategy) in RUNS.items():
         ratios = [result["seconds"] / one for result, one in zip(results[name], base, strict=True)]
@@ -152,7 +152,7 @@ def measure(work, batch_size, steps, rounds):
 
 
 def run_job(work, strategy, batch_size, steps, seed):
-    """Trains on random images of 1x28x28; prints the seconds of a step and the bytes that the machine sent in it."""
+    """Train on random images of 1x28x28, and print the seconds per step and the bytes that the machine sent per step."""
     import functools
 
     import torch
@@ -193,7 +193,7 @@ def run_job(work, strategy, batch_size, steps, seed):
 
 
 def bytes_sent():
-    """Bytes that have gone through the loopback interface, which is what gloo sends over on one machine; Linux."""
+    """Return the bytes sent over the loopback interface, which gloo uses on one machine. Linux only."""
     lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
     return next(
         int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")
@@ -203,7 +203,9 @@ def bytes_sent():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--measure", action="store_true", help="2 processes on this machine, against one; Linux"
+        "--measure",
+        action="store_true",
+        help="compare two processes with one on this machine (Linux)",
     )
     parser.add_argument("--work", choices=("mlp", "cnn"), default="mlp")
     parser.add_argument("--batch-size", type=int, default=512)

@@ -1,4 +1,4 @@
-"""What every contestant does: the models, the data, the optimizers, and the stopwatch."""
+"""What all contestants share: the models, the data, the optimizers, and the clock."""
 
 import contextlib
 import dataclasses
@@ -21,8 +21,8 @@ BATCH = {
 }
 EVAL_BATCH = 1000
 TINY_BATCH = 25
-TINY_SAMPLES = 400  # of a dry run, of which a quarter are the test's
-RESNET_SAMPLES = 2560  # random images: ten steps an epoch
+TINY_SAMPLES = 400  # samples in a dry run, a quarter of which are for testing
+RESNET_SAMPLES = 2560  # random images for ten steps per epoch
 SHAPES = {"cifar10_94": (3, 32, 32), "resnet50": (3, 224, 224)}
 TINY_SHAPES = SHAPES | {"resnet50": (3, 32, 32)}
 CNN_SAMPLES = (
@@ -35,20 +35,20 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2452, 0.2428, 0.2606)
 
 @dataclasses.dataclass
 class Job:
-    """One training of one contestant. `started` is time.time() just before its process was."""
+    """One training of one contestant. `started` is the Unix time just before its process starts."""
 
     name: str
-    variants: tuple = ()  # "ready": batches that lie in memory; "one": a single random one; others are a contestant's
+    variants: tuple = ()  # "ready": batches in memory; "one": a single random batch; others depend on the contestant
     work: str = "mlp"
     epochs: int = 3
     seed: int = 0
     precision: str = "fp32"
     device: str = "cpu"
-    workers: int = 0  # of the tutorials' DataLoader
+    workers: int = 0  # workers of the tutorials' DataLoader
     images: str = ""  # folder with train/CLASS/*.jpg and test/CLASS/*.jpg
-    scratch: str = "."  # folder for what a contestant writes
-    trainings: int = 1  # in one process, each with a seed of its own
-    tiny: bool = False  # a dry run: little data that needs no file, and small models
+    scratch: str = "."  # folder for files that a contestant writes
+    trainings: int = 1  # trainings in one process, each with its own seed
+    tiny: bool = False  # a dry run, with small models and a little generated data
     started: float = 0.0
 
     @property
@@ -61,11 +61,11 @@ class Job:
 
 
 class NotOffered(Exception):
-    """What a contestant cannot do; the table says so in its row."""
+    """Raised if a contestant cannot run a job. The table shows the reason in its row."""
 
 
 def model(job):
-    """The same weights for the same seed."""
+    """Build the model, with the same weights for the same seed."""
     torch.manual_seed(job.seed)
     if job.work == "resnet50":
         return resnet(job)
@@ -86,7 +86,7 @@ def model(job):
 
 
 def resnet(job):
-    """torchvision's ResNet-50; a small ResNet in a dry run."""
+    """Build torchvision's ResNet-50, or a small ResNet in a dry run."""
     if job.tiny:
         from stoker.models.resnet import ResNet
 
@@ -97,7 +97,7 @@ def resnet(job):
 
 
 def optimizer(job):
-    """A factory that takes the parameters."""
+    """Return an optimizer factory, which takes the parameters."""
     if job.work == "cnn":
         return functools.partial(torch.optim.Adam, lr=1e-3)
     return functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -110,7 +110,7 @@ def autocast(job):
 
 
 def read(job):
-    """The data set as this project reads it, with the test images as the validation part."""
+    """Read the data set with Stoker, using the test images as the validation split."""
     from stoker.data import datasets, images
 
     if job.tiny or job.work == "resnet50":
@@ -135,19 +135,19 @@ def read(job):
 
 
 def synthetic_settings(job):
-    """The settings of the data set `synthetic`, all of it for training and test."""
+    """Return the settings of the data set `synthetic`, which has no validation split."""
     n = TINY_SAMPLES if job.tiny else RESNET_SAMPLES * 4 // 3 + 100
     return {"n": n, "in_shape": list(job.in_shape), "val_fraction": 0.0, "test_fraction": 0.25}
 
 
 def arrays(job):
-    """((inputs, targets) to train on, the same to evaluate on, mean, std): uint8 (N, C, H, W) and int64 (N,)."""
+    """Return (training arrays, test arrays, mean, std). Arrays are (uint8 inputs (N, C, H, W), int64 targets (N,))."""
     data = read(job)
     return data.train.tensors(), data.val.tensors(), data.mean, data.std
 
 
 def normalize(inputs, mean, std):
-    """uint8 -> float32, a new tensor."""
+    """Return normalized uint8 inputs as a new float32 tensor."""
     mean, std = (
         torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (mean, std)
     )
@@ -155,7 +155,7 @@ def normalize(inputs, mean, std):
 
 
 def loaders(job):
-    """(train, test) DataLoaders as the tutorials have them, or over batches that are ready."""
+    """Return (train, test) DataLoaders, as in the tutorials or over ready-made batches."""
     if "one" in job.variants:
         generator = torch.Generator().manual_seed(job.seed)
         images, labels = (
@@ -181,7 +181,7 @@ def loaders(job):
 
 
 def ready(batches):
-    """A DataLoader, which every contestant takes, that only hands the batches on."""
+    """Return a DataLoader that yields these batches unchanged, because every contestant accepts a DataLoader."""
     return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=unchanged)
 
 
@@ -190,7 +190,7 @@ def unchanged(batch):
 
 
 def tutorial_datasets(job):
-    """(train, test): torchvision's data sets, with a transform for each sample."""
+    """Return torchvision's (train, test) data sets, which transform each sample."""
     from torchvision import datasets, transforms
 
     if job.tiny:
@@ -221,10 +221,10 @@ def tutorial_datasets(job):
 
 
 class Photographs(torch.utils.data.Dataset):
-    """Does what torchvision.datasets.CIFAR10 does: an array to a PIL image, and that through the transform."""
+    """Turn an array into a PIL image and transform it, like torchvision.datasets.CIFAR10."""
 
     def __init__(self, inputs, targets, transform):
-        # Grey images have no third dimension.
+        # PIL images in gray have no channel dimension.
         self.images = inputs.permute(0, 2, 3, 1).squeeze(-1).numpy()
         self.targets = targets.tolist()
         self.transform = transform
@@ -239,24 +239,24 @@ class Photographs(torch.utils.data.Dataset):
 
 
 class Clock:
-    """The moments of a run from which its numbers are computed."""
+    """Record the times of a run, from which its numbers are computed."""
 
     def __init__(self, job):
         self.job, self.first_step, self.steps = (
             job,
             None,
             None,
-        )  # the contestant says how many steps an epoch has
-        self.data_mib = 0.0  # where it has the data set in memory
+        )  # the contestant sets the number of steps per epoch
+        self.data_mib = 0.0  # size of the data set, if the contestant keeps it in memory
         self.ends, self.evaluation_starts, self.accuracies = [], [], []
-        self.loss = None  # of the last evaluation
+        self.loss = None  # test loss of the last evaluation
 
     def begin(self):
-        """Before the data is read."""
+        """Call this before the data is read."""
         self.ends.append(time.perf_counter())
 
     def watch(self, optimizer):
-        """The optimizer, whose first step will be noticed."""
+        """Record the first step of the optimizer, and return the optimizer."""
 
         def after_step(*_):
             self.step()
@@ -266,26 +266,26 @@ class Clock:
         return optimizer
 
     def step(self):
-        """After a step; only the first one counts."""
+        """Call this after each step. Only the first call counts."""
         if self.first_step is None:
             self.first_step = time.time() - self.job.started
 
     def evaluating(self):
-        """An epoch's training is done."""
+        """Call this after the training steps of an epoch."""
         synchronize(self.job.device)
         self.evaluation_starts.append(time.perf_counter())
 
     def evaluated(self, accuracy, loss=None):
-        """The evaluation after it is done; the accuracy is a number, so the device has nothing left to do.
+        """Call this after an evaluation. The accuracy is a Python number, so the device has finished its work.
 
-        Some contestants give the loss too.
+        Some contestants also pass the loss.
         """
         self.ends.append(time.perf_counter())
         self.accuracies.append(float(accuracy))
         self.loss = loss
 
     def results(self):
-        """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also reads the data."""
+        """Return the numbers. Medians exclude the first epoch, which is a warm-up and also reads the data."""
         train = [
             start - end for start, end in zip(self.evaluation_starts, self.ends[:-1], strict=True)
         ]
@@ -312,20 +312,20 @@ class Clock:
 
 
 def synchronize(device):
-    """Waits until the device has done its work."""
+    """Wait until the device has finished its work."""
     if device != "cpu":
         torch.accelerator.synchronize()
 
 
 def peak_mib(device):
-    """The most memory that this process held: allocated on the device, or resident."""
+    """Return the peak memory of this process: allocated on the device, or resident."""
     from stoker.trainer import memory
 
     return memory.peak_memory(torch.device(device)) / 2**20
 
 
 def mfu(job, step_us):
-    """The share of the device's measured peak that these steps come to."""
+    """Return the fraction of the device's measured peak that these steps reach."""
     from stoker.diagnostics import flops
 
     if job.tiny:

@@ -1,7 +1,7 @@
-"""The tables of docs/settings.md: a Sphinx extension that reads the settings from configs/.
+"""A Sphinx extension that generates the tables of docs/settings.md from configs/.
 
-A row has a key, its type, its default and its meaning. Defaults and meanings are the values and
-comments of the files in configs/, types are the limits in `stoker.command.settings.SETTINGS`.
+Each row has a key, its type, its default and its meaning. Defaults and meanings are the values and
+comments in the files of configs/; types are the limits in `stoker.command.settings.SETTINGS`.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ CODE = re.compile(r"('[^']*=[^']*'|`[^`]+`|\+?[\w./]+=[^\s,;:)']+)")
 
 @dataclasses.dataclass
 class Row:
-    """A key as one or more options of its group have it."""
+    """A key, with its default and its meaning in each option of its group."""
 
     key: str
-    value: Any  # its first default
-    defaults: dict[str, list[str]]  # the options that have each default
-    meanings: dict[str, list[str]]  # the options that have each comment
+    value: Any  # the first default
+    defaults: dict[str, list[str]]  # {default: options that have it}
+    meanings: dict[str, list[str]]  # {comment: options that have it}
 
 
 def comments(text: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def comments(text: str) -> dict[str, str]:
 
 def keys_of(text: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield (key, default, comment) of a YAML file, without keys that repeat another setting."""
-    values = OmegaConf.create(text)  # as the command reads them: 3e-3 is a number
+    values = OmegaConf.create(text)  # the command uses OmegaConf too, so 3e-3 is a number
     assert isinstance(values, DictConfig)
     meanings = comments(text)
     targets = {}
@@ -72,7 +72,7 @@ def keys_of(text: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def rows_of(group: str) -> list[Row]:
-    """Return the rows of a group: each key once, however many options have it."""
+    """Return the rows of a group. Each key has one row, however many options have the key."""
     rows: dict[str, Row] = {}
     files = configs.options(group)
     if group == "callbacks":
@@ -89,7 +89,7 @@ def rows_of(group: str) -> list[Row]:
 
 
 def rows_from(first: str) -> list[Row]:
-    """Return the rows of the block of train.yaml that begins with this key."""
+    """Return the rows of the block in train.yaml that contains this key."""
     text = (configs.FOLDER / "train.yaml").read_text(encoding="utf-8")
     for block in text.split("\n\n"):
         if re.search(rf"^{first}:", block, re.MULTILINE):
@@ -125,20 +125,20 @@ def type_of(row: Row) -> str:
 
 
 def joined(words: list[str]) -> str:
-    """Return words as in `a, b or c`."""
+    """Join words like `a, b or c`."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def sentence(comment: str) -> str:
-    """Return a comment as a sentence."""
+    """Turn a comment into a sentence."""
     is_value = CODE.match(comment) or re.match(r"[\w-]+(:|;| is )", comment)
     text = comment if is_value else comment[:1].upper() + comment[1:]
     return text if not text or text.endswith(".") else f"{text}."
 
 
 def inline(text: str) -> list[nodes.Node]:
-    """Return text with what a user types set as code."""
+    """Split text into nodes, with everything that a user types set as code."""
     parts: list[nodes.Node] = []
     for i, part in enumerate(CODE.split(text)):
         if part:
@@ -150,7 +150,7 @@ def inline(text: str) -> list[nodes.Node]:
 
 
 def paragraphs(texts: dict[str, list[str]], count: int, *, code: bool) -> list[nodes.Node]:
-    """Return a paragraph for each text, with the options it is for unless it is for all."""
+    """Return a paragraph for each text, which names its options unless it applies to all."""
     result: list[nodes.Node] = []
     for text, names in texts.items():
         children = [nodes.literal(text=text)] if code else inline(sentence(text))
@@ -171,7 +171,7 @@ def table(titles: list[str], widths: list[int], body: list[nodes.row]) -> nodes.
 
 
 class Settings(SphinxDirective):
-    """A table of keys; `keys` and `group` say which."""
+    """The base of the directives `keys` and `group`, which show a table of keys."""
 
     required_arguments = 1
 
@@ -203,7 +203,7 @@ class Settings(SphinxDirective):
 
 
 class Keys(Settings):
-    """The block of configs/train.yaml that has this key."""
+    """The block of configs/train.yaml that contains a key."""
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(configs.FOLDER / "train.yaml"))
@@ -211,7 +211,7 @@ class Keys(Settings):
 
 
 class Group(Settings):
-    """The options of a group, and the keys they have."""
+    """The options of a group, and their keys."""
 
     def run(self) -> list[nodes.Node]:
         group = self.arguments[0]

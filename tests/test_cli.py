@@ -881,7 +881,7 @@ def test_differences_are_shown_as_they_are_typed():
     )
     assert advice == [
         "To continue it, use its settings. For a new run, choose a different run_dir.",
-        "To train it longer, start a run in a different run_dir with resume=FILE, one of its checkpoints.",
+        "To train it for longer, choose a different run_dir and set resume=FILE to one of its checkpoints.",
     ]
 
 
@@ -896,7 +896,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file.touch()
     assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
     assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
-    assert "since it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
+    assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 
 
 def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):

@@ -124,18 +124,18 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
     torch.testing.assert_close(found, model(inputs), rtol=1e-7, atol=0)
     text = path.with_name(f"{path.name}.md").read_text(encoding="utf-8")
     if form == "safetensors":
-        assert "(N, 1) numbers of y, which are (value - " in text
+        assert "(N, 1) predicted values of y, standardized as (value - " in text
         assert "kind (0 or 1 for each of a, 'b, c', d); gaps (value - " in text
     else:
         assert (
-            "large; kind (0 or 1 for each of a, 'b, c', d); gaps. Numbers are as in the table;"
+            "large; kind (0 or 1 for each of a, 'b, c', d); gaps. Pass numbers as they are in the table;"
             in text
         )
         assert (
-            "a missing number is nan, and a category that is missing or unknown is 0 for each"
+            "pass nan for a missing number. If a category is missing or unknown, pass 0 for each category"
             in text
         )
-        assert "`outputs` of shape (N, 1), numbers of y in the data's own units" in text
+        assert "`outputs` of shape (N, 1), predicted values of y in the units of the data" in text
     other, whose = exporting.samples(about, {"path": str(run / "not_here.csv")})
     assert other.shape == (64, 5) and whose == "64 generated samples"
     assert abs(other[:, 0].mean() - 1e6) < 10
@@ -161,7 +161,10 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
         )  # else they are inside
         exported = r"- Exported: \d{4}-\d\d-\d\d, weights from step 7, with python \S+, torch \S+"
         assert re.search(exported + "\n", text)
-        assert "resized to 9x9 (height x width), bilinear, without cropping\n" in text
+        assert (
+            "resized to 9x9 (height x width) with bilinear interpolation and without cropping\n"
+            in text
+        )
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
         exec(code, {})
     said = model.classes[model(pixels).argmax()]
@@ -182,7 +185,7 @@ def test_the_card_of_the_weights_says_what_its_modules_take():
     )
     for dtype, norms, says in (
         (torch.uint8, {}, "float32 of shape (N, 2, 4, 4), pixel / 255"),
-        (torch.uint8, {"mean": [0.25, 0.5]}, "mean [0.25, 0.5], std 1"),
+        (torch.uint8, {"mean": [0.25, 0.5]}, "with mean [0.25, 0.5] and std 1"),
         (torch.uint8, {"std": [0.5, 2]}, "mean 0, std [0.5, 2.0]"),
         (torch.int64, {}, "int64 of shape (N, 2, 4, 4)"),
     ):
@@ -249,7 +252,7 @@ def test_a_model_that_draws_is_exported_where_it_draws_the_same(run, form):
     model = trained(lambda in_shape, _: GAN(in_shape))
     inputs = exporting.generated(model.about)
     if form == "onnx":
-        with pytest.raises(TrainingError, match=r"outputs differ .*Nothing was written"):
+        with pytest.raises(TrainingError, match=r"outputs .* differ .*Nothing was written"):
             exporting.export(model, run, form, inputs, "noise")
         assert list((run / "export").iterdir()) == []
         return
@@ -302,7 +305,8 @@ class Unsteady(Linear):
 def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_left(run):
     model = trained(Other)
     with pytest.raises(
-        TrainingError, match=r"differ by 1 from PyTorch's on noise.*Nothing was written"
+        TrainingError,
+        match=r"on noise, the outputs .* differ from PyTorch's by 1 .*Nothing was written",
     ):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
     assert list((run / "export").iterdir()) == []
@@ -311,7 +315,7 @@ def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_lef
 def test_a_model_that_cannot_be_exported_is_the_users_error(run, capfd):
     for make in (Unsteady, Fixed):
         model = trained(make)
-        with pytest.raises(UserError, match=r"(?s)cannot be exported.*Type format=safetensors"):
+        with pytest.raises(UserError, match=r"(?s)cannot be exported.*type format=safetensors"):
             exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
     assert capfd.readouterr() == ("", "")
     assert list((run / "export").iterdir()) == []

@@ -537,9 +537,7 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
     model = package.load(runs / "prices")
     model.module = torch.nn.Sequential(torch.nn.Linear(5, 1), Odd())
     write_table(tmp_path / "t.csv", houses(5), ("age", "town", "size"))
-    with pytest.raises(
-        TrainingError, match=r"t\.csv, line 5: the model returns values that are not finite"
-    ):
+    with pytest.raises(TrainingError, match=r"t\.csv, line 5: the model returns non-finite values"):
         list(inference.predict(model, tmp_path / "t.csv"))
 
 
@@ -623,7 +621,7 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     err = refused(forks, tmp_path, *arguments)
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
-    assert done.code == 0 and "images that cannot be read are left out, such as cats" in done.err
+    assert done.code == 0 and "images that cannot be read, such as cats" in done.err
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert (
         len(rows) == 19
@@ -656,9 +654,9 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
     for output, message in (
-        ("houses.csv", "this already exists"),
+        ("houses.csv", "this file already exists"),
         ("no/o.csv", "or its folder does not"),
-        ("images", "this already exists"),
+        ("images", "this file already exists"),
         ("o.txt", "does not end in .csv or .jsonl"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
@@ -685,7 +683,7 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
         own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
         for name in names:
             err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
-            assert "this already exists" in err and "Choose a different output" in err
+            assert "this file already exists" in err and "Choose a different output" in err
     assert all(path.read_bytes() == contents for path, contents in before.items())
     for _ in range(2):
         assert "prices/export/model.safetensors" in asked(

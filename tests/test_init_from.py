@@ -71,7 +71,7 @@ def test_another_number_of_classes_loads_the_body_alone_and_says_so(trained):
     assert torch.equal(model[0].weight, evaluated(trainer)["0.weight"])
     assert torch.equal(model[3].weight, head)
     assert str(report).splitlines()[1:] == [
-        "not loaded, their shapes differ: 3.weight (3, 16) for (5, 16), 3.bias (3,) for (5,)"
+        "not loaded (different shape): 3.weight (3, 16) for (5, 16), 3.bias (3,) for (5,)"
     ]
     assert str(report).startswith("loaded 2 of 4 tensors")
 
@@ -86,8 +86,8 @@ def test_what_is_missing_and_what_is_not_used_is_named(tmp_path):
     assert torch.equal(model[0].weight, torch.ones(16, 6)) and model[0].bias.dtype == torch.float32
     assert report.loaded == ["0.weight", "0.bias"] and report.unused == ["x.y"]
     assert str(report).splitlines()[1:] == [
-        "not loaded, not in the file: 1.weight, 1.bias, 1.running_mean, ...",
-        "not loaded, not in the model: x.y",
+        "not loaded (not in the file): 1.weight, 1.bias, 1.running_mean, ...",
+        "not loaded (not in the model): x.y",
     ]
 
 
@@ -165,7 +165,10 @@ def test_a_run_begins_with_them_unless_it_resumes(built, tmp_path, capsys):
     for name in head:
         assert torch.equal(begun[name], plain[name])
     out = capsys.readouterr().out
-    assert f"init     loaded 2 of 4 tensors from {source}\n         not loaded, their shapes" in out
+    assert (
+        f"init     loaded 2 of 4 tensors from {source}\n         not loaded (different shape)"
+        in out
+    )
     assert_same(built(f"init_from={source}", resumes=True), plain)
     assert "init " not in capsys.readouterr().out
 

@@ -400,7 +400,7 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     without = fit(tmp_path / "b")
     assert_same(dict(trainer.module.state_dict()), dict(without.module.state_dict()))
     warnings = [record.getMessage() for record in caplog.records]
-    expected = "callbacks=broken: the disk\\x1b[2J is full\nThe run continues without it."
+    expected = "callbacks=broken: the disk\\x1b[2J is full\nThe run continues without this logger."
     assert warnings == [expected] * (where is not None)
     usual = [
         "begin",

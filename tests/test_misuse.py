@@ -362,7 +362,7 @@ class Careful(Trainer):
             loss.backward()
             return loss.detach()
 
-        losses = [backward(part) for part, _ in self.cut(batch)]
+        losses = [backward(part) for part, _ in self.split_with_fractions(batch)]
         clip(self)
         self.optimizer.step()
         self.optimizer.zero_grad()

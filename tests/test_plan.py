@@ -143,15 +143,15 @@ def test_the_lines_add_up():
     lines = list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2))
     parts = "parameters 1.0", "gradients 1.0", "optimizer 2.0", "data 3.0"
     times = [
-        "1.0 s to the first step",
+        "1.0 s before the first step",
         "2.0 s more for the first step",
-        "10.0 s of 1,000 steps (10 ms each)",
+        "10.0 s for 1,000 steps (10 ms each)",
     ]
-    times += ["5.0 s of 10 evaluations", "0.5 s of 5 checkpoints", "1.0 s of the test"]
+    times += ["5.0 s for 10 evaluations", "0.5 s for 5 checkpoints", "1.0 s for the test"]
     assert lines == [
         "lr       0.001 at step 1, 0.01 at step 50, 0 at step 1,000",
         f"memory   500 MiB at the peak: {', '.join(parts)} MiB; the rest is Python and PyTorch",
-        "disk     1.0 MiB per checkpoint, of which the last 2 and the best are kept; 1.0 MiB of weights",
+        "disk     1.0 MiB per checkpoint, of which the last 2 and the best are kept; 1.0 MiB for the weights",
         f"time     about 19.5 s, measured over 50 steps: {', '.join(times)}",
     ]
     *others, time, stopped = plan.lines(
@@ -159,7 +159,7 @@ def test_the_lines_add_up():
     )
     assert others == lines[:3]
     assert time == lines[3].replace("19.5 s", "8.0 s")
-    assert stopped == "         max_minutes=0.1 ends it at about step 343"
+    assert stopped == "         max_minutes=0.1 stops the run at about step 343"
     assert list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=1)) == lines
     unknown = plan.Estimate(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
     lines = list(plan.lines(unknown, started=1.0, evaluations=10, saves=5, keep=2))

@@ -347,7 +347,7 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     examine.write(tmp_path / "run" / "evaluation.json", record, data)
     page = report.html(tmp_path / "run")
     unit = "tokens" if len(shape) == 1 else "pixels"
-    assert f"of the {unit} of 30 validation samples right" in page and "At random" in page
+    assert f"of the {unit} of 30 validation samples right" in page and "Random samples" in page
     assert page.count('<table class="bars">') == 1
     card.write(
         tmp_path,
@@ -361,7 +361,7 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     task = {"tokens": "token-classification", "pixels": "image-segmentation"}[unit]
     assert f"pipeline_tag: {task}\n" in text and f"| recall | val {unit} |" in text
     places = ", ".join(map(str, shape))
-    assert f"Outputs: (N, 5, {places}) class scores, those of each {unit[:-1]}\n" in text
+    assert f"Outputs: (N, 5, {places}) class scores for each {unit[:-1]}\n" in text
     assert page.count('<p class="tokens') == (10 if unit == "tokens" else 0)
     assert page.count("The stronger the color of a token") == (2 if unit == "tokens" else 0)
     assert page.count("data:image/png") == (48 if unit == "pixels" else 0)
@@ -393,7 +393,7 @@ def test_the_curves_of_two_classes_are_scikit_learns(tmp_path):
     area = roc_auc_score(targets, second)
     drawn = evaluation.probabilities(seen)
     assert [plot["title"] for plot in drawn] == ["calibration", "ROC", "precision and recall"]
-    assert drawn[1]["note"] == f"of yes, area {area:.3f}; gray: guessing"
+    assert drawn[1]["note"] == f"for yes, AUC {area:.3f}; gray: guessing"
     best = torch.maximum(second, 1 - second)
     is_right = (second > 0.5) == targets
     expected = []
@@ -630,7 +630,7 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     )
     assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
     assert any(
-        text.startswith("There is no test split. These samples were also used")
+        text.startswith("There is no test split. The validation samples were also used")
         for text in shown.all("p", "soft")
     )
     shutil.rmtree(tmp_path / "run")
@@ -1228,7 +1228,7 @@ def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):
         "evaluation.json": {
             "Classes",
             "Probabilities",
-            "At random",
+            "Random samples",
             "Worst: highest loss",
             "Most uncertain: highest entropy",
         }

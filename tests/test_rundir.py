@@ -101,7 +101,7 @@ def test_a_file_of_another_run_begins_no_run_in_its_place(forks, whole, tmp_path
     shutil.copytree(whole / "run", tmp_path / "run")
     assert forks.run(tmp_path, *JOB, "seed=1", "run_dir=other").code == 0
     file = next(iter(checkpoint.files(tmp_path / "other" / "checkpoints").values()))
-    assert "did not start with" in refused(
+    assert "did not start from" in refused(
         forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}"
     )
 
@@ -347,8 +347,8 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
         seen = read_run(tmp_path / "run")
         offered = {purpose for purpose, _ in origin(seen) + commands(seen)}
-        with_weights = {"Evaluate it", "Predict with it", "Export it"}
-        expected = {"Started by", "Resume it once the cause is fixed"}
+        with_weights = {"Evaluate it", "Make predictions", "Export it"}
+        expected = {"Started by", "Resume the run once the cause is fixed"}
         assert offered == (expected | with_weights if step > 20 else expected)
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()
@@ -426,10 +426,10 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
-    slower = ["Train it with a lower learning rate"]
+    slower = ["Train again with a lower learning rate"]
     replay = ["To replay that step"]
     for error, code, offered in (
-        (TrainingError("the disk is full"), 3, ["Resume it once the cause is fixed"]),
+        (TrainingError("the disk is full"), 3, ["Resume the run once the cause is fixed"]),
         (NotFinite("it is nan\nTo replay that step: stoker resume=x"), 3, [*slower, *replay]),
         (UserError("no such file"), 2, []),
     ):

@@ -207,7 +207,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
     [
         (
             {"run_dir": "taken"},
-            "result.json, which was not written by a run. Choose a different run_dir.",
+            "result.json, which a run would overwrite. Choose a different run_dir.",
         ),
         ({"test_loader": 3}, "evaluate: this int is not a loader"),
         ({"val_loader": {"train": []}}, "'train' is not a valid name"),

@@ -19,14 +19,14 @@ from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer
 
-# A model's inputs and outputs: `data.description()` of its training data.
+# The inputs and outputs of a model, from `data.description()` of its training data.
 Description = dict[str, Any]
 
-MOST_CLASSES = 40  # rows in the card's table
+MOST_CLASSES = 40  # maximum rows in the card's table of classes
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return a copy of the weights that are evaluated, by name; call it on all ranks."""
+    """Return a copy of the evaluated weights, {name: tensor}. Call this on all ranks."""
     with trainer.evaluating():  # with ema, these are the averaged weights
         return checkpoint.copy(dict(trainer.module.state_dict()))
 
@@ -40,13 +40,13 @@ def write(
     usual: bool = True,
     evaluation: Evaluation | None = None,
 ) -> None:
-    """Write model.safetensors, the tested weights, and model.md, the card that describes them.
+    """Write the tested weights to model.safetensors, and a card that describes them to model.md.
 
-    `usual`: whether the module's outputs are one number per class or target.
+    `usual`: whether the module returns one number per class or target.
     """
     about = data.description()
-    # A single entry, since several are ordered by hash, and equal weights would give different
-    # files.
+    # Write a single metadata entry: safetensors writes several entries in hash order, so equal
+    # weights could give different files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
     classes = [] if evaluation is None else classes_of(evaluation)
@@ -71,7 +71,7 @@ def write(
 
 
 def facts(module: torch.nn.Module, about: Description, result: RunResult) -> dict[str, Any]:
-    """Return what every card of a model shows."""
+    """Return the template variables that all model cards share."""
     text = parallel.plain_text(module)
     return {
         "name": text.partition("(")[0],
@@ -84,12 +84,12 @@ def facts(module: torch.nn.Module, about: Description, result: RunResult) -> dic
 
 
 def is_usual(outputs: Any, about: Description) -> bool:
-    """Whether a model's outputs are one number per class or target for each sample."""
+    """Return whether a model's outputs are one number per class or target for each sample."""
     return isinstance(outputs, torch.Tensor) and outputs.shape[1:] == (about["num_classes"],)
 
 
 def load_arguments(folder: str | Path, typed: list[str]) -> str:
-    """Return the arguments of stoker.load for a run that needs what is trusted in `typed`."""
+    """Return the arguments of stoker.load for a run, with the packages trusted in `typed`."""
     arguments = json.dumps(str(folder))
     packages = sorted({*own_packages(typed), *of_project()})
     if packages:
@@ -98,26 +98,26 @@ def load_arguments(folder: str | Path, typed: list[str]) -> str:
 
 
 def is_image(about: Description) -> bool:
-    """Whether the inputs are images like those in files: gray or RGB."""
+    """Return whether the inputs are 8-bit gray or RGB images, like those in image files."""
     shape = about["in_shape"]
     return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
 
 
 def results(result: RunResult) -> str:
-    """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
+    """Return the metrics of the shared weights, like 'val acc 0.9; test loss 0.1  acc 0.9'."""
     metrics = result.best_metrics()
     texts = {split: numbers(metrics, split) for split in ("val", "test")}
     return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
 
 
 def tested_split(result: RunResult) -> str | None:
-    """Return the split that the results come from; None without results."""
+    """Return the split that the results come from, or None if there are no results."""
     splits = {name.partition("/")[0] for name in result.best_metrics()}
     return next((split for split in ("test", "val") if split in splits), None)
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:
-    """Return the Hugging Face Hub's name for the task, None if it has none."""
+    """Return the name of the task on the Hugging Face Hub, or None if it has no name there."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"

@@ -1,29 +1,27 @@
-"""The classes of an evaluation: how often each is right, and which are confused."""
+"""Scores for each class of an evaluation, and the pairs of classes that are often confused."""
 
 from dataclasses import dataclass
 
 from stoker.runs.evaluation import Evaluation, class_colour
 
-MOST_PAIRS = 20  # pairs of confused classes
+MOST_PAIRS = 20  # maximum pairs of confused classes to list
 
 
 @dataclass
 class Class:
-    """A row of the confusion matrix; recall, precision and intersection over union are '' for a
-    division by zero.
-    """
+    """A class, with its row of the confusion matrix and its scores, which are '' if undefined."""
 
     name: str
     precision: str
     recall: str
     iou: str
-    colour: str  # in pictures of masks, for CSS
+    colour: str  # CSS color of the class in pictures of masks
     count: int
-    counts: list[int]
+    counts: list[int]  # by predicted class
 
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
-    """Return the rows of the confusion matrix; none if it is unknown."""
+    """Return the classes of a confusion matrix, or [] if there is no matrix."""
     import numpy
 
     if evaluation.confusion is None:
@@ -53,7 +51,7 @@ def fraction(count: int, total: int) -> str:
 
 
 def most_confused(classes: list[Class]) -> list[list[str]]:
-    """Return [true, predicted, count] of the classes most often confused."""
+    """Return [true, predicted, count] for the pairs of classes most often confused."""
     import numpy
 
     wrong = numpy.array([row.counts for row in classes])

@@ -16,13 +16,13 @@ CONFIG = "config.yaml"
 RESULT = "result.json"
 STATUS = "status.json"  # start, end and machine of the run
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"  # a language model's texts at each evaluation
+SAMPLES = "samples.jsonl"  # texts that a language model generates at each evaluation
 WEIGHTS = "model.safetensors"  # the tested weights, for sharing
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
 PACKAGES = "provenance/packages.txt"
 CHANGES = "provenance/changes.diff"
-TYPED = "# typed: "  # the first line of a config.yaml: this, then a JSON list of the typed settings
+TYPED = "# typed: "  # the start of a config.yaml, before a JSON list of the typed settings
 # Files that describe how a run ended; they are removed when it resumes.
 ENDING = (RESULT, EVALUATION, REPORT)
 # Files that a run writes; a killed run may leave one of them incomplete.
@@ -32,9 +32,9 @@ new: set[Path] = set()  # folders created by this process
 
 
 def claim(model: str, dataset: str) -> str:
-    """Create runs/<date>-<model>-<dataset>, with a number appended if it exists.
+    """Create runs/<date>-<model>-<dataset> and return its path.
 
-    The project file may name a folder other than `runs`.
+    If the folder exists, append a number. The project file can name a folder other than `runs`.
     """
     runs = project.current().runs
     name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
@@ -42,15 +42,15 @@ def claim(model: str, dataset: str) -> str:
 
 
 def make_new(folder: Path, key: str = "run_dir") -> Path:
-    """Create the folder, with a number appended to its name if it exists, and return its path."""
+    """Create the folder, appending a number to its name if it exists, and return its path."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
     return next(path for path in itertools.chain([folder], numbered) if make(path, key))
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:
-    """Create the folder, and return whether it is new; UserError if it is not writable.
+    """Create the folder and return whether it is new. Raise UserError if it is not writable.
 
-    Folders that are still empty when the process ends are removed, so that a mistake found before
+    A folder that is still empty when the process ends is removed, so that a mistake found before
     training leaves nothing behind.
     """
     missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
@@ -72,13 +72,13 @@ def make(folder: Path, key: str = "run_dir") -> bool:
 
 
 def remove_untrained(folder: Path) -> None:
-    """Remove a run directory that this process made, after an error before the first step."""
+    """Remove a run directory that this process created. Call this after an early failure."""
     if folder in new:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the folders that are empty; pass the inner ones first."""
+    """Remove each folder that is empty. Pass inner folders before outer ones."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()

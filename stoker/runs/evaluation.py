@@ -1,6 +1,4 @@
-"""The record of evaluation.json: how the best weights do on each class, and on the hardest
-samples.
-"""
+"""The contents of evaluation.json: the results of the best weights by class, and hard samples."""
 
 import colorsys
 from dataclasses import dataclass, field
@@ -9,11 +7,13 @@ from typing import Any, Literal
 
 @dataclass
 class Sample:
-    """A sample of the evaluation: its class indices for a classification, its numbers for a
-    regression, or its text or pictures if there is a class per token or pixel.
+    """A sample of the evaluation.
+
+    `true` and `predicted` are class indices for classification, and numbers for regression. If
+    there is a class per token or pixel, the sample has `tokens` or `masks` instead.
     """
 
-    index: int  # its index in the split
+    index: int  # position in the split
     true: Any = None
     predicted: Any = None
     probability: float | None = None  # probability of the predicted class
@@ -24,16 +24,16 @@ class Sample:
     png: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     masks: list[str] = field(default_factory=list)  # PNGs of the true and predicted classes
-    tokens: list[str] = field(default_factory=list)  # the first targets
-    losses: list[float | None] = field(default_factory=list)  # losses of these tokens
+    tokens: list[str] = field(default_factory=list)  # the first target tokens
+    losses: list[float | None] = field(default_factory=list)  # the loss of each of these tokens
 
 
 @dataclass
 class Evaluation:
     """The contents of evaluation.json.
 
-    `points` is for a regression. `classes` to `confusion` are for a classification, which counts
-    its `unit`: samples, tokens or pixels.
+    Only regression has `points`. Only classification has `classes`, `chance` and `confusion`; it
+    counts samples, tokens or pixels, as `unit` says.
     """
 
     split: Literal["train", "val", "test"]
@@ -43,13 +43,13 @@ class Evaluation:
     target: str | None = None
     standardised: bool | None = None
     classes: list[str] = field(default_factory=list)
-    chance: float | None = None  # fraction of the most frequent class
+    chance: float | None = None  # accuracy of always predicting the most frequent class
     confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class
-    # Binned by the probability of the predicted class, from 0 to 1: all samples, and the correct
-    # ones.
+    # Two histograms over the probability of the predicted class, from 0 to 1: of all samples, and
+    # of the correct ones.
     confidence: list[list[int]] | None = None
-    # For two classes, binned by the probability of the second: all samples, and those of this
-    # class.
+    # For binary classification, two histograms over the probability of the second class: of all
+    # samples, and of the samples of that class.
     second: list[list[int]] | None = None
     points: list[Any] = field(default_factory=list)  # [true numbers, predicted numbers]
     worst: list[Sample] = field(default_factory=list)
@@ -63,8 +63,9 @@ class Evaluation:
 
 
 def class_colour(label: int) -> tuple[int, int, int]:
-    """Return the color of a class in pictures of masks, far from those of its neighbors; the
-    first is gray, since it is often the background.
+    """Return the RGB color of a class in pictures of masks. Consecutive classes differ clearly.
+
+    The first class is gray, because it is often the background.
     """
     if label == 0:
         return 96, 96, 96

@@ -1,4 +1,4 @@
-"""Examine the best weights while they are tested: confused classes, hardest samples, errors."""
+"""Collect details while the best weights are tested: confused classes, hard samples, errors."""
 
 import base64
 import dataclasses
@@ -23,26 +23,26 @@ from stoker.trainer.losses import IGNORED
 from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
 
-NAME = "examined"  # this metric's name during that evaluation
-MOST_CLASSES = 1000  # classes in a confusion matrix, whose size is the square of this
-MOST_SAMPLES = 16  # samples in each list: the worst, and the most uncertain
+NAME = "examined"  # name of the Examination among the trainer's metrics
+MOST_CLASSES = 1000  # maximum classes in a confusion matrix, whose size grows quadratically
+MOST_SAMPLES = 16  # samples in each list, such as the worst ones
 MOST_POINTS = 2000  # (true, predicted) pairs of a regression
 MOST_TARGETS = 8  # target values kept per sample of a regression
-MOST_COLUMNS = 12  # columns of a table's row that are shown
+MOST_COLUMNS = 12  # table columns shown per sample
 SIDE = 64  # pixels on a picture's longer side
-BINS = 200  # bins for a probability
-MOST_TOKENS = 200  # tokens of a sequence that are shown
-MINUTES = 24 * 60  # minutes per day; a table's dates count in days
+BINS = 200  # bins in a histogram of probabilities
+MOST_TOKENS = 200  # tokens shown per sequence
+MINUTES = 24 * 60  # minutes per day; dates in a table are stored as days
 
-Columns = dict[str, Tensor]  # what is known of several samples, a row for each
+Columns = dict[str, Tensor]  # {name: values}, with one row per sample
 
 
 class Examination:
-    """A metric without a value of its own, which collects the samples for the record.
+    """A metric without a value of its own, which collects samples for evaluation.json.
 
-    It takes the same memory for any number of samples, and does not wait for the device. With
-    several processes, `loader` splits each of its batches among them. A subclass describes each
-    sample by numbers or tensors, and turns those of the `lists` into samples of the record.
+    Its memory use does not depend on the number of samples, and it never waits for the device.
+    With several processes, `loader` splits each batch among them. A subclass describes samples as
+    `columns` of tensors, and can override `chosen`, which turns the selected rows into `Sample`s.
     """
 
     higher_is_better = None
@@ -52,7 +52,7 @@ class Examination:
         self.split = split
         self.data = data
         self.batch_size: int = loader.batch_size  # over all processes
-        self.order: Tensor | None = None  # the samples chosen by limit_val
+        self.order: Tensor | None = None  # indices of the samples chosen by limit_val
         if loader.samples < getattr(loader, "whole", 0):
             self.order = loader.order(0)
         self.reset()
@@ -64,7 +64,7 @@ class Examination:
         self.confusion: Confusion | None = None
         if self.data.kind == "classification" and 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes, IGNORED)
-        # None if the outputs are not one row of numbers per sample.
+        # Stays None if the outputs are not one row of numbers per sample.
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -74,7 +74,7 @@ class Examination:
         count = len(targets)
         columns = self.columns(outputs.detach(), targets)
         columns["index"] = self.indices(count, outputs.device)
-        columns["order"] = columns["index"] * 7919 % 10007  # neighbors get distant numbers
+        columns["order"] = columns["index"] * 7919 % 10007  # a pseudorandom order of the samples
         for highest in self.lists.values():
             highest.update(columns)
         if self.confusion is not None:
@@ -82,14 +82,14 @@ class Examination:
         self.samples += count
 
     def fit(self, outputs: Any, targets: Any) -> bool:
-        """Whether there is a number for each class or target, of each token or pixel if any."""
+        """Return whether each sample, token or pixel has one output per class or target."""
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return False
         positions = targets.shape[1:] if self.data.target_shape else ()
         return outputs.shape == (len(targets), self.data.num_classes, *positions)
 
     def indices(self, count: int, device: torch.device) -> Tensor:
-        """Return the indices in the split of the next samples of this process."""
+        """Return the indices of this process's next `count` samples in the split."""
         of_batch = range(launch.rank(), self.batch_size, parallel.process_count)
         places = torch.arange(self.samples, self.samples + count, device=device)
         batches = places // len(of_batch)
@@ -97,7 +97,7 @@ class Examination:
         return batches * self.batch_size + within
 
     def compute(self) -> float:
-        """Make the record, and return nan; all processes must call this."""
+        """Build `self.evaluation` and return nan. All processes must call this."""
         usual_ranks = parallel.add_up(int(self.is_usual))
         if usual_ranks == parallel.process_count:
             samples = parallel.add_up(self.samples)
@@ -107,7 +107,7 @@ class Examination:
         return math.nan
 
     def complete(self, evaluation: Evaluation) -> None:
-        """Add what was collected to the record."""
+        """Fill `evaluation` with the collected data."""
         if self.data.table is not None:
             evaluation.target = self.data.table["target"]
         if self.data.kind == "classification":
@@ -124,17 +124,17 @@ class Examination:
                 sample.index = int(self.order[sample.index])
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
-        """Return {name: a row per sample}: the "loss", and what `chosen` needs."""
+        """Return {name: values} with one row per sample: the "loss", and what `chosen` needs."""
         raise NotImplementedError
 
     def chosen(self, columns: Columns) -> list[Sample]:
-        """Return the samples of these columns, which are on the CPU."""
+        """Turn the rows of these columns, which are on the CPU, into samples."""
         rows = zip(*[values.tolist() for values in columns.values()], strict=True)
         return [Sample(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
 class Highest:
-    """The samples with the highest numbers in a column: the first among equals, nan above all."""
+    """Keep the samples with the highest values in a column; nan ranks highest."""
 
     def __init__(self, column: str, most: int = MOST_SAMPLES) -> None:
         self.column = column
@@ -142,7 +142,7 @@ class Highest:
         self.kept: Columns = {}
 
     def update(self, columns: Columns) -> None:
-        """Choose from the samples of a batch and those kept so far."""
+        """Keep the highest among the samples kept so far and the samples of a batch."""
         parts = [self.kept, columns] if self.kept else [columns]
         self.kept = self.highest(joined(parts))
 
@@ -151,7 +151,7 @@ class Highest:
         return rows_of(columns, order[: self.most])
 
     def over_ranks(self) -> Columns:
-        """Return the samples of all processes on the CPU; all must call this."""
+        """Return the highest samples of all processes, on the CPU. All processes must call this."""
         kept = {name: values.cpu() for name, values in self.kept.items()}
         columns = joined([part for part in parallel.from_all(kept) if part])
         columns = self.highest(rows_of(columns, columns["index"].argsort()))
@@ -168,7 +168,7 @@ def rows_of(columns: Columns, rows: Tensor) -> Columns:
 
 
 class Classes(Examination):
-    """The samples of a classification, and how often each probability of an answer is right.
+    """The samples of a classification, and how often predictions of each probability are right.
 
     The loss is the negative log-probability of the true class, whatever loss the model was trained
     with.
@@ -182,8 +182,9 @@ class Classes(Examination):
 
     def reset(self) -> None:
         super().reset()
-        # Counts binned by the probability of the predicted class, for all samples and the correct
-        # ones, then by that of the last class, for all samples and those of the second class.
+        # Two pairs of histograms. Over the probability of the predicted class: of all samples,
+        # and of the correct ones. Over the probability of the last class: of all samples, and of
+        # the samples of the second class.
         self.bins: Tensor | None = None
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
@@ -218,8 +219,7 @@ class Classes(Examination):
 class Positions(Examination):
     """The samples of a classification of tokens or pixels.
 
-    It keeps the first tokens of a sequence and their losses, or as many pixels of a mask as a
-    picture shows.
+    Sequences are cut to their first tokens, and masks are reduced to the size of a picture.
     """
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
@@ -256,16 +256,14 @@ class Positions(Examination):
 
 
 def names_of_classes(data: Data) -> list[str]:
-    """Return the names of the classes: characters for bytes, numbers for classes without names."""
+    """Return the class names: characters for bytes, and numbers for unnamed classes."""
     if data.tokens == "bytes":
         return [chr(byte) for byte in range(data.num_classes)]
     return list(map(str, data.classes or range(data.num_classes)))
 
 
 def mask_png(mask: Tensor, classes: int) -> str:
-    """Return the PNG of a mask (H, W), as base64: a color for each class, white for what is
-    ignored.
-    """
+    """Return a mask (H, W) as a base64 PNG, with a color per class and white for ignored pixels."""
     colours = [*map(class_colour, range(classes)), (255, 255, 255)]
     palette = torch.tensor(colours, dtype=torch.uint8)
     return png(palette[mask.clamp_min(-1)].permute(2, 0, 1))
@@ -274,8 +272,8 @@ def mask_png(mask: Tensor, classes: int) -> str:
 class Numbers(Examination):
     """The samples of a regression, and (true, predicted) pairs of many random ones.
 
-    The loss is the mean squared error. Of several targets, the record has the first `MOST_TARGETS`,
-    in the user's units.
+    The loss is the mean squared error. Samples have at most `MOST_TARGETS` targets, in the units of
+    the data.
     """
 
     def reset(self) -> None:
@@ -304,7 +302,7 @@ class Numbers(Examination):
         evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
-        """Return a number, or one per target, as one per target in the record."""
+        """Expand a value, which may differ between targets, to all targets that are kept."""
         values = torch.as_tensor(value, dtype=torch.float64)
         return values.expand(self.data.num_classes)[:MOST_TARGETS]
 
@@ -312,10 +310,10 @@ class Numbers(Examination):
 def evaluate(
     trainer: Trainer, loader: Any, split: str, data: Data
 ) -> tuple[dict[str, float], Evaluation | None]:
-    """Return what `trainer.evaluate` returns, and the record for `write`.
+    """Return the results of `trainer.evaluate`, and the `Evaluation` for `write`.
 
-    The record is None if a subclass of the Trainer may give the outputs a different meaning, or if
-    the model or the loss has unusual outputs.
+    The second result is None if a subclass of the Trainer may give the outputs a different meaning,
+    or if the model or the loss has unusual outputs.
     """
     if not is_usual(trainer, data):
         return trainer.evaluate(loader, split), None
@@ -333,7 +331,7 @@ def evaluate(
 
 
 def is_usual(trainer: Trainer, data: Data) -> bool:
-    """Whether the trainer evaluates as Trainer does, with the default metrics of this data."""
+    """Return whether the trainer evaluates like `Trainer`, with the default metrics of the data."""
     kind = type(trainer)
     return (
         data.kind != "other"
@@ -344,7 +342,7 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 
 
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
-    """Write evaluation.json: the record, with what the report shows of each sample."""
+    """Write evaluation.json, adding the details of each sample that the report shows."""
     split = data.parts()[evaluation.split]
     for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
         show(sample, split, data)
@@ -352,7 +350,7 @@ def write(path: Path, evaluation: Evaluation, data: Data) -> None:
 
 
 def place_of(split: Any, index: int) -> dict[str, Any]:
-    """Return the file or the line of a sample, if its split has them."""
+    """Return the file or the line that a sample comes from, if its split knows it."""
     place: dict[str, Any] = {}
     files: Any = getattr(split, "files", None)
     if hasattr(files, "root"):
@@ -364,7 +362,7 @@ def place_of(split: Any, index: int) -> dict[str, Any]:
 
 
 def show(sample: Sample, split: Split, data: Data) -> None:
-    """Add the file, the line, the picture and the columns of a sample, if its split has them."""
+    """Add the file, line, picture and table columns of a sample, where its split has them."""
     index = sample.index
     vars(sample).update(place_of(split, index))
     with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
@@ -378,9 +376,9 @@ def show(sample: Sample, split: Split, data: Data) -> None:
 
 
 def png(image: Tensor) -> str:
-    """Return a small PNG of an image (C, H, W), as base64: gray, or its first three channels.
+    """Return an image (C, H, W) as a small base64 PNG, gray or with the first three channels.
 
-    uint8 stays as it is; floats are scaled from the lowest to the highest.
+    uint8 pixels are used unchanged. Other types are scaled so that their range fills 0 to 255.
     """
     from PIL import Image
 
@@ -421,6 +419,6 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number as in the file, rounded to the precision of its float32 value."""
+    """Undo the standardization of a number, and round it to the precision of float32."""
     error = std * abs(float(numpy.spacing(numpy.float32(value))))
     return round(value * std + mean, -math.ceil(math.log10(error))) + 0.0  # turns -0.0 into 0.0

@@ -32,16 +32,16 @@ from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of,
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
-SAMPLES = 64  # samples for comparing outputs, in batches of 1, 3 and all
-TOLERANCE = 1e-4  # times the largest output; reordered fp32 sums differ by 1e-6 of it
+SAMPLES = 64  # samples for comparing outputs, in batches of 1, 3 and all of them
+TOLERANCE = 1e-4  # relative to the largest output; reordering fp32 sums changes outputs by 1e-6
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # needed for format=onnx
 Run = Callable[[Tensor], Any]
 
 
 def check(form: str | None, output: str | None = None) -> None:
-    """Raise UserError for a bad `output`, or a format that is missing or lacks its packages."""
+    """Raise UserError if the format or its packages are missing, or if `output` is invalid."""
     if form is None:
-        raise UserError(f"task=export needs a format=. Choose one of: {', '.join(FILES)}.")
+        raise UserError(f"task=export requires format=. Choose one of: {', '.join(FILES)}.")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
         raise UserError(
@@ -53,17 +53,17 @@ def check(form: str | None, output: str | None = None) -> None:
 
 
 def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
-    """Return inputs to compare outputs on, and a name for them.
+    """Return inputs for comparing outputs, and a description of these inputs.
 
-    They are some of the run's test data, or the first rows of its table. If `dataset`, the node of
-    the run's data set, cannot be read, they are generated. Data of unknown shape
-    has none.
+    They come from the run's test data, or from the first rows of its table. If the data set that
+    the config node `dataset` describes cannot be read, they are generated. There are none for data
+    of unknown shape.
     """
     if about["kind"] == "other":
         return torch.empty(0), ""
     try:
         if about["table"] is not None:
-            from stoker.data import tables  # it imports pyarrow
+            from stoker.data import tables  # imports pyarrow
 
             path = os.path.expanduser(str(dataset.get("path")))
             rows = tables.read_batches(path, about["table"], SAMPLES, "dataset.path")
@@ -110,18 +110,18 @@ def export(
     whose: str,
     output: str | Path | None = None,
 ) -> tuple[Path, float, float]:
-    """Write a `Trained` model, and path.md, which says how to use it.
+    """Export a `Trained` model, and write path.md, which explains how to use it.
 
-    The outputs for batches of 1, of 3 and of all `inputs` are compared with the eager model's.
+    The outputs for batches of 1, 3 and all `inputs` are compared with those of the eager model.
     Without inputs, only format=safetensors is possible, and nothing is compared.
 
     Returns:
         The path, the largest difference between outputs, and the largest output.
 
     Raises:
-        TrainingError: the outputs differ by more than rounding, or these are not the weights that
-            the run tested. Nothing was written.
-        UserError: the model cannot be exported. Nothing was written.
+        TrainingError: the outputs differ by more than rounding errors, or these are not the weights
+            that the run tested. Nothing is written.
+        UserError: the model cannot be exported. Nothing is written.
     """
     check_tested(model, Path(folder))
     path = place(folder, form, output)
@@ -145,24 +145,25 @@ def export(
         except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise all kinds of errors for unsupported models
-            advice = "Type format=safetensors for the weights alone."
+            advice = "To export only the weights, type format=safetensors."
             if form == "safetensors":
-                advice = "Load it in Python, with stoker.load."
+                advice = "Load it in Python with stoker.load."
             raise UserError(
                 f"format={form}: this model cannot be exported "
                 f"({type(error).__name__}: {first_line(error)}).\n{advice}"
             ) from error
         if not difference <= TOLERANCE * largest:  # also true for nan
             raise TrainingError(
-                f"format={form}: its outputs differ by {difference:.2g} from PyTorch's on {whose}, "
-                f"which are up to {largest:.3g}. Nothing was written."
+                f"format={form}: on {whose}, the outputs of the exported model differ from "
+                f"PyTorch's by {difference:.2g} (largest output: {largest:.3g}). "
+                "Nothing was written."
             )
     write_card(path, model, folder, form, inputs, whose, difference, outputs)
     return path, difference, largest
 
 
 def check_tested(model: Trained, folder: Path) -> None:
-    """Raise TrainingError unless the weights are those that the run tested, if it has ended."""
+    """If the run has finished, raise TrainingError unless the model has the tested weights."""
     path = folder / directory.WEIGHTS
     result = RunResult.read(folder)
     if result is None or result.has_failed or not path.is_file():
@@ -173,7 +174,7 @@ def check_tested(model: Trained, folder: Path) -> None:
             raise TrainingError(
                 f"run={folder}: {name} in its best checkpoint differs from the tested weights "
                 f"({directory.WEIGHTS}). Nothing was written.\n"
-                f"The tested weights are in {path}; model.md beside it says how to load them."
+                f"The tested weights are in {path}; model.md next to it explains how to load them."
             )
 
 
@@ -230,8 +231,8 @@ def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
 def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
     """Return the largest difference between the outputs of both, and the largest output.
 
-    Target values are measured from their mean in training; the largest counts as at least one
-    standard deviation. The largest of other outputs counts as at least 1.
+    The size of a predicted target value is its distance from the training mean, and the largest is
+    at least one standard deviation. For other outputs, the largest is at least 1.
     """
     differences = []
     largest = [model.target_scale.max().item() if model.rescales else 1.0]
@@ -240,14 +241,16 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
         expected = outputs_of(model, inputs[:size])
         for wanted, given in zip(expected, outputs_of(run, inputs[:size]), strict=True):
             if given.shape != wanted.shape:
-                raise TrainingError(f"The exported model returns {list(given.shape)} values.")
+                raise TrainingError(
+                    f"The exported model returns a tensor of the wrong shape {list(given.shape)}."
+                )
             differences.append((given - wanted).abs().max())
             largest.append((wanted - center).abs().max().item())
     return torch.stack(differences).max().item(), max(largest)  # nan if a difference is nan
 
 
 def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
-    """Return all tensors that `run` returns; random ones are the same in each call."""
+    """Return all tensors that `run` returns, with the same random numbers in each call."""
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return [tensor for _, tensor in entries(run(inputs))]
@@ -255,7 +258,7 @@ def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what the exporters print and log: they raise an error if something goes wrong."""
+    """Silence what the exporters print and log; if something goes wrong, they raise an error."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     printed = io.StringIO()
@@ -276,7 +279,7 @@ def write_card(
     difference: float,
     outputs: Any,
 ) -> None:
-    """Write path.md, which says what the file is and how to use it."""
+    """Write path.md, which explains what the file contains and how to use it."""
     text = render(
         "export.md.jinja",
         **card.facts(model.module, model.about, RunResult.read(folder) or RunResult()),

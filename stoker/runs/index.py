@@ -4,7 +4,7 @@ A run in the project's runs folder updates the index of that folder; any run upd
 index one or two folders above it. `python -m stoker.runs.index DIR` draws one for any folder.
 
 The page is its own cache: it has a line of JSON for each run, which starts with the state of the
-run's files. They are read again only if that has changed. The files are untrusted.
+run's files. The files, which are untrusted, are read again only if their state has changed.
 """
 
 import contextlib
@@ -30,31 +30,31 @@ LOCK = ".index.lock"
 SWEEP = "sweep.json"
 SWEEP_PAGE = "sweep.html"
 JOB = "job.json"
-LEVELS = 2  # levels: runs/NAME and runs/GROUP/NAME
+LEVELS = 2  # levels of folders: runs/NAME and runs/GROUP/NAME
 PATIENCE = 5  # seconds to wait for another process that is updating the page
 START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
-MOST_HEAD = 2**16  # bytes of a page up to its lines
-MOST_BYTES = 2**25  # size of a metrics.jsonl or of a page, which then has 25,000 runs
+MOST_HEAD = 2**16  # maximum bytes in a page before its lines of JSON
+MOST_BYTES = 2**25  # size of a page, enough for about 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
 
-STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files on which an entry depends
+STATE = (SWEEP, SWEEP_PAGE, directory.RESULT, directory.METRICS)  # files that an entry depends on
 
 Entry = dict[str, Any]
 Row = dict[str, float]
 
 
 def update(run: str | Path, *, draws: bool = True) -> None:
-    """Update each index that lists this run or sweep; do nothing if that is not possible.
+    """Update every index that lists this run or sweep. Errors are ignored.
 
-    Without `draws` only a page that is already there changes, which takes milliseconds.
+    With `draws=False`, only the list in an existing page is updated, which takes milliseconds.
     """
     run = Path(run).absolute()
     is_listed = any((run / name).exists() for name in (directory.CONFIG, SWEEP))
     if (run / JOB).exists() or (run.exists() and not is_listed):
-        return  # a sweep is listed, but not its jobs, nor a run that has not begun
+        return  # the jobs of a sweep, and runs that have not started, are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
         begins = draws and is_listed and folder == usual and not os.path.lexists(folder / NAME)
@@ -65,7 +65,7 @@ def update(run: str | Path, *, draws: bool = True) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock a run directory as `lock.held` does, and then update the indexes that list the run."""
+    """Lock a run directory, like `lock.held`. At the end, update the indexes that list the run."""
     try:
         with lock.held(folder):
             yield
@@ -74,7 +74,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def is_index(folder: Path) -> bool:
-    """Whether a folder has an index, and not an index.html of another kind."""
+    """Return whether a folder has an index.html that is an index of runs."""
     try:
         with files.open_plain(folder / NAME) as file:
             return START.encode() in file.read(MOST_HEAD)
@@ -83,9 +83,9 @@ def is_index(folder: Path) -> bool:
 
 
 def write(folder: Path, *, draws: bool = True) -> Path:
-    """Write the index of a folder and return its path; OSError if it cannot be written."""
+    """Write the index of a folder and return its path. Raise OSError if that fails."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may not support locks
             lock.wait_for(file, PATIENCE)
         before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, after = rest.partition(END)
@@ -95,14 +95,14 @@ def write(folder: Path, *, draws: bool = True) -> Path:
         room = MOST_BYTES - len(before) - len(after)
         for line in updated(folder, lines):
             room -= len(line)
-            if room > 0:  # a larger page would not be read again
+            if room > 0:  # a larger page could not be read back
                 listed.append(line)
         files.write_text(folder / NAME, f"{before}{START}{''.join(listed)}{END}{after}")
     return folder / NAME
 
 
 def updated(folder: Path, lines: str) -> Iterator[str]:
-    """Yield the line of each run: one of `lines`, if the files of the run have not changed."""
+    """Yield a line for each run, reusing the one in `lines` if the run's files have not changed."""
     known = {}
     for line in lines.splitlines(keepends=True):
         if "<" not in line:
@@ -113,18 +113,19 @@ def updated(folder: Path, lines: str) -> Iterator[str]:
             name.encode()
             start = f"[{escaped([name, *state_of(path, names)])},"
             yield known.get(start) or f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
-        except (OSError, UnicodeError):  # just removed, or its name is not Unicode
+        except (OSError, UnicodeError):  # the run was just removed, or its name is not Unicode
             continue
 
 
 def escaped(value: Any) -> str:
-    """Return the value as JSON that can stand in HTML."""
+    """Return the value as JSON that is safe inside HTML."""
     return json.dumps(value, separators=(",", ":")).replace("<", r"\u003c")
 
 
 def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
-    """Yield the path of each run and sweep below the folder, and the names in it; no link is
-    followed.
+    """Yield the path of each run and sweep below the folder, with the names of its files.
+
+    Links are not followed.
     """
     try:
         names = set(os.listdir(folder))
@@ -140,7 +141,7 @@ def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:
-    """Return the state of the files of a run or sweep, which changes when its entry does."""
+    """Return the state of a run's or sweep's files, which changes whenever its entry does."""
     kept = [name for name in STATE if name in names]
     times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
     ended = SWEEP in names or directory.RESULT in names
@@ -153,7 +154,7 @@ def entry_of(path: Path, names: set[str]) -> Entry:
 
 
 def entry_of_run(path: Path, names: set[str]) -> Entry:
-    """Return what the page shows about a run; templates/index.js turns it into columns."""
+    """Return what the page shows for a run; templates/index.js turns it into columns."""
     from stoker.runs.report import inputs, summary
 
     try:
@@ -174,7 +175,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
-        "config": settings_of(run.config, None) if is_reproduced else {},  # beyond what was typed
+        "config": settings_of(run.config, None) if is_reproduced else {},  # also those not typed
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
@@ -184,7 +185,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 
 
 def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
-    """Return {key: value}: what was typed for a run, or all settings of a script."""
+    """Return {key: value} for the typed settings, or for the whole config if `typed` is None."""
     pairs = {key: as_typed(value) for key, value in config.items()}
     if typed is not None:
         split = (override.lstrip("+").partition("=") for override in typed)
@@ -194,7 +195,7 @@ def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, st
 
 
 def shown(value: object) -> str:
-    """Return a value from a file as text of one line, shortened."""
+    """Return a value from a file as one shortened line of text."""
     return printable(" ".join(str(value).split()))[:MOST_TEXT]
 
 
@@ -241,7 +242,7 @@ def entry_of_sweep(path: Path) -> Entry:
 
 
 def best_of(results: dict[Path, RunResult | None]) -> Path | None:
-    """Return the folder of the best job, by the metric of the first one that has a best."""
+    """Return the folder of the best job, by the metric of the first job that has a best value."""
     bests = {job: result.best for job, result in results.items() if result and result.best}
     names = [best.name for best in bests.values()]
     jobs = [job for job, best in bests.items() if best.name == names[0]]

@@ -38,16 +38,16 @@ Row = dict[str, Any]
 class Trained(torch.nn.Module):
     """A trained model with its preprocessing: maps raw inputs to class scores or target values.
 
-    Pass images as uint8 pixels, (N, C, H, W). Pass a table as the numbers of `columns`, (N,
-    columns), in their own units, with 0 or 1 for each category; they are processed in float64.
-    Other inputs are passed to the module unchanged. It returns scores, (N, classes), or target
-    values in the data's units, (N, targets). If the format of the data is not known, it takes and
-    returns the same as the module.
+    Pass images as uint8 pixels of shape (N, C, H, W). Pass the rows of a table as numbers of shape
+    (N, columns), in the order of `columns` and in their original units, with 0 or 1 for each
+    category; they are processed in float64. Other inputs reach the module unchanged. This model
+    returns scores of shape (N, classes), or target values of shape (N, targets) in the units of the
+    data. If the format of the data is unknown, inputs and outputs are those of the module.
 
     Attributes:
-        classes: the names of the scores; None for a regression, or if they have no names.
-        columns: the names of a table's numbers; None for other inputs.
-        about: the description of the data set, `Data.description()`.
+        classes: the class names, in the order of the scores; None if there are no names.
+        columns: the names of a table's input columns; None for other inputs.
+        about: the description of the data set, from `Data.description()`.
     """
 
     scale: Tensor
@@ -89,7 +89,7 @@ class Trained(torch.nn.Module):
         return outputs
 
     def check(self, inputs: Tensor) -> None:
-        """Raise a UserError for inputs whose type or shape differs from the data set's."""
+        """Raise UserError for inputs whose type or shape differs from the data set's."""
         shape = self.about["in_shape"]
         given: Any = type(inputs).__name__
         if isinstance(inputs, Tensor):
@@ -107,7 +107,7 @@ class Trained(torch.nn.Module):
 
 
 def constants(about: Description) -> dict[str, Tensor]:
-    """Return the numbers of the preprocessing by name, computed as a loader does it."""
+    """Return the constants of the preprocessing by name, computed as in a loader."""
     numbers = {}
     if about["dtype"] == "uint8":
         numbers["scale"], numbers["offset"] = scaling(about["mean"], about["std"], "cpu")
@@ -126,9 +126,9 @@ def constants(about: Description) -> dict[str, Tensor]:
 def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] = ()) -> Trained:
     """Load the model of a run directory with its best weights, in eval mode on `device`.
 
-    The data set is not needed. The folder is untrusted: only constructors of trusted packages, and
-    of those in `trusted`, are called. UserError if it is not a run directory, TrainingError if none
-    of its checkpoints can be read.
+    The data set is not needed. The folder is untrusted: only constructors from trusted packages,
+    including the ones in `trusted`, are called. Raises UserError if this is not a run directory,
+    and TrainingError if none of its checkpoints can be read.
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         chosen = devices.choose(device)
@@ -147,21 +147,21 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
 
 
 def best(folder: str | Path) -> tuple[Path, State]:
-    """Return the path and the state of a run's best checkpoint; an error if there is none.
+    """Return the path and the state of a run's best checkpoint. Raise an error if there is none.
 
-    If the run has not finished, it is the best so far, and a warning says so.
+    If the run has not finished, this is its best checkpoint so far, and you get a warning.
     """
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is meant for training
         raise TrainingError(
-            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} is there, it has the "
-            "tested weights; model.md beside it says how to load them."
+            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it has the "
+            "tested weights; model.md next to it explains how to load them."
         ) from None
     if found is None:
         raise UserError(
-            f"run={folder}: it has no checkpoint. Type the command that started it with "
-            f"run_dir={folder}."
+            f"run={folder}: this run has no checkpoint. To continue it, repeat the command that "
+            f"started it, with run_dir={folder}."
         )
     if finished(folder) is None:
         log.warning(
@@ -171,7 +171,7 @@ def best(folder: str | Path) -> tuple[Path, State]:
 
 
 def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torch.nn.Module:
-    """Build the module with these weights."""
+    """Build the module, and load these weights into it."""
     sizes = {}
     if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
@@ -184,7 +184,10 @@ def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torc
 
 
 def description(folder: str | Path, state: State) -> Description:
-    """Return a checkpoint's description of its inputs and outputs; UserError if it is malformed."""
+    """Return a checkpoint's description of the inputs and outputs.
+
+    Raises UserError if it is malformed.
+    """
     about: Description | None = resume.about(state).get("inputs")
     if about is None or not is_description(about):
         raise UserError(f"run={folder}: its checkpoint has a malformed description of the inputs.")
@@ -201,16 +204,17 @@ def predict(
 ) -> Iterator[Row]:
     """Yield the predictions for an image, the images below a folder, or the rows of a csv file.
 
-    A row has "file" or "line", and what `answers` says. Only one batch is read at a time.
-    `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default those of the run's table.
-    UserError for what cannot be read; with `skip` such images are left out, with a warning.
+    Each row has "file" or "line", and the entries from `answers`. Only one batch is in memory at a
+    time. `reading` can replace `missing`, `delimiter`, `decimal` and `marks` of the run's table.
+    Raises UserError for input that cannot be read; with `skip`, such images are skipped with a
+    warning.
     """
     about = model.about
     path = os.path.expanduser(str(path))
     size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"] or ()))))
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
-        from stoker.data import tables  # and with it pyarrow
+        from stoker.data import tables  # imports pyarrow
 
         key = "line"
         batches = tables.read_batches(path, about["table"], size, **reading)
@@ -220,8 +224,8 @@ def predict(
     else:
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
-            "which is neither images nor a table.\nType split=test for one of its own splits. "
-            "For a prompt, type task=generate prompt=TEXT."
+            "which is neither images nor a table.\nTo use one of its own splits, type split=test. "
+            "To continue a prompt, type task=generate prompt=TEXT."
         )
     place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
@@ -235,16 +239,16 @@ def predict(
 
 
 def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[Any]) -> None:
-    """Raise TrainingError for the first sample whose scores or values are not finite."""
+    """Raise TrainingError for the first sample with non-finite scores or values."""
     if card.is_usual(outputs, about) and not outputs.isfinite().all():
         first = int(outputs.isfinite().all(1).int().argmin())
         raise TrainingError(
-            f"{place}{printable(labels[first])}: the model returns values that are not finite."
+            f"{place}{printable(labels[first])}: the model returns non-finite values."
         )
 
 
 def in_units(outputs: Any, about: Description) -> Any:
-    """Return a regression's outputs in the data's units; other outputs unchanged."""
+    """Convert the outputs of a regression to the units of the data; leave others unchanged."""
     numbers = constants(about)
     if "target_mean" in numbers and card.is_usual(outputs, about):
         return outputs.double() * numbers["target_scale"] + numbers["target_mean"]
@@ -252,12 +256,12 @@ def in_units(outputs: Any, about: Description) -> Any:
 
 
 def answers(outputs: Any, about: Description) -> Iterator[Row]:
-    """Yield the prediction for each sample of the outputs for a batch.
+    """Yield the prediction for each sample in the outputs of a batch.
 
-    A classification has "class", "probability" and "probabilities", {class: probability}, or
-    "classes" if there is one per pixel. A text has "text", the likeliest next tokens. A regression
-    has "value", in the data's units. Other outputs stay as the model returns them: the keys of a
-    dict, or "output".
+    A classification yields "class", "probability" and "probabilities" ({class: probability}), or
+    "classes" if there is a class per pixel. A language model yields "text", the likeliest next
+    tokens. A regression yields "value", in the units of the data. Other outputs are unchanged: a
+    dict keeps its keys, and anything else goes under "output".
     """
     is_usual = card.is_usual(outputs, about)
     if is_usual and about["kind"] == "regression":
@@ -288,7 +292,7 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
 def image_batches(
     path: str, about: Description, size: int, skip: bool
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
-    """Yield (paths, uint8 (N, C, H, W)) of one image or of the images below a folder, resized."""
+    """Yield (paths, resized uint8 pixels (N, C, H, W)) of an image or of all images in a folder."""
     channels, *shape = about["in_shape"]
     resize = about.get("resize") or True
     files = images_below(path) if os.path.isdir(path) else iter([path])
@@ -318,13 +322,11 @@ def image_batches(
             f"({', '.join(images.IMAGE_ENDINGS)}). Type input=FOLDER or input=IMAGE."
         )
     if broken:
-        log.warning(
-            "%d images that cannot be read are left out, such as %s", len(broken), broken[0]
-        )
+        log.warning("Skipped %d images that cannot be read, such as %s.", len(broken), broken[0])
 
 
 def images_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the images below a folder by name, following no links to folders."""
+    """Yield the paths of the images below a folder by name. Links to folders are not followed."""
     for entry in sorted(os.scandir(folder), key=operator.attrgetter("name")):
         if entry.name.startswith("."):
             continue
@@ -363,7 +365,7 @@ def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
 
 
 def flat(row: Row) -> Row:
-    """Return the cells of a row by column: P(class) for each class, JSON for any other nesting."""
+    """Return {column: cell} of a row: P(class) for each class, and JSON for other nested values."""
     cells: Row = {}
     for key, value in row.items():
         if key == "probabilities":
@@ -376,18 +378,18 @@ def flat(row: Row) -> Row:
 
 
 def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
-    """Raise a UserError unless `output` can be a new file, with one of the endings if any.
+    """Raise UserError unless `output` can be created as a file, with one of the `endings` if given.
 
-    It is called before anything is computed. No existing file is overwritten.
+    Call this before computing anything. An existing file is never overwritten.
     """
     path = Path(output)
     shown = f"output={printable(output)}"
     if os.path.lexists(path) or not path.parent.is_dir():
         raise UserError(
-            f"{shown}: this already exists, or its folder does not. Choose a different output."
+            f"{shown}: this file already exists, or its folder does not. Choose a different output."
         )
     if endings and path.suffix not in endings:
         raise UserError(
-            f"{shown}: its name does not end in {' or '.join(endings)}. "
+            f"{shown}: the name does not end in {' or '.join(endings)}. "
             f"Type output=NAME{endings[0]}."
         )

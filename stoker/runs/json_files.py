@@ -1,4 +1,4 @@
-"""Untrusted JSON and text files: read with a limit on their size, written whole or not at all."""
+"""Read untrusted JSON and text files up to a size limit, and write JSON files atomically."""
 
 import contextlib
 import json
@@ -10,11 +10,11 @@ from stoker.trainer import files
 from stoker.trainer.typed import typed
 
 T = TypeVar("T")
-MOST_BYTES = 2**24  # a result.json takes 2 KB, a confusion matrix of 1,000 classes 8 MB
+MOST_BYTES = 2**24  # a result.json has 2 KB, and a confusion matrix of 1,000 classes 8 MB
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """Return the text of a file; "" if it is missing, too large, or not UTF-8."""
+    """Return the text of a file, or "" if the file is missing, too large, or not UTF-8."""
     try:
         return files.read(path, most).decode()
     except (OSError, ValueError):
@@ -22,7 +22,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if it is missing or holds something else."""
+    """Return the object in a JSON file, or None if the file is missing or has no object."""
     try:
         return parsed(files.read(path, most))
     except OSError:
@@ -30,7 +30,7 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the object that a text is in JSON; None if it is something else."""
+    """Return the object in a JSON text, or None if the text is not a JSON object."""
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError):
@@ -39,20 +39,20 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def read_record(path: str | Path, record: type[T]) -> T:
-    """Return the object in a JSON file as this dataclass, with its defaults if it is malformed."""
+    """Return a JSON file as this dataclass, or its defaults if the file is malformed."""
     with contextlib.suppress(TypeError):
         return cast(T, typed(read_json(path) or {}, record))
     return record()
 
 
 def write_json(path: Path, contents: Any, indent: int | None = 2) -> None:
-    """Write a JSON file, and the folder it is in; in one line without `indent`."""
+    """Write a JSON file, creating its folder. Without `indent`, write one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, json.dumps(finite(contents), indent=indent) + "\n")
 
 
 def finite(value: Any) -> Any:
-    """Return the value with null for nan and infinity, which JSON lacks, and lists for tensors."""
+    """Replace nan and infinity, which JSON lacks, with None, and tensors with lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):

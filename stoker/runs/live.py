@@ -1,4 +1,4 @@
-"""The live report of a run in training."""
+"""The live report of a run during training."""
 
 import time
 from pathlib import Path
@@ -9,15 +9,15 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import cause, log
 from stoker.trainer.trainer import Trainer
 
-FIRST = 5  # seconds of training before the first drawing; a shorter run is drawn at its end
-EVERY = 30  # minimum seconds between two drawings
-SHARE = 0.01  # fraction of the time that drawing may take, except for the first one, which is slow
+FIRST = 5  # seconds of training before the report is first drawn; shorter runs draw it at the end
+EVERY = 30  # minimum seconds between updates
+SHARE = 0.01  # maximum fraction of the time spent on updates, not counting the slow first one
 
 
 class LiveReport(Callback):
-    """Draw the report of the run in `folder` when a row is logged and the last drawing is old.
+    """Redraw the report of the run in `folder` when a row is logged and an update is due.
 
-    It is drawn from the files in the folder, between two steps, and uses no random numbers.
+    This happens between two steps, reads only the files in the folder, and uses no random numbers.
     """
 
     first_rank_only = True
@@ -43,7 +43,7 @@ class LiveReport(Callback):
         self.is_warm = True
 
     def draw(self) -> None:
-        """Draw the report; if that fails, warn, and leave it until the end of the run."""
+        """Draw the report. If that fails, warn and do not try again until the run ends."""
         from stoker.runs import report
 
         try:

@@ -1,4 +1,4 @@
-"""The lock of a run directory: only one process at a time works in it."""
+"""The lock of a run directory, which lets only one process use it at a time."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
-    """Close the files in a forked worker, which may outlive a killed run and keep it locked."""
+    """Close the lock files in a forked worker, which could outlive its run and keep it locked."""
     for file in locks:
         file.close()
 
@@ -35,9 +35,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep every other process out of it; RunInUse if one is using it.
+    """Create the folder and lock it. Raise RunInUse if another process holds the lock.
 
-    The system releases the lock however the process ends: a leftover file locks nothing.
+    The system releases the lock however the process ends, so a leftover file locks nothing.
     """
     make(folder)
     for name in FOLDERS:
@@ -79,7 +79,7 @@ def locked_file(folder: Path) -> FileIO:
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
                 " Wait until it ends, or choose a different run_dir."
             ) from None
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system may not support locks
             log.warning(
                 "run_dir=%s cannot be locked (%s): do not start a second run in it.",
                 folder,
@@ -88,11 +88,11 @@ def locked_file(folder: Path) -> FileIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 return file
-        file.close()  # the process that held it just ended and removed it
+        file.close()  # the file was removed by the process that held it, which has just ended
 
 
 def is_held(folder: str | Path) -> bool:
-    """Whether a process, possibly this one, is using the folder."""
+    """Return whether a process, possibly this one, holds the lock of the folder."""
     try:
         with files.open_plain(Path(folder) / LOCK) as file:
             lock(file)  # closing the file releases the lock
@@ -104,7 +104,7 @@ def is_held(folder: str | Path) -> bool:
 
 
 def wait_for(file: FileIO, seconds: float) -> None:
-    """Lock the file as soon as no other process has it locked; TimeoutError after `seconds`."""
+    """Wait until the file can be locked, and lock it. Raise TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(BlockingIOError):
@@ -114,7 +114,7 @@ def wait_for(file: FileIO, seconds: float) -> None:
 
 
 def lock(file: FileIO) -> None:
-    """Take an exclusive lock on the file; BlockingIOError if another process has it."""
+    """Take an exclusive lock on the file. Raise BlockingIOError if another process has one."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return

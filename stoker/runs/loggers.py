@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write the rows of numbers. JSONL is always on; the others are extras."""
+"""Loggers: callbacks that record the rows. JSONL is always on; the others are optional extras."""
 
 import contextlib
 import errno
@@ -38,8 +38,8 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 MLFLOW_PARAMS = 100  # maximum parameters in one call
-LONGEST_REASON = 300  # characters
-# The tools' names for each outcome; W&B's own hook uses 255 for Ctrl-C.
+LONGEST_REASON = 300  # characters of an error message
+# What each tool calls an outcome; W&B's own hook uses 255 for Ctrl-C.
 WANDB_CODES = {"done": 0, "failed": 1, "stopped": 255}
 MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
@@ -47,14 +47,14 @@ MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 class JSONL(Callback):
     """Append each row to the file `path`, one JSON object per line.
 
-    A resumed fit first removes the rows after its checkpoint, so that none appears twice.
+    A resumed fit first removes the rows after its checkpoint, so that no row appears twice.
     """
 
     first_rank_only = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.rows: int | None = None  # rows in the file, according to this run's state
+        self.rows: int | None = None  # number of rows in the file, as saved in checkpoints
         self.resume_step: int | None = None  # set until the first row is written
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -97,11 +97,11 @@ class JSONL(Callback):
 
 
 class Logger(Callback):
-    """Send the numbers of a run to a tool. If it fails, warn once and continue without it.
+    """Send the numbers of a run to a tool. If the tool fails, warn once and continue without it.
 
-    A subclass implements `begin`, called before the first row; `write`, for each row; and `end`. It
-    may implement `add_result`, for the result of a whole run. `begin` waits for the first row,
-    because by then the settings have been checked.
+    A subclass implements `begin`, which is called just before the first row, `write`, which is
+    called for each row, and `end`. It may also implement `add_result`, which receives the final
+    results. `begin` is called that late because all settings have been checked by then.
     """
 
     first_rank_only = True
@@ -119,14 +119,14 @@ class Logger(Callback):
         """Send a row of numbers."""
 
     def add_result(self, step: int, numbers: dict[str, float]) -> None:
-        """Send the final numbers; by default, as a last row."""
+        """Send the final results; by default, as a last row."""
         self.write(numbers, step)
 
     def end(self, outcome: str) -> None:
-        """End the run in the tool: it is "done", was "stopped", or has "failed"."""
+        """End the run in the tool. The outcome is "done", "stopped" or "failed"."""
 
     def describe(self, config: dict[str, Any], group: str | None = None) -> None:
-        """Take what the command knows before the fit; the command calls `finish` after it."""
+        """Receive the config and the sweep's name from the command, which later calls `finish`."""
         self.config = config
         self.group = group
         self.awaits_result = True
@@ -152,20 +152,20 @@ class Logger(Callback):
             self.end_as("done")
 
     def end_as(self, outcome: str) -> None:
-        """Tell the tool, once, that the run is "done", "stopped" or "failed"."""
+        """End the run in the tool as "done", "stopped" or "failed", unless it has ended already."""
         if self.begun:
             self.begun = False
             self.attempt(self.end, outcome)
 
     def finish(self, step: int, numbers: dict[str, float], outcome: str = "done") -> None:
-        """Send the result after the fit, and end; without any training, send nothing."""
+        """Send the final results after the fit and end the run; do nothing if no row was sent."""
         if self.begun:
             results = {chart_of(name): value for name, value in numbers.items()}
             self.attempt(self.add_result, step, results)
             self.end_as(outcome)
 
     def attempt(self, method: Callable[..., None], *args: Any) -> None:
-        """Call the tool, unless it has failed before; end it if it fails now."""
+        """Call a method unless the tool has failed before. If it fails, warn and end the run."""
         if self.failed:
             return
         try:
@@ -173,7 +173,7 @@ class Logger(Callback):
         except Exception as error:
             self.failed = True
             log.warning(
-                "callbacks=%s: %s\nThe run continues without it.",
+                "callbacks=%s: %s\nThe run continues without this logger.",
                 type(self).__name__.lower(),
                 printable(first_line(error))[:LONGEST_REASON],
             )
@@ -183,7 +183,7 @@ class Logger(Callback):
 
 
 def charted(row: Row) -> dict[str, float]:
-    """Return the numbers of a row that are plotted over the step; not the epoch."""
+    """Return the numbers of a row that are plotted over the steps, without the epoch."""
     return {
         chart_of(name): value
         for name, value in row.items()
@@ -192,7 +192,7 @@ def charted(row: Row) -> dict[str, float]:
 
 
 def chart_of(name: str) -> str:
-    """Return the name of a metric in the tools, which sort them: the losses come first."""
+    """Return a metric's name in the tools, chosen so that the losses are sorted first."""
     split, _, metric = name.partition("/")
     if split in ("best", "test"):
         return f"result/{name}"
@@ -200,7 +200,7 @@ def chart_of(name: str) -> str:
 
 
 class TensorBoard(Logger):
-    """Write event files into `folder`; needs the extra `tensorboard`."""
+    """Write event files into `folder`. Requires the extra `tensorboard`."""
 
     writer: Any  # a SummaryWriter
 
@@ -214,13 +214,13 @@ class TensorBoard(Logger):
 
         # Hide what a killed run wrote after its last checkpoint, since it will be written again.
         self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
-        # The tab has a column for each setting, so only pass settings that change the result.
+        # The HParams tab has a column per setting, so only pass settings that change the result.
         shown = {}
         for key, value in self.config.items():
             if not settings.may_differ(key) and not key.startswith("callbacks."):
                 is_text = isinstance(value, (list, dict, bool))  # the tab would show true as 1.0000
                 shown[key] = as_typed(value) if is_text else value
-        # Pass no list of metrics, which would apply to all runs; the tab finds each run's metrics.
+        # A list of metrics would apply to all runs. Without one, the tab finds each run's metrics.
         _, begins, self.is_done = hparams(shown, {})
         self.writer.file_writer.add_summary(begins)
 
@@ -235,10 +235,10 @@ class TensorBoard(Logger):
 
 
 class WandB(Logger):
-    """Weights & Biases, with its files in `folder`/wandb; needs the extra `wandb`.
+    """Send the run to Weights & Biases. Requires the extra `wandb`.
 
-    With `mode="auto"` it is online if you have logged in, and otherwise offline: `wandb sync`
-    uploads the run later.
+    Its files are in `folder`/wandb. With `mode="auto"`, the run is online if you are logged in.
+    Otherwise it is offline, and `wandb sync` can upload it later.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class WandB(Logger):
         self.run.summary.update(numbers)
 
     def end(self, outcome: str) -> None:
-        # An interrupted run has left several of these folders.
+        # A run that was resumed has several of these folders.
         sync = f"wandb sync {shlex.quote(str(self.folder / 'wandb'))}/offline-run-*"
         where = sync if self.run.offline else self.run.url
         self.run.finish(WANDB_CODES[outcome])
@@ -293,9 +293,9 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run in MLflow, under the name of `folder`; needs the extra `mlflow`.
+    """Send the run to MLflow, under the name of `folder`. Requires the extra `mlflow`.
 
-    `uri` is a server or a database. "auto" is MLFLOW_TRACKING_URI, else runs/mlflow.db.
+    `uri` is a server or a database. "auto" uses MLFLOW_TRACKING_URI if set, else runs/mlflow.db.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class MLflow(Logger):
             os.environ.setdefault(name, value)
         from mlflow.exceptions import MlflowException
 
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # alembic would report each table
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise it logs each table
         uri = self.uri
         if uri == "auto":
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db"
@@ -320,14 +320,14 @@ class MLflow(Logger):
         path = self.folder / "mlflow-id.txt"
         known = read_id(path) if self.begun_at else None
         if known:
-            with contextlib.suppress(MlflowException):  # another database has it
+            with contextlib.suppress(MlflowException):  # the id is from a different database
                 self.client.update_run(known, status="RUNNING")
                 self.id = known
                 return
         self.id = write_id(path, self.create_run(experiment))
 
     def create_run(self, experiment: str) -> str:
-        """Create an MLflow run with the settings of this run; return its id."""
+        """Create an MLflow run with the settings of this run, and return its id."""
         from mlflow.entities import Param
 
         tags = {"sweep": self.group} if self.group else {}
@@ -375,13 +375,13 @@ def need(package: str, tool: str) -> None:
 
 
 def name_of(folder: Path, group: str | None) -> str:
-    """Return a run's display name: its folder's, after the sweep's."""
+    """Return a run's display name: FOLDER, or SWEEP/FOLDER in a sweep."""
     name = folder.absolute().name
     return f"{group}/{name}" if group else name
 
 
 def read_id(path: Path) -> str | None:
-    """Return the id that `write_id` left, to continue that run; None if there is none."""
+    """Return the id that `write_id` saved, or None if there is none."""
     text = read_text(path, 100)
     return text if re.fullmatch(r"[A-Za-z0-9-]+", text) else None
 
@@ -393,10 +393,11 @@ def write_id(path: Path, name: str) -> str:
 
 
 class ConfigFile(Callback):
-    """Write the config to `path` when training begins: put it last, after callbacks that check.
+    """Write the config to `path` when training begins. List this after callbacks that may fail.
 
-    A run that begins at step 0 removes the files of an older run beside it; a resumed run removes
-    those about how it ended before. `beside` returns the text of each further file, by name.
+    A run that begins at step 0 removes the files of an older run from the same folder; a resumed
+    run removes the files that describe how it ended before. `beside` returns the text of more files
+    to write, by name.
     """
 
     first_rank_only = True

@@ -1,8 +1,8 @@
-"""Pages and cards from templates/.
+"""Render pages and cards from templates/.
 
-The HTML pages stand alone: no network, light and dark, and one inline script, which the page allows
-by its hash. NAME.html has script.js, chart.js and NAME.js, and style.css and NAME.css; NAME.js and
-NAME.css are optional.
+The HTML pages need no network, have a light and a dark mode, and contain one inline script, which
+their content security policy allows by its hash. NAME.html includes script.js, chart.js and
+style.css, and NAME.js and NAME.css if they exist.
 """
 
 import base64
@@ -23,7 +23,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **facts: Any) -> str:
-    """Render a template of templates/. HTML pages escape all facts except Markup."""
+    """Render a template from templates/. HTML pages escape all facts except Markup."""
     if template.endswith(".html"):
         facts |= inline(template.removesuffix(".html"))
     return templates().get_template(template).render(facts)
@@ -31,7 +31,7 @@ def render(template: str, **facts: Any) -> str:
 
 @functools.cache
 def inline(name: str) -> dict[str, "markupsafe.Markup"]:
-    """Return the script of a page, its hash for the content security policy, and the style."""
+    """Return the script of a page, its hash for the content security policy, and the CSS."""
     from markupsafe import Markup
 
     script = source("script.js", "chart.js", f"{name}.js")
@@ -44,7 +44,7 @@ def inline(name: str) -> dict[str, "markupsafe.Markup"]:
 
 
 def source(*names: str) -> str:
-    """Return the text of these files of templates/, skipping missing ones."""
+    """Return the text of these files in templates/, skipping missing ones."""
     paths = [TEMPLATES / name for name in names]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 
@@ -67,5 +67,5 @@ def templates() -> "jinja2.Environment":
 
 
 def plain(value: Any) -> Any:
-    """Return a template's value without control characters, before it is escaped."""
+    """Remove control characters from a value, before the template escapes it."""
     return value if hasattr(value, "__html__") else printable(value)

@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 MOST_POINTS = 400  # points in a drawn curve
 MOST_MARKED = 30  # curves with at most this many points have dots
 MOST_DOTS = 800  # dots in a scatter plot
-# The ends of the axes, in pixels of a plot of 360 x 220, nearly the size on a phone.
+# The ends of the axes, in pixels of a 360 x 220 plot, which is about its size on a phone.
 LEFT = 70
 RIGHT = 346
 FOOT = 186
@@ -35,7 +35,7 @@ class Axis:
     is_log: bool = False
 
     def fraction(self, value: float) -> float:
-        """Return the place of a value between the ends, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -43,9 +43,9 @@ class Axis:
 
 @dataclass
 class Plot:
-    """A plot: its axes, and the marks that are drawn in them.
+    """A plot: its axes and the marks drawn in them.
 
-    The kind of a mark is a class of the page's style, its color a variable.
+    The kind of a mark is a CSS class of the page, and its color is a CSS variable.
     """
 
     x: Axis
@@ -57,19 +57,19 @@ class Plot:
     marks: list[dict[str, str]] = field(default_factory=list)
 
     def across(self, x: float) -> float:
-        """Return the pixel of a value."""
+        """Return the x coordinate of a value in pixels."""
         return round(LEFT + (RIGHT - LEFT) * self.x.fraction(x), 1)
 
     def up(self, y: float) -> float:
-        """Return the pixel of a value."""
+        """Return the y coordinate of a value in pixels."""
         return round(FOOT + (TOP - FOOT) * self.y.fraction(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
-        """Draw a path, with a `colour`, and a `name` and `points` if the page shows its values."""
+        """Draw a path with an optional `colour`. The page shows its `name` and `points`, if any."""
         self.marks.append({"kind": kind, "path": path, **attributes})
 
     def places(self, points: Points) -> list[str]:
-        """Return the points in pixels."""
+        """Return the points as pixel coordinates."""
         return [f"{self.across(x)} {self.up(y)}" for x, y in points]
 
     def rule(self, value: float) -> None:
@@ -83,7 +83,7 @@ class Plot:
         self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
     def line(self, name: str, points: Points, colour: str) -> None:
-        """Draw a curve. The page does not show the values of a curve without a name."""
+        """Draw a curve. The page shows its values if it has a name."""
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))
@@ -103,7 +103,7 @@ class Plot:
 
 
 def linear(values: Sequence[float]) -> Axis:
-    """Return an axis between round ticks, about five of them."""
+    """Return a linear axis with about five round ticks."""
     low = min(values)
     high = max(values)
     most = max(abs(low), abs(high), SMALLEST)
@@ -127,7 +127,7 @@ def exponent(value: float) -> int:
 
 
 def labeled(ticks: list[float], notation: str, is_log: bool = False) -> Axis:
-    """Return an axis between these ticks, such as 0.05, 20,000 or 1e-5."""
+    """Return an axis with these ticks, labeled like 0.05, 20,000 or 1e-5."""
     labels = []
     for tick in ticks:
         label = f"{tick:{notation}}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
@@ -136,9 +136,7 @@ def labeled(ticks: list[float], notation: str, is_log: bool = False) -> Axis:
 
 
 def scale(values: Sequence[float], far: float) -> Axis:
-    """Return an axis for the values: logarithmic, between powers of ten, if their ratio is above
-    `far`.
-    """
+    """Return an axis. It is logarithmic if the largest value is over `far` times the smallest."""
     if min(values) < SMALLEST or max(values) <= far * min(values):
         return linear(values)
     first = exponent(min(values))
@@ -159,8 +157,8 @@ def curves(
 ) -> Markup:
     """Draw named curves over the steps, with a mark at `best` and a band over the `warmup`.
 
-    `colours` names a variable of the page's style for each curve. Values whose ratio is above `far`
-    get a logarithmic axis. `epochs` is the number of epochs per step.
+    `colours` maps each curve to a CSS variable of the page. The axis is logarithmic if the largest
+    value is over `far` times the smallest. `epochs` is the number of epochs per step.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
@@ -186,7 +184,7 @@ def fractions(
     ylabel: str,
     ideal: Points = (),
 ) -> Markup:
-    """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` one."""
+    """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` curve."""
     plot = Plot(linear([0, 1]), linear([0, 1]), f"{ylabel} by {xlabel}", xlabel, ylabel)
     if ideal:
         plot.line("", ideal, "c7")
@@ -208,7 +206,7 @@ def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
 
 
 def against(points: Points, label: str) -> Markup:
-    """Draw (true, predicted) as dots, with the line on which they are equal."""
+    """Draw (true, predicted) pairs as dots, with the line on which both are equal."""
     points = points[:: math.ceil(len(points) / MOST_DOTS)]
     axis = linear([value for point in points for value in point])
     plot = Plot(axis, axis, label, "true", "predicted")
@@ -219,7 +217,7 @@ def against(points: Points, label: str) -> Markup:
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most `most` points of a curve, with the extremes of each stretch."""
+    """Return at most `most` points of a curve, with the minimum and maximum of each stretch."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / (most - 2))

@@ -1,7 +1,7 @@
-"""What a result depends on besides its config: versions of libraries, and the project's code.
+"""What a result depends on besides its config: library versions and the project's code.
 
-A run directory has them in result.json, in `provenance/packages.txt` (every installed package) and,
-if the project has uncommitted changes, in `provenance/changes.diff`.
+A run directory stores them in result.json, in `provenance/packages.txt` (all installed packages)
+and, if the project has uncommitted changes, in `provenance/changes.diff`.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ def versions() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Return {name: version} of every installed package, by the names of their .dist-info folders.
+    """Return {name: version} of all installed packages, from the names of .dist-info folders.
 
-    Those are a standard, and `importlib.metadata` takes 150 times as long for 200 packages.
+    The names are standardized, and `importlib.metadata` takes 150 times as long for 200 packages.
     """
     versions: dict[str, str] = {}
     for place in sys.path:
@@ -55,13 +55,13 @@ def packages() -> dict[str, str]:
             continue
         for name in names:
             match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
-            if match is not None:  # the first entry on the path counts
+            if match is not None:  # keep the first one on sys.path, which is imported
                 versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
     return dict(sorted(versions.items()))
 
 
 class Code:
-    """The state of a project's git repository; git runs while the run is built."""
+    """The state of a project's git repository. Git runs in threads while the run is built."""
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)
@@ -72,14 +72,14 @@ class Code:
         pool.shutdown(wait=False)
 
     def revision(self) -> Revision | None:
-        """Return the current revision; None if there is none. Untracked files do not count."""
-        # Wait for both: no thread and no process may be left when the training begins.
+        """Return the current revision, or None if there is none. Untracked files are ignored."""
+        # Wait for both, so that no thread or process is still running when training starts.
         diff = self.diff.result()
         commit = self.commit.result().strip()
         return Revision(commit, dirty=diff != "") if commit else None
 
     def files(self) -> dict[str, str]:
-        """Return {name: text} of the files of provenance/."""
+        """Return {name: text} for the files in provenance/."""
         listed = [f"{name}=={version}\n" for name, version in packages().items()]
         texts = {PACKAGES: "".join(listed)}
         revision = self.revision()
@@ -92,7 +92,7 @@ class Code:
 
 
 def git(folder: Path, *words: str) -> str:
-    """Return what a git command prints; "" if it fails."""
+    """Return the output of a git command, or "" if it fails."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", str(folder), *words],

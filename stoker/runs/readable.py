@@ -1,4 +1,4 @@
-"""Results and times as people read them: loss 0.0707  acc 0.9861, 4 min 10 s."""
+"""Format results and times for people, like "loss 0.0707  acc 0.9861" and "4 min 10 s"."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from stoker.trainer.readable import number
 
 
 def numbers(results: Mapping[str, Any], split: str) -> str:
-    """Return "loss 0.0707  acc 0.9861", the numbers of a split: {"test/loss": ..., ...}."""
+    """Format the numbers of a split in {"test/loss": ..., ...}, like "loss 0.0707  acc 0.9861"."""
     parts = []
     for name, value in results.items():
         place, _, metric = name.partition("/")
@@ -18,7 +18,7 @@ def numbers(results: Mapping[str, Any], split: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: slice) -> Iterator[str]:
-    """Yield the rows as lines with aligned columns, those in `right` aligned to the right."""
+    """Yield the rows as lines with aligned columns. The columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = list(map(str.ljust, row, widths))

@@ -18,9 +18,9 @@ from stoker.trainer.readable import number
 from stoker.trainer.stopping import StopReason
 from stoker.trainer.typed import is_number, typed
 
-MOST_OVERRIDES = 1000  # also the most characters in each
-# The parts of `RunResult.time`. A step that runs as one graph is "step" instead of the
-# three stages before it.
+MOST_OVERRIDES = 1000  # also the maximum number of characters in each override
+# The stages in `RunResult.time`. If a whole step is one CUDA graph, "step" replaces the three
+# stages before it.
 STAGES = (
     "data",
     "transfer",
@@ -34,7 +34,7 @@ STAGES = (
     "report",
     "other",
 )
-# Entries that every finished run has, null if unknown; the others are left out.
+# Entries that a finished run always has, as null if unknown. Other unknown entries are left out.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
@@ -54,7 +54,7 @@ class RunResult:
 
     overrides: list[str] | None = None  # the typed settings
     script: str | None = None  # the command of the script that started the run
-    # why the run failed; if set, only the entries of `write_failure` are set too
+    # why the run failed; if set, all other entries except those from `write_failure` are empty
     error: str | None = None
     code: int | None = None  # the exit code of a failed run
     will_repeat: bool | None = None  # whether the same command would fail at the same step again
@@ -85,7 +85,7 @@ class RunResult:
     def read(cls, folder: str | Path) -> "RunResult | None":
         """Read the result of an untrusted run directory; None if there is none.
 
-        A file with an entry of another type counts as that of a failed run.
+        If an entry has the wrong type, the file is treated as the result of a failed run.
         """
         contents = json_files.read_json(Path(folder) / RESULT)
         if contents is None:
@@ -111,7 +111,7 @@ class RunResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run says that it failed."""
+        """Whether the run recorded a failure."""
         return self.error is not None
 
     @property
@@ -120,7 +120,7 @@ class RunResult:
         return self.error is None and self.overrides is not None and self.seconds is not None
 
     def stopped_by(self, kind: str) -> bool:
-        """Whether the run stopped before its end for a reason of this kind, such as "pruned"."""
+        """Return whether the run stopped early for a reason of this kind, such as "pruned"."""
         return self.stopped is not None and self.stopped.kind == kind
 
     def tests(self) -> dict[str, float]:
@@ -129,12 +129,12 @@ class RunResult:
         return tests_in(self.numbers, monitored)
 
     def final_numbers(self) -> dict[str, float]:
-        """Return the outcome of the run: the best value of the monitored metric, and the test."""
+        """Return the best value of the monitored metric, and the test results."""
         best = {} if self.best is None else {f"best/{self.best.name}": self.best.value}
         return best | self.tests()
 
     def best_metrics(self) -> dict[str, Any]:
-        """Return the metrics of the best weights, which the run shares."""
+        """Return the metrics of the best weights, which are the ones in model.safetensors."""
         metrics = {name: value for name, value in self.numbers.items() if "/" in name}
         if self.best is not None and self.best.step != self.steps:
             # The last evaluation used different weights.
@@ -143,7 +143,7 @@ class RunResult:
         return metrics
 
     def add_rows(self, path: Path) -> None:
-        """Add the last value of each metric of a metrics.jsonl, and the speed of its training."""
+        """Add the last value of each metric in a metrics.jsonl, and the training speed."""
         rows = read_rows(path)
         self.numbers.update(last_values(rows))
         self.samples_per_second = training_speed(rows)
@@ -160,14 +160,14 @@ class RunResult:
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
-    """Return the test results: the `first` one first, and the loss, which says the least, last."""
+    """Return the test results, with `first` at the beginning and the loss at the end."""
     names = [name for name in numbers if name.startswith("test/") and is_number(numbers[name])]
     names.sort(key=lambda name: (name == "test/loss", name != first))
     return {name: numbers[name] for name in names}
 
 
 def of_fit(trainer: Any, saver: Any) -> RunResult:
-    """Return the result of a fit, without its metrics; `saver` is its `Checkpoint`."""
+    """Return the result of a fit without its metrics. `saver` is its `Checkpoint` callback."""
     from stoker.trainer import summary
 
     result = RunResult(
@@ -187,13 +187,13 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
 
 
 def finished(folder: str | Path) -> RunResult | None:
-    """Return the result of a finished run, else None."""
+    """Return the result of a run, or None if the run has not finished."""
     result = RunResult.read(folder)
     return result if result is not None and result.is_finished else None
 
 
 def has_failed(folder: str | Path) -> bool:
-    """Whether the run in a folder says that it failed."""
+    """Return whether the run in a folder recorded a failure."""
     result = RunResult.read(folder)
     return result is not None and result.has_failed
 
@@ -205,9 +205,9 @@ def write_failure(
     warnings: list[str] | None = None,
     script: str | None = None,
 ) -> bool:
-    """Write why a run failed, and its exit code; return whether that was written.
+    """Write why a run failed, and its exit code. Return whether that was written.
 
-    `warnings` are the doctor's. An existing result or reason is kept.
+    `warnings` come from the doctor. An existing result or failure is not overwritten.
     """
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
@@ -227,9 +227,9 @@ def write_failure(
 
 
 def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
-    """Yield the closing lines of a run: the best result, the test, the time, and the next commands.
+    """Yield the last lines that a run prints: its results, its time, and the next commands.
 
-    `packages` are those whose code the run trusts.
+    `packages` are the packages that the run trusts.
     """
     if result.best is not None:
         best = result.best
@@ -265,7 +265,7 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
 
 
 def are_overrides(value: Any) -> bool:
-    """Whether an entry of a file can be the typed settings of a run."""
+    """Return whether an entry of a file is a valid list of typed settings."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
         return False
     return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)

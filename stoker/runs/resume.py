@@ -1,6 +1,6 @@
-"""Decide whether a run resumes, from which checkpoint, and check that its settings allow it.
+"""Decide whether a run resumes and from which checkpoint, and check that its settings allow it.
 
-Which settings may differ is the `resume` column of SETTINGS in stoker/command/settings.py.
+The `resume` column of SETTINGS in stoker/command/settings.py says which settings may differ.
 """
 
 from pathlib import Path
@@ -21,10 +21,11 @@ MOST_SHOWN = 5  # differences in one message
 def to_resume(
     folder: Path, resume: str, overwrite: bool, cfg: Any
 ) -> tuple[Path, dict[str, Any], str | None] | None:
-    """Return the checkpoint to resume from, (file, state, origin), or None to start at step 0.
+    """Return the checkpoint to resume from as (file, state, origin), or None to start at step 0.
 
-    The origin is the SHA-256 of the file that `resume=FILE` started the run with: the same command
-    then resumes that run instead of starting over. UserError if the settings differ.
+    The origin is the SHA-256 of the FILE with which `resume=FILE` started the run. If it matches,
+    repeating the command resumes the run instead of starting over from the file. Raises UserError
+    if the settings differ.
     """
     from stoker.trainer import checkpoint
 
@@ -44,8 +45,8 @@ def to_resume(
         if newest is None or about(newest[1]).get("origin") != origin:
             if newest is not None and given.parent != (folder / "checkpoints").resolve():
                 raise UserError(
-                    f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
-                    "Type resume=auto to continue it, or choose a different run_dir."
+                    f"run_dir={folder} has checkpoints of a run that did not start from {resume}.\n"
+                    "Type resume=auto to continue that run, or choose a different run_dir."
                 )
             try:
                 state = checkpoint.load_whole(given)
@@ -62,23 +63,23 @@ def to_resume(
 
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:
-    """Raise UserError if a run that starts over would replace files without `overwrite`."""
+    """Raise UserError if starting over would replace files, unless `overwrite` is set."""
     names = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
     if names and not overwrite:
         raise UserError(
             f"run_dir={folder}: resume=never starts over, but {names[0]} exists."
-            " Choose a different run_dir, or overwrite=true to replace it."
+            " Choose a different run_dir, or type overwrite=true to replace it."
         )
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed run left half-written."""
+    """Remove the half-written files of a killed run."""
     if (folder / CONFIG).exists():  # this is a run directory
         files.remove_partial(folder, WRITTEN)
 
 
 def check_beginning(folder: Path, cfg: Any) -> None:
-    """Check a run directory without checkpoints: the run stopped too early, or there is none."""
+    """Check a folder without checkpoints: it has no run yet, or one that stopped very early."""
     result = RunResult.read(folder) or RunResult()
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
@@ -87,19 +88,19 @@ def check_beginning(folder: Path, cfg: Any) -> None:
                 f"run_dir={folder}: the run has ended, but its checkpoints are missing.\n"
                 "Restore them, or choose a different run_dir."
             )
-        print(f"starts at step 0: the run in {folder} has no checkpoint")
+        print(f"starting at step 0: the run in {folder} has no checkpoint")
         return
     for name in WRITTEN:
         is_failure = name == RESULT and result.has_failed
         if (folder / name).exists() and not is_failure:
             raise UserError(
-                f"run_dir={folder}: a run would overwrite {name}, which was not written by a run. "
-                "Choose a different run_dir."
+                f"run_dir={folder}: this is not a run directory, but it contains {name}, which a "
+                "run would overwrite. Choose a different run_dir."
             )
 
 
 def about(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run; {} if that is missing or malformed."""
+    """Return what a checkpoint stores about its run, or {} if that is missing or malformed."""
     entry = state.get("about")
     if isinstance(entry, dict) and isinstance(entry.get("config"), dict):
         return entry
@@ -107,26 +108,27 @@ def about(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_data(state: dict[str, Any], fingerprint: str) -> None:
-    """Raise UserError if a checkpoint comes from a run on other data."""
+    """Raise UserError if a checkpoint comes from a run on different data."""
     before = about(state).get("data")
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, type its dataset.root. For a new run, choose a different run_dir."
+            "To continue it, set dataset.root to its data. "
+            "For a new run, choose a different run_dir."
         )
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
     """Raise UserError if two configs differ in settings that a resumed run may not change.
 
-    An unknown config is not compared.
+    If the earlier config is unknown, nothing is compared.
     """
     before = dotted.flat(before or now)
     now = dotted.flat(now)
     if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run that was started differently: by a script, or by the command. "
-            "Choose a different run_dir."
+            f"{name} holds a run that was started in a different way: one run is from a script, "
+            "the other is from the command. Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
     on = callbacks_on(followed[0]) | callbacks_on(followed[1])
@@ -146,15 +148,15 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         raise UserError(
             f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"
             "To continue it, use its settings. For a new run, choose a different run_dir.\n"
-            "To train it longer, start a run in a different run_dir with resume=FILE, one of its "
+            "To train it for longer, choose a different run_dir and set resume=FILE to one of its "
             "checkpoints."
         )
 
 
 def callbacks_on(values: dict[str, Any]) -> set[str]:
-    """Return the names of the callbacks that are on, by a run's settings {dotted key: value}.
+    """Return the names of the callbacks that a run's settings, {dotted key: value}, turn on.
 
-    One that is off changes nothing: an earlier version may not have had it.
+    The settings of other callbacks are not compared, because an earlier version may lack them.
     """
     paths = {key: key.split(".") for key in values if key.startswith("callbacks.")}
     names = {path[1] for path in paths.values()}
@@ -163,9 +165,9 @@ def callbacks_on(values: dict[str, Any]) -> set[str]:
 
 
 def sha256_of(path: str | Path) -> str | None:
-    """Return the SHA-256 that the file states, None if it does not.
+    """Return the SHA-256 in the header of a checkpoint, or None if it has none.
 
-    Once the contents are verified, it identifies them.
+    It identifies the contents, which are verified against it when the checkpoint is loaded.
     """
     from stoker.trainer import checkpoint
 

@@ -23,7 +23,7 @@ def lines_of(path: str | Path) -> Iterator[tuple[Row, bytes]]:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Return all rows; none if the file is missing."""
+    """Return all rows, or [] if the file is missing."""
     return [row for row, _ in lines_of(path)] if os.path.lexists(path) else []
 
 
@@ -36,7 +36,7 @@ def last_values(rows: list[Row]) -> Row:
 
 
 def training_speed(rows: list[Row]) -> int | None:
-    """Return the training speed over these rows, in samples per second; None if unknown."""
+    """Return the training speed over these rows in samples per second, or None if unknown."""
     samples, seconds = 0, 0
     for row in map(metrics_in, rows):
         samples += row.get("train/samples") or 0
@@ -47,7 +47,7 @@ def training_speed(rows: list[Row]) -> int | None:
 def metrics_in(entries: Row) -> Row:
     """Return the entries of an untrusted row or result that are metrics.
 
-    A metric is a number, null for one that was not finite, or, in an evaluation, a list.
+    A metric is a number, or null if the number was not finite. In an evaluation, it may be a list.
     """
     return {name: value for name, value in entries.items() if is_metric(name, value)}
 

@@ -1,4 +1,4 @@
-"""What a language model writes: samples from training, and the text that follows a prompt."""
+"""Text from a language model: samples during training, and continuations of a prompt."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ TOKENS = 200  # tokens in a sample
 
 
 def can_write(module: Any) -> bool:
-    """Return whether the module has a `generate` with the arguments of GPT's."""
+    """Return whether the module has a `generate` method with the arguments of `GPT.generate`."""
     try:
         signature = inspect.signature(module.generate)
         signature.bind(None, 1, temperature=1.0, top_k=None, generator=None)
@@ -38,10 +38,10 @@ def write_on(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """Return the prompt and `tokens` more tokens, drawn by `module.generate`.
+    """Return the prompt, followed by `tokens` new tokens from `module.generate`.
 
-    The text is a function of the weights and these arguments. `about` is the description of the
-    data, which has the vocabulary. Without a prompt, the text begins after a newline.
+    The text depends only on the weights and these arguments. `about` is the description of the
+    data, which contains the vocabulary. Without a prompt, the text begins after a newline.
 
     Raises:
         UserError: The prompt has a character that the model does not know.
@@ -66,7 +66,7 @@ def write_on(
 class Samples(JSONL):
     """Append a sample of text to the file `path` at each evaluation.
 
-    It is drawn from the evaluated weights, and changes no result of the run.
+    The evaluated weights generate the text. The results of the run do not change.
     """
 
     def __init__(self, path: Path, about: Description) -> None:
@@ -76,7 +76,7 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # nan cannot be sampled from, and no process has all of the sharded weights.
+        # Weights with a loss of nan cannot generate text, and no process has all sharded weights.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         try:
@@ -85,8 +85,8 @@ class Samples(JSONL):
         except Exception as error:  # the user's `generate` may raise anything
             if not self.failed:
                 log.warning(
-                    "%s.generate failed (%s); the training continues without a sample. "
-                    "stoker.models.gpt.GPT shows how to write it.",
+                    "%s.generate failed (%s). Training continues without a sample. "
+                    "See stoker.models.gpt.GPT for a method that works.",
                     type(trainer.module).__name__,
                     cause(error),
                 )

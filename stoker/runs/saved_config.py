@@ -1,6 +1,4 @@
-"""The config.yaml of a run, which may be untrusted: read as plain data, and adapted to this
-machine.
-"""
+"""Read the config.yaml of a run, which is untrusted, and adapt it to this machine."""
 
 import contextlib
 import json
@@ -26,15 +24,15 @@ from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
 
-# Limits on a config.yaml: its bytes, levels of nesting, and the characters of a value with ${...}.
-# Ours have 3 KB, 4 levels and 100 characters.
+# Limits on a config.yaml: its bytes, levels of nesting, and characters of a value with ${...}.
+# The files that Stoker writes have 3 KB, 4 levels and 100 characters.
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks a script's run, whose other keys are only informative
-# The folder of our data sets, in configs/dataset/: each machine has its own.
+# The setting for the folder of Stoker's own data sets, which differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
@@ -45,12 +43,11 @@ Config = dict[str, Any]
 
 
 def of_this_machine(cfg: DictConfig) -> DictConfig:
-    """Return the config of the run directory `run`, for a task that trains nothing, on this
-    machine.
+    """Return the config of the run directory `run`, for a task other than training.
 
-    Its data may lie elsewhere here, and an evaluation may be on other data. Settings that only
-    training needs are left out, and so is anything that would write outside of the run directory.
-    The loaders have their defaults, except for what is typed, and for data that had to be streamed.
+    On this machine, the data may be in a different folder, and an evaluation may use other data.
+    Settings that only training needs are left out, and so is anything that would write outside the
+    run directory. Loaders use their defaults, except for typed settings and for streamed data.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -75,9 +72,9 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
 
 
 def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
-    """Return the config of the run directory `run`, for the same training in another one.
+    """Return the config of the run directory `run`, to train again in the folder `run_dir`.
 
-    Nothing is written outside of the new one, and no logger starts but the rows.
+    Nothing is written outside `run_dir`, and all loggers except metrics.jsonl are removed.
     """
     changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
     if "device" in arguments.typed_keys():
@@ -98,7 +95,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 
 def changed(cfg: DictConfig, changes: Config) -> Config:
-    """Return the config of the run directory `run`, changed for a task and as typed."""
+    """Return the config of the run directory `run`, with `changes` and the typed settings."""
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
@@ -108,10 +105,10 @@ def changed(cfg: DictConfig, changes: Config) -> Config:
 
 
 def check_inside(key: str, node: Any, run_dir: str) -> None:
-    """Raise UserError for a callback that would write outside of the run directory."""
+    """Raise UserError for a callback that would write outside the run directory."""
     check_node(key, node)
     if "_args_" in node:
-        raise UserError(f"{key}._args_: give these arguments by name.")
+        raise UserError(f"{key}._args_: pass these arguments by name.")
     for name in ("path", "folder"):
         value = node.get(name)
         place = Path(str(value)).resolve()
@@ -120,10 +117,10 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
 
 
 def check_typed(cfg: DictConfig, saved: Config) -> None:
-    """Raise UserError for a typed setting that the task takes from the run.
+    """Raise UserError if you typed a setting that the task takes from the run.
 
-    A value that the run took from the environment has to be typed. A prediction for a split of the
-    run's data accepts the same settings as its evaluation.
+    A value that the run took from the environment must be typed again. A prediction for a split of
+    the run's data accepts the same settings as an evaluation.
     """
     tasks = {cfg.task}
     if cfg.task == "predict" and cfg.split is not None:
@@ -135,7 +132,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
-    """Return a saved config with the changes of a task and the settings typed for it."""
+    """Return a saved config with the changes for a task and the settings typed for it."""
     typed = arguments.typed_keys()
     of_the_task = [
         key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
@@ -156,7 +153,7 @@ def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
 
 
 def adapt_dataset(dataset: Config) -> None:
-    """Load the data with the loader settings of this machine."""
+    """Remove loader settings that were not typed for this task, except for resident=false."""
     typed = arguments.typed_keys()
     for name in settings.LOADER_KEYS:
         is_streamed = name == "resident" and dataset.get(name) is False
@@ -166,7 +163,7 @@ def adapt_dataset(dataset: Config) -> None:
 
 
 def adapt_downloads(dataset: Config) -> None:
-    """Read the data from this machine's disk, and cache it where this machine does."""
+    """Turn off downloads, and use the cache folder of this machine."""
     if "download" in dataset:
         dataset["download"] = False
     if dataset.get("cache") and "dataset.cache" not in arguments.typed_keys():
@@ -174,9 +171,7 @@ def adapt_downloads(dataset: Config) -> None:
 
 
 def check_parts(config: Config) -> None:
-    """Raise UserError for settings outside their limits, and for nodes that could build untrusted
-    objects.
-    """
+    """Raise UserError for invalid settings, and for nodes that could build untrusted objects."""
     settings.check_all(config)
     for group in ("dataset", "optimizer", "scheduler", "trainer"):
         check_nested(group, config[group])
@@ -187,7 +182,7 @@ def check_parts(config: Config) -> None:
 
 @contextlib.contextmanager
 def naming_run(folder: str | Path) -> Iterator[None]:
-    """Add the run to each UserError that does not name it."""
+    """Start each UserError with the name of the run."""
     try:
         yield
     except UserError as error:
@@ -205,14 +200,14 @@ def is_logger(node: Any) -> bool:
 
 
 def load_config(key: str, folder: str | Path) -> Config:
-    """Return the config that a run was started with, as plain data; UserError if `folder` is not a
-    run directory.
+    """Return the config that a run was started with, as plain data.
 
-    Only a small mapping without tags and aliases is read. Its ${...} stay as they are.
+    Only a small mapping without tags and aliases is accepted. Any ${...} in it is left unchanged.
+    Raises UserError if `folder` is not a run directory.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        reason = "this is not a run directory, since it has no config.yaml"
+        reason = "this is not a run directory, because it has no config.yaml"
         if not os.path.isdir(folder):
             is_file = os.path.isfile(folder)
             reason = "this is a file" if is_file else "there is no such folder"
@@ -228,26 +223,24 @@ def load_config(key: str, folder: str | Path) -> Config:
 
 
 def script_of(config: Config) -> str | None:
-    """Return the command of the script that made the run of a saved config; None for other runs."""
+    """Return the command of the script that started a run, or None for other runs."""
     script = config.get(SCRIPT)
     return printable(script) if isinstance(script, str) else None
 
 
 def check_buildable(folder: str | Path, config: Config) -> None:
-    """Raise UserError for the config of a run by a script, from which nothing can be built."""
+    """Raise UserError if a script started the run, because its config cannot build anything."""
     script = script_of(config)
     if script is not None:
         raise UserError(
             f"run={folder}: this run was started by a script ({script}), so only the script can "
             "build the model.\n"
-            f"In Python, stoker.init_from(model, {str(folder)!r}) loads the weights into yours."
+            f"In Python, stoker.init_from(model, {str(folder)!r}) loads its weights into a model."
         )
 
 
 def overrides_in(folder: Path) -> list[str] | None:
-    """Return the settings typed for a run, from the first line of its config.yaml; None if it has
-    none.
-    """
+    """Return the typed settings from the first line of a run's config.yaml, or None."""
     try:
         first = files.read(folder / CONFIG, MOST_YAML).partition(b"\n")[0]
         overrides = json.loads(first.removeprefix(TYPED.encode()))
@@ -257,15 +250,15 @@ def overrides_in(folder: Path) -> list[str] | None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a YAML file has nothing that builds objects, or makes a small file costly.
+    """Return whether a YAML text is safe to load: it builds no objects, and needs little memory.
 
-    The events are checked one by one, before anything is built.
+    The parser's events are checked one by one, before anything is built.
     """
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        # An alias has an anchor too.
+        # The event of an alias has an anchor too.
         has_more = getattr(event, "anchor", None) or getattr(event, "tag", None)
         is_long = re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", ""))
         if depth > MOST_LEVELS or has_more or is_long:
@@ -274,12 +267,11 @@ def is_plain(text: str) -> bool:
 
 
 def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
-    """Return a saved config, or these parts of it, with every ${key.path} replaced by that key's
-    value.
+    """Return a saved config, or `parts` of it, with each ${key.path} replaced by the key's value.
 
-    UserError for any other ${...}: a resolver such as ${oc.env:NAME} would copy data of this
-    machine into somebody else's config. Only our own DATA_ROOT stays. OmegaConf cannot do this,
-    since it follows chains of any length.
+    Raises UserError for any other ${...} except `DATA_ROOT`, because a resolver such as
+    ${oc.env:NAME} would copy data of this machine into somebody else's config. OmegaConf is not
+    used, because it follows chains of any length.
     """
     values = dotted.flat(config)
 
@@ -291,7 +283,7 @@ def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
         if not dotted.is_interpolation(value) or (name, value) == DATA_ROOT:
             return value
         result = expanded(value, values)
-        # Also if "$" and "{" come from two keys, since the next reader would resolve the result.
+        # "$" and "{" may come from different keys; the next reader would then resolve the result.
         if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
                 f"{name} in its config.yaml is {value[:MOST_TEXT]}, "
@@ -303,8 +295,9 @@ def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
 
 
 def expanded(value: Any, values: Config) -> Any:
-    """Return a value with each ${key} in its text replaced by that key's value, while it stays
-    short; ${...} of an unknown key stays as it is.
+    """Return a value with each ${key} in its text replaced by the key's value.
+
+    A ${key} that is unknown is left unchanged, and the text is not expanded beyond `MOST_TEXT`.
     """
     for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
         if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
@@ -322,9 +315,9 @@ def expanded(value: Any, values: Config) -> Any:
 
 
 def for_reading(config: Any) -> Config:
-    """Return {dotted key: value} of a config, with each ${key} replaced by that key's value.
+    """Return {dotted key: value} of a config, with each ${key} replaced by the key's value.
 
-    Any other ${...}, such as one that reads the environment, stays as it is written.
+    Any other ${...}, such as one that reads the environment, is left unchanged.
     """
     values = dotted.flat(config)
     return {name: expanded(value, values) for name, value in values.items()}

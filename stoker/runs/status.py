@@ -20,7 +20,7 @@ ENDINGS = ("asked", "early_stopping")  # reasons to stop after which there is no
 
 @dataclasses.dataclass
 class Status:
-    """What status.json says. Times are in seconds since 1970."""
+    """The contents of status.json. Times are in seconds since 1970."""
 
     started: float | None = None
     resumed: float | None = None  # when this process began training, at `step`
@@ -32,7 +32,7 @@ class Status:
 
     @classmethod
     def read(cls, folder: Path) -> "Status":
-        """Read the status of an untrusted run directory; what is malformed is None."""
+        """Read the status of an untrusted run directory. Every field is None if it is malformed."""
         return json_files.read_record(folder / STATUS, cls)
 
 
@@ -71,7 +71,7 @@ def state_of(folder: Path, result: RunResult | None) -> str:
 
 
 def machine(device: Any) -> str:
-    """Return the name of a GPU, or of the processor."""
+    """Return the name of the GPU or the processor."""
     import torch
 
     if device.type != "cpu":

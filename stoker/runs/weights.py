@@ -13,7 +13,7 @@ from stoker.trainer.callbacks import EMA
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, printable
 from stoker.trainer.state import is_like_tensor
 
-SHOWN = 3  # names in each line of the report
+SHOWN = 3  # names shown in each line
 SOURCES = "a checkpoint, a run directory or a safetensors file"
 
 Tensors = dict[str, torch.Tensor]
@@ -21,14 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class Loaded:
-    """Which tensors of a model `init_from` has loaded; `str()` of it is one to four lines.
+    """Which tensors of a model `init_from` loaded. `str()` returns one to four lines.
 
     Attributes:
-        origin: The file that they are from.
+        origin: The file that the tensors come from.
         loaded: Names of the tensors that were loaded.
         reshaped: "name (10, 64) for (5, 64)" for each tensor with a different shape in the file.
-        missing: Names of tensors that the file lacks; these stay as they were.
-        unused: Names in the file that the model lacks.
+        missing: Names of tensors that the file lacks; these keep their values.
+        unused: Names of tensors in the file that the model lacks.
     """
 
     origin: str
@@ -41,22 +41,22 @@ class Loaded:
         total = len(self.loaded) + len(self.reshaped) + len(self.missing)
         lines = [f"loaded {len(self.loaded)} of {total} tensors from {self.origin}"]
         for names, why in (
-            (self.reshaped, "their shapes differ"),
+            (self.reshaped, "different shape"),
             (self.missing, "not in the file"),
             (self.unused, "not in the model"),
         ):
             if names:
-                lines.append(f"not loaded, {why}: {first_few(names, SHOWN)}")
+                lines.append(f"not loaded ({why}): {first_few(names, SHOWN)}")
         return "\n".join(lines)
 
 
 def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
     """Load the weights of a checkpoint, a run directory or a safetensors file into a model.
 
-    A tensor is loaded where the model has one of the same name and shape; the others stay as they
-    were. A finished run provides its tested weights, any other run its best checkpoint. A
-    checkpoint provides the weights that were evaluated: with an EMA, the averages. No optimizer
-    state is loaded, and no code is run.
+    A tensor is loaded if the model has one with the same name and shape. The model's other tensors
+    keep their values. A finished run provides its tested weights, and any other run its best
+    checkpoint. A checkpoint provides the weights that its run evaluates, which are the averages if
+    the run uses an EMA. No optimizer state is loaded, and no code is run.
 
     Raises:
         UserError: There is no such file, it cannot be read, or nothing in it fits the model.
@@ -65,8 +65,8 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
         weights, origin = read(Path(source).expanduser())
     except TrainingError as error:
         raise UserError(
-            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}: "
-            "safetensors.torch.save_file(model.state_dict(), FILE) writes one."
+            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}, which "
+            "safetensors.torch.save_file(model.state_dict(), FILE) writes."
         ) from None
     current = model.state_dict()
     report = Loaded(origin, unused=[name for name in weights if name not in current])
@@ -84,7 +84,7 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
     if not any(tensor.is_floating_point() for tensor in fitting.values()):
         raise UserError(
             f"init_from={printable(source)}: none of its {len(weights)} tensors fits the model.\n"
-            f"It has {first_few(list(weights), SHOWN)}; "
+            f"The file has {first_few(list(weights), SHOWN)}; "
             f"the model has {first_few(list(current), SHOWN)}."
         )
     model.load_state_dict(fitting, strict=False)
@@ -92,11 +92,11 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
 
 
 def read(path: Path) -> tuple[Tensors, str]:
-    """Return the weights by name, and the file that they are from.
+    """Return the weights by name, and the file that they come from.
 
     Raises:
-        UserError: There is nothing to read.
-        TrainingError: It cannot be read.
+        UserError: There is no checkpoint or file.
+        TrainingError: The file cannot be read.
     """
     if path.is_dir():
         tested = path / "model.safetensors"
@@ -115,9 +115,9 @@ def read(path: Path) -> tuple[Tensors, str]:
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
-    """Return the weights of a checkpoint's state that its run evaluates, and where they are from.
+    """Return the weights in a checkpoint that its run evaluates, and where they come from.
 
-    Of callbacks that evaluate with other weights, only the averages of an EMA are known.
+    If callbacks evaluate with other weights, only the averages of `EMA` are known here.
     """
     weights = entry(state, "model")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
@@ -129,6 +129,6 @@ def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
 
 
 def entry(mapping: Any, key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key of an untrusted mapping; {} if there is none."""
+    """Return the mapping under a key of an untrusted mapping, or {} if there is none."""
     value = mapping.get(key) if isinstance(mapping, Mapping) else None
     return value if isinstance(value, Mapping) else {}

@@ -22,9 +22,10 @@ def export(cfg: DictConfig) -> None:
         exporter = "torch.onnx.export" if cfg.format == "onnx" else "torch.export.export"
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"run={cfg.run}: format={cfg.format} needs an example input, but the shape of the inputs of "
-            f"{model.about['dataset']} is not known.\nType format=safetensors for the weights alone, "
-            f"or call {exporter} with stoker.load({loading}) and an input."
+            f"run={cfg.run}: format={cfg.format} needs an example input, but the shape of the "
+            f"inputs of {model.about['dataset']} is not known.\n"
+            "Type format=safetensors for the weights alone, or call "
+            f"{exporter} with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

@@ -1,8 +1,8 @@
-"""The report of a run: report.html, made only from the files in its directory.
+"""The report of a run: report.html, built only from the files in its directory.
 
-`python -m stoker.runs.report DIR` draws it again. The order of its parts is in
-templates/report.html, which names the function that most of them come from. The directory is
-untrusted: whatever it contains is escaped as text.
+`python -m stoker.runs.report DIR` redraws it. templates/report.html has the parts in order, with
+the functions that most of them come from. The directory is untrusted, so all of its contents are
+escaped as text.
 """
 
 import time
@@ -20,14 +20,14 @@ from stoker.trainer.errors import UserError
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
-RELOAD = 30  # seconds after which the page of a running training checks for a newer version
+RELOAD = 30  # seconds after which an open page reloads itself during training
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
 
 def write(folder: str | Path, state: str | None = None) -> Path:
-    """Draw report.html in a run directory and return its path; OSError if it cannot be written.
+    """Write report.html in a run directory and return its path. Raise OSError if that fails.
 
-    The process that trains the run passes its `state`; otherwise, the files tell it.
+    The process that trains the run passes its `state`; otherwise, it is derived from the files.
     """
     path = Path(folder) / NAME
     files.write_text(path, html(folder, state))
@@ -35,7 +35,7 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
-    """Return the page. Above MOST_PAGE bytes, leave out pictures, settings and classes."""
+    """Return the page. If it exceeds MOST_PAGE bytes, leave out pictures, settings and classes."""
     from stoker.runs.page import render
 
     shown = facts(inputs.read_run(folder, state))
@@ -68,7 +68,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
 def facts_of(seen: Evaluation | None) -> dict[str, Any]:
     """Return what the template shows of an evaluation."""
     if seen is None:
-        seen = Evaluation("test", "regression", 0)  # its parts are empty
+        seen = Evaluation("test", "regression", 0)  # has nothing to show
     classes = classes_of(seen)
     return {
         "split": inputs.SPLITS[seen.split],
@@ -81,7 +81,7 @@ def facts_of(seen: Evaluation | None) -> dict[str, Any]:
 
 
 def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
-    """Return the values of these names that are above 0: the parts of a bar."""
+    """Return the positive values among these names, which are the parts of a bar."""
     known = {name: (values or {}).get(name) or 0 for name in names}
     return {name: value for name, value in known.items() if value > 0}
 

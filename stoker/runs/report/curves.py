@@ -1,4 +1,4 @@
-"""The curves of a run over its steps: loss, metrics, learning rates, and what the device did."""
+"""The curves of a run over its steps: loss, metrics, learning rate, gradient norm and memory."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # metrics drawn beside the loss, and numbers that you log yourself
+MOST_METRICS = 6  # metrics drawn in addition to the loss, and numbers that you log yourself
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -22,9 +22,9 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def frames(run: Run) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "warmup", "svg"} of each frame that has a line.
+    """Return {"title", "keys", "best", "warmup", "svg"} for each plot that has a curve.
 
-    The keys are {name of a curve: its color}.
+    "keys" is {name of a curve: its color}.
     """
     rows = run.rows
     split = "val"
@@ -45,7 +45,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
 
 
 def metrics_of(rows: list[Row], split: str) -> list[str]:
-    """Return the metrics of a validation set that are not the loss, in their order."""
+    """Return the metrics of a validation split, without the loss, in the order they were logged."""
     names = names_in(rows)
     return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
 
@@ -64,8 +64,9 @@ def names_in(rows: list[Row]) -> list[str]:
 
 
 def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
-    """Draw curves over the steps, with a mark at the best step of a validation curve; None if none
-    of them has two points.
+    """Draw curves over the steps, and mark the best step of the validation curve.
+
+    Returns None if no curve has two points.
     """
     lines = {name: points for name, points in lines.items() if points}
     if max(map(len, lines.values()), default=0) < 2:
@@ -94,7 +95,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
 
 
 def warmup_of(run: Run) -> int:
-    """Return the steps of the warmup; 0 without one, or if it is unknown."""
+    """Return the number of warmup steps, or 0 if there is no warmup or its length is unknown."""
     warmup = run.config.get("scheduler.warmup")
     total = run.total_steps
     is_ours = str(run.config.get("scheduler._target_")).startswith(SCHEDULES)
@@ -109,9 +110,9 @@ def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
 
 
 def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    """Return the series of a training metric, without the rows of few samples.
+    """Return the series of a training metric, without the rows that cover few samples.
 
-    The row before an evaluation may cover only a batch or two, whose mean would jump.
+    The row before an evaluation may cover only a batch or two, so its mean would be noisy.
     """
     most = max((weight_of(row) for row in rows if name in row), default=0)
     return series([row for row in rows if weight_of(row) >= most / 4], name)

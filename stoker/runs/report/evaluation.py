@@ -1,4 +1,4 @@
-"""The evaluation of the best weights: probabilities, errors, and the hardest samples."""
+"""How the report shows the evaluation of the best weights: plots, and the hardest samples."""
 
 import math
 from typing import Any
@@ -10,25 +10,26 @@ from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
-MOST_NUMBERS = 8  # numbers shown for several targets
+MOST_NUMBERS = 8  # target values shown per sample
 MOST_PICTURES = 200_000  # characters in all pictures together
-MOST_TOKENS = 200  # tokens of a sequence that are shown
-FEWEST = 10  # samples in a tenth of the calibration
+MOST_TOKENS = 200  # tokens shown per sequence
+FEWEST = 10  # minimum number of samples in a bin of the calibration
 HIGH_LOSS = 8.0  # loss of a token with the strongest color: its probability was 1 in 3,000
-MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in a list
+MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss, with the highest entropy, and some at random, each
-    list as {"title", "samples", "table"}.
+    """Return the samples with the highest loss, those with the highest entropy, and random ones.
+
+    Each list of samples is {"title", "samples", "table"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
         f"Worst: {worst}": evaluation.worst,
         "Most uncertain: highest entropy": evaluation.uncertain,
-        "At random": evaluation.random,
+        "Random samples": evaluation.random,
     }
     groups = []
     room = MOST_PICTURES
@@ -46,7 +47,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows of a sample; its "cells" are the row of a table."""
+    """Return what the template shows of a sample. "cells" is its row in a table."""
     labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
@@ -86,7 +87,7 @@ def figure(title: str, svg: Any, note: str = "") -> Figure:
 
 
 def probabilities(evaluation: Evaluation) -> list[Figure]:
-    """Return the calibration, and for two classes the curves of all thresholds."""
+    """Return the calibration plot and, for two classes, the ROC and precision-recall curves."""
     from stoker.runs import plots
 
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
@@ -96,14 +97,16 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
         points = calibration(evaluation.confidence)
     if points:
         svg = plots.fractions(
-            "correct", points, "probability of the answer", "fraction correct", ideal=diagonal
+            "correct", points, "predicted probability", "fraction correct", ideal=diagonal
         )
         drawn.append(figure("calibration", svg, "gray: perfect"))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
-        note = f"of {evaluation.classes[1]}, area {areas.sum():.3f}; gray: guessing"
-        svg = plots.fractions("recall", roc.tolist(), "false positives", "recall", ideal=diagonal)
+        note = f"for {evaluation.classes[1]}, AUC {areas.sum():.3f}; gray: guessing"
+        svg = plots.fractions(
+            "recall", roc.tolist(), "false positive rate", "recall", ideal=diagonal
+        )
         drawn.append(figure("ROC", svg, note))
         svg = plots.fractions("precision", precision.tolist(), "recall", "precision")
         drawn.append(figure("precision and recall", svg))
@@ -111,9 +114,9 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 
 
 def calibration(counts: list[list[int]]) -> Any:
-    """Return (mean probability, fraction correct) of tenths of the probability.
+    """Return (mean probability, fraction correct) for ten bins of the probability.
 
-    Tenths with fewer than FEWEST samples are left out: their fractions would be noise.
+    Bins with fewer than FEWEST samples are left out, since their fractions would be noise.
     """
     import numpy
 
@@ -126,7 +129,7 @@ def calibration(counts: list[list[int]]) -> Any:
 
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
-    """Return the points (false positive rate, recall) and (recall, precision) of all thresholds."""
+    """Return (false positive rate, recall) and (recall, precision) points for all thresholds."""
     import numpy
 
     bins = numpy.array(counts, dtype=float)
@@ -138,7 +141,7 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def regression(evaluation: Evaluation) -> list[Figure]:
-    """Return two plots for each of the first targets."""
+    """Return a scatter plot and an error histogram for each of the first targets."""
     from stoker.runs import plots
 
     figures = []

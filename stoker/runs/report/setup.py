@@ -1,4 +1,4 @@
-"""How to repeat a run: its settings against the defaults, and the commands that use it."""
+"""How to repeat and use a run: the settings that differ from the defaults, and commands."""
 
 import re
 from typing import Any
@@ -16,20 +16,20 @@ from stoker.trainer.readable import significant
 from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # settings shown
-MISSING = "???"  # in OmegaConf
-OF_FILES = r"stoker\.data\.(images\.|tables\.|datasets\.(?!synthetic))"  # task=predict input=PATH
+MISSING = "???"  # how OmegaConf marks a missing value
+OF_FILES = r"stoker\.data\.(images\.|tables\.|datasets\.(?!synthetic))"  # predict takes input=PATH
 OF_TEXT = "stoker.data.text."
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Return the settings of the run, and which differ from the defaults, if those are known."""
+    """Return the settings of the run, marking those that differ from the defaults if known."""
     is_script = saved_config.script_of(run.config) is not None
     defaults = {} if is_script else defaults_of(run.overrides or [])
     rows = []
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, MISSING)
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
-            continue  # repeats another key, which has its own line
+            continue  # only repeats another key, which has its own line
         is_changed = bool(defaults) and value != default and key != "run_dir"
         rows.append((key, value, default, is_changed))
     return {
@@ -40,7 +40,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def is_choice(override: str) -> bool:
-    """Whether this chooses files of a group, as in model=cnn or callbacks=[doctor,ema]."""
+    """Return whether an override chooses options, like model=cnn or callbacks=[doctor,ema]."""
     match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
     if match is None:
         return False
@@ -49,15 +49,15 @@ def is_choice(override: str) -> bool:
 
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
-    """Return the defaults for the options of the run; {} if they cannot be composed."""
+    """Return the defaults for the options of the run, or {} if they cannot be composed."""
     try:
         return dotted.flat(of_choices(list(filter(is_choice, overrides))))
-    except Exception:  # Hydra may raise anything, and the report can do without the marks
+    except Exception:  # Hydra may raise anything, and the report does not need the defaults
         return {}
 
 
 def origin(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what started the run, and of what continues it."""
+    """Return (purpose, command) for the command that started the run and those that continue it."""
     script = saved_config.script_of(run.config)
     if script is not None:
         return [("Started by a script, which also resumes it", script)]
@@ -65,7 +65,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         return []
     again = command(run.overrides, setting("run_dir", run.folder))
     if run.state == "stopped" and again == command(run.overrides):
-        return [("Started by this command, which also resumes it", again)]
+        return [("Started by this command, which also resumes the run", again)]
     commands = [("Started by", command(run.overrides))]
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
@@ -73,17 +73,17 @@ def origin(run: Run) -> list[tuple[str, str]]:
         default = defaults_of(run.overrides).get("optimizer.lr")
         lower = min(rate / 10, default) if is_number(default) else rate / 10
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
-        commands.append(("Train it with a lower learning rate", slower))
+        commands.append(("Train again with a lower learning rate", slower))
     elif run.state == "failed" and run.result.code == exit_codes.TRAINING_ERROR:
-        commands.append(("Resume it once the cause is fixed", again))
+        commands.append(("Resume the run once the cause is fixed", again))
     elif run.state == "stopped":
-        commands.append(("Resume it", again))
+        commands.append(("Resume the run", again))
     _, more = words.without_commands(run.result.error or "")
     return [*commands, *more]
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what the model of a run can do."""
+    """Return (purpose, command) for each task that uses the model of a run."""
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
     packages = trusted(run)
@@ -93,12 +93,12 @@ def commands(run: Run) -> list[tuple[str, str]]:
     option = ["split=val"] if split == "val" else []
     listed = [("Evaluate it", command_for("evaluate", run.folder, packages, *option))]
     if dataset.startswith(OF_TEXT):
-        listed.append(("Generate with it", command_for("generate", run.folder, packages)))
+        listed.append(("Generate text", command_for("generate", run.folder, packages)))
     else:
         source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={split}"
-        listed.append(("Predict with it", command_for("predict", run.folder, packages, source)))
+        listed.append(("Make predictions", command_for("predict", run.folder, packages, source)))
     if dataset.startswith("stoker.") or run.evaluation is not None:
-        # The inputs of a model for arbitrary samples are unknown.
+        # If samples have an arbitrary structure, the inputs of the model are unknown.
         listed.append(("Export it", command_for("export", run.folder, packages, "format=onnx")))
     return listed
 

@@ -15,7 +15,7 @@ MOST_ERROR = 600  # characters in an error, whose last line says what to type
 
 
 def about(run: Run) -> str:
-    """'MLP on digits, cpu, fp32, 1,258 training samples'; your own data has its file's name."""
+    """Return a line such as 'MLP on digits, cpu, fp32, 1,258 training samples'."""
     target = run.evaluation.target if run.evaluation else None
     samples = run.result.samples or {}
     counts = [f"{samples[name]:,} {word}" for name, word in SPLITS.items() if name in samples]
@@ -30,7 +30,7 @@ def about(run: Run) -> str:
 
 
 def progress(run: Run, now: float) -> str:
-    """'running, step 1,200 of 4,000 (30%), about 4 min 10 s to go', 'done at step 200'."""
+    """Return 'done at step 200' or 'running, step 1,200 of 4,000 (30%), about 4 min 10 s to go'."""
     is_running = run.state == "running"
     total = run.total_steps
     text = f"{run.state}{', ' if is_running else ' at '}step {run.step:,.0f}"
@@ -47,7 +47,7 @@ def progress(run: Run, now: float) -> str:
 
 
 def times(run: Run) -> str:
-    """'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
+    """Return 'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
     known = {
         "started": date(run.status.started),
         "ended": date(run.status.ended),
@@ -58,7 +58,7 @@ def times(run: Run) -> str:
 
 
 def date(moment: float | None) -> str:
-    """Return seconds since 1970 as '2026-11-23 09:30'."""
+    """Format a Unix timestamp as local time, like '2026-11-23 09:30'; '' if it is out of range."""
     if moment is None or not 0 < moment < 1e11:
         return ""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
@@ -71,7 +71,7 @@ def target_name(run: Run, group: str) -> str:
 
 
 def data_name(run: Run) -> str:
-    """Return the name of your own data's file or folder, or that of the data set."""
+    """Return the name of the user's file or folder of data, or else the name of the data set."""
     name = target_name(run, "dataset")
     # The root of another data set is only where it was downloaded to.
     place = run.config.get("dataset.root" if name == "image_folder" else "dataset.path")
@@ -81,7 +81,7 @@ def data_name(run: Run) -> str:
 
 
 def quality_verdict(run: Run) -> str:
-    """Say in one sentence how good the run is, against chance and its first evaluation."""
+    """Say in one sentence how good the run is, compared with chance and its first evaluation."""
     if run.result.error:
         error, _ = words.without_commands(run.result.error)
         return f"The run failed: {shortened(' '.join(error.split()), MOST_ERROR)}"
@@ -109,8 +109,9 @@ def moment(run: Run, row: Row) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, where they are known, and "luck", the
-    accuracy that guessing can reach: two standard errors above chance.
+    """Return "acc", "r2" and "mae" of the evaluated weights, as far as they are known.
+
+    "luck" is the accuracy that guessing might still reach: two standard errors above chance.
     """
     seen = run.evaluation
     if seen is None:

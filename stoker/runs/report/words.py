@@ -1,4 +1,4 @@
-"""Numbers and text as the report shows them."""
+"""Format numbers and text for the report."""
 
 import re
 
@@ -10,20 +10,20 @@ MOST_TEXT = 200  # characters kept of a string from a file
 
 
 def shortened(value: object, most: int = MOST_TEXT) -> str:
-    """Return the value as text of at most `most` letters."""
+    """Return the value as text of at most `most` characters."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def one_line(text: str | None) -> str:
-    """Return a text without line breaks, shortened; '' for None."""
+    """Return a text without line breaks, shortened, or '' for None."""
     return shortened(" ".join((text or "").split()))
 
 
 def without_commands(error: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the message of an error without its commands, and its commands as (purpose, command).
+    """Split the message of an error into its text and its commands, as (purpose, command).
 
-    A command has a line such as 'To replay that step: stoker ...'.
+    Commands are in lines such as 'To replay that step: stoker ...'.
     """
     lines = []
     commands = []
@@ -44,12 +44,12 @@ def setting(value: object) -> str:
 
 
 def percent(fraction: float) -> str:
-    """'97.2%', '99.94%', '0.012%'."""
+    """Format a fraction, like '97.2%', '99.94%' or '0.012%'."""
     return f"{100 * fraction:.4g}%"
 
 
 def flop(value: float) -> str:
-    """'474 kFLOP', '1.20 MFLOP'."""
+    """Format a number of operations, like '474 kFLOP' or '1.20 MFLOP'."""
     from tqdm import tqdm
 
     return re.sub(r"(?<=\d)(?=\D+$)", " ", tqdm.format_sizeof(value, "FLOP"))

@@ -1,4 +1,4 @@
-// Charts: what the pages draw in SVG from the numbers in them.
+// Charts that the pages draw as SVG, from numbers in the page.
 
 function shape(parent, tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -12,8 +12,8 @@ function canvas(place, width, height, label) {
   return shape(place, "svg", {class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
 }
 
-// A scale for numbers: `at` gives the share of the axis, `ticks` has pairs of a share and a label.
-// It is logarithmic if the range is wide and most numbers are small; steps are at least `least`.
+// Return a scale for numbers. `at` maps a number to its share of the axis, from 0 to 1; `ticks` has pairs of a share and a label.
+// The scale is logarithmic if the range is wide and most numbers are small. Ticks are at least `least` apart.
 function scale(numbers, steps, least = 0) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
   const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];
@@ -39,7 +39,7 @@ function scale(numbers, steps, least = 0) {
   return {at, ticks};
 }
 
-function short(text, letters) { // keep the end, which is where names differ
+function short(text, letters) { // keep the end, because names differ there
   return text.length > letters ? `…${text.slice(1 - letters)}` : text;
 }
 
@@ -47,7 +47,7 @@ function path(points) {
   return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
-// Grid lines and labels, for pairs of a share and a label.
+// Draw grid lines and labels. `horizontal` and `vertical` are pairs of a share of the axis and a label.
 function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
   for (const [share, label] of vertical) {
     const y = top + height * (1 - share);

@@ -1,14 +1,14 @@
-// The index of runs, from the JSON in the page: its contents are shown only as text.
+// The index of runs, built from the JSON in the page, whose contents are shown only as text.
 const runs = [];
 for (const line of document.getElementById("runs").textContent.split("\n")) {
   try {
     const [[name], run] = JSON.parse(line);
     runs.push({...run, name, curves: {__proto__: null, ...run.curves}, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run)]).toLowerCase()});
-  } catch { /* the first and the last line are empty, and nobody's line spoils the others */ }
+  } catch { /* skip the empty first and last lines, and any malformed line */ }
 }
 const list = document.getElementById("list"), filter = document.getElementById("filter");
 const bar = document.getElementById("ticked");
-const ticked = []; // a run's index here is also that of its color
+const ticked = []; // the selected runs; a run's index here is also the index of its color
 
 function pairs(run) {
   return Object.entries(run.settings).map(([key, value]) => `${key}=${value}`).join(" ");
@@ -44,7 +44,7 @@ function address(run) {
   return run.report && ["./" + run.name, run.report].join("/").split("/").map(encodeURIComponent).join("/");
 }
 
-// Whether the curves of the list are those of evaluations.
+// Whether any run has been evaluated. If so, the list shows no curves of the training loss.
 const evaluated = runs.some(run => Object.keys(run.curves).some(name => name !== "train/loss"));
 
 function curveOf(run) { // the curve of the best metric, or of a loss
@@ -52,7 +52,7 @@ function curveOf(run) { // the curve of the best metric, or of a loss
   return run.curves[names.find(name => run.curves[name])];
 }
 
-// A curve as points of a box.
+// Return the points of a curve, scaled to a box.
 function placed([steps, values], width, height, across = scale(steps, 1), up = scale(values, 1)) {
   return steps.map((step, i) => [width * across.at(step), height * (1 - up.at(values[i]))]);
 }
@@ -60,10 +60,10 @@ function placed([steps, values], width, height, across = scale(steps, 1), up = s
 function showMetric(cell, [name, value], job) {
   put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
   cell.append(number(value));
-  if (job) put(cell, "span", "metric job", ` (job ${job})`); // the best one, not a mean over seeds
+  if (job) put(cell, "span", "metric job", ` (job ${job})`); // the value of the best job, not a mean over seeds
 }
 
-const columns = [ // [name, its cell, its sort key, whether high ones come first]
+const columns = [ // [name, function that fills a cell, sort key, whether a first click sorts in descending order]
   ["name", (cell, run) => {
     const link = address(run);
     const name = put(cell, link ? "a" : "span", "", run.name);
@@ -160,7 +160,7 @@ function compare() {
   const names = new Set(chosen.flatMap(run => Object.keys(run.curves)));
   const place = document.getElementById("overlays");
   place.replaceChildren();
-  const rank = name => 2 * name.startsWith("train") + name.endsWith("/loss"); // the metrics first
+  const rank = name => 2 * name.startsWith("train") + name.endsWith("/loss"); // metrics come first
   for (const name of [...names].sort((a, b) => rank(a) - rank(b))) {
     const figure = put(place, "figure");
     put(put(figure, "figcaption"), "b", "", name);
@@ -205,7 +205,7 @@ function tabulate(chosen) {
   for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? run.config[key] ?? "(default)";
   for (const key in values) {
     const texts = chosen.map(values[key]);
-    const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 is 0.002
+    const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 equals 0.002
     if (different.size < 2 && key !== "best") continue;
     const row = put(table, "tr");
     for (const text of [key, ...texts]) put(row, "td", "", text);

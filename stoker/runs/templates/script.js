@@ -1,5 +1,5 @@
 "use strict";
-// What all pages share: commands to copy, plots to read, and a page that follows a run in progress.
+// Shared by all pages: copying commands, reading values from plots, and following a run in progress.
 
 const tip = document.createElement("div");
 tip.className = "tip";
@@ -40,7 +40,7 @@ function download(name, text) {
   link.click();
 }
 
-{ // Plots: <svg class="plot">, whose curves have their values.
+{ // Plots: <svg class="plot">, whose curves have their values in `data-points`.
 function curvesOf(plot) {
   return [...plot.querySelectorAll(".curve[data-name]")].map(curve => ({
     name: curve.dataset.name,
@@ -128,7 +128,7 @@ function enlarge(figure) {
 }
 }
 
-{ // A page that is redrawn while training goes on: <main data-reload="seconds" data-drawn="time">.
+{ // A page that is redrawn during training: <main data-reload="seconds" data-drawn="time">.
 const {reload, drawn} = document.querySelector("main").dataset;
 const key = `scroll ${location.pathname}`;
 try {
@@ -138,7 +138,7 @@ try {
     document.querySelectorAll("details").forEach((part, i) => { part.open = kept.open[i]; });
     scrollTo(0, kept.y);
   }
-} catch { /* a browser that keeps nothing begins at the top */ }
+} catch { /* without session storage, the page starts at the top */ }
 
 function warn() {
   const minutes = Math.round((Date.now() / 1000 - drawn) / 60), late = document.querySelector(".late");
@@ -153,7 +153,7 @@ function follow() {
   location.reload();
 }
 if (reload) {
-  warn(); // each reload would lose it
+  warn(); // each reload removes the warning
   setInterval(follow, 1000 * reload);
 }
 }

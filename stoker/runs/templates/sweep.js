@@ -1,8 +1,8 @@
-// The plots of a sweep, from the JSON in the page: its contents are shown only as text.
+// The plots of a sweep, drawn from the JSON in the page, whose contents are shown only as text.
 const sweep = JSON.parse(document.getElementById("sweep").textContent);
 const rows = [...document.querySelectorAll("#jobs tbody tr")];
-const brushes = new Map(); // {axis: [low, high]}, as fractions of its length
-const order = sweep.jobs.map((_, i) => i).reverse(); // the best on top
+const brushes = new Map(); // {axis: [low, high]}, the selected range as fractions of the axis
+const order = sweep.jobs.map((_, i) => i).reverse(); // so that the best job is drawn last, on top
 const drawn = sweep.jobs.map(() => []); // the shapes of each job
 const ranks = sweep.jobs.map(job => job.value).filter(value => value !== null).sort((a, b) => a - b);
 const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
@@ -15,11 +15,11 @@ function axisOf(key, i) {
     const {at, ticks} = scale(key.numbers, 5);
     return {name: key.name, ticks, rises: true, at: job => at(key.numbers[job.settings[i]])};
   }
-  // Choices from the top to the bottom, a few numbers from the bottom to the top.
+  // Choices are listed from top to bottom; if there are few numbers, they rise from bottom to top.
   const sorted = key.values.map((_, j) => j), count = sorted.length, every = Math.ceil(count / 12);
   if (key.numbers) sorted.sort((a, b) => key.numbers[b] - key.numbers[a]);
   const place = sorted.map((_, j) => 1 - (sorted.indexOf(j) + 0.5) / count);
-  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of a value spread over it, so that fewer overlap
+  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of jobs with the same value are spread out, so that fewer overlap
   const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * room;
   const ticks = key.values.map((value, j) => [place[j], value]).filter((_, j) => j % every === 0);
   return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
@@ -31,7 +31,7 @@ const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === 
 
 function isIn(job) {
   return [...brushes].every(([axis, [low, high]]) => {
-    const share = (axis.value ?? axis.at)(job), reach = axis.reach ?? 0; // all lines of a value or none
+    const share = (axis.value ?? axis.at)(job), reach = axis.reach ?? 0; // select all jobs with the same value, or none
     return share !== null && share >= low - reach && share <= high + reach;
   });
 }
@@ -51,7 +51,7 @@ function add(i, made) {
   drawn[i].push(made);
 }
 
-// The distance from a point to a polyline.
+// Return the distance from a point to a polyline.
 function distance(points, x, y) {
   let least = Infinity;
   for (let i = 0; i < points.length; i++) {
@@ -63,7 +63,7 @@ function distance(points, x, y) {
   return least;
 }
 
-// Show the job under the pointer in every plot, and open its report on a click.
+// Highlight the job under the pointer in every plot, and open its report on a click.
 function watch(svg, lines) {
   const near = event => {
     const box = svg.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
@@ -157,7 +157,7 @@ function drawScatter(place) {
   const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
   const axis = axes[+document.getElementById("setting").value];
   const svg = canvas(place, width, height, `${sweep.metric} against ${axis.name}`);
-  const across = axis.rises ? share => share : share => 1 - share; // choices from left to right
+  const across = axis.rises ? share => share : share => 1 - share; // choices are listed from left to right
   drawAxes(svg, left, top, wide, high, axis.ticks.map(([share, label]) => [across(share), label]), metric.ticks, axis.name);
   const plot = shape(svg, "g", {}), lines = [];
   order.forEach(i => {
