@@ -280,7 +280,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 def warn_of_own_step(trainer: "Trainer") -> None:
     """Warn about settings that your own train_step ignores: its code does not name their use."""
     kind = type(trainer)
-    cut = "micro_batch" if trainer.micro_batch.adapts else "cut"
+    cut = "micro_batch" if trainer.micro_batch.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
     schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
     uses = {
