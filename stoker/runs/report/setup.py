@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stoker.command import dotted, exit_codes
+from stoker.command import dotted
 from stoker.command.defaults import of_choices
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
@@ -71,7 +71,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         tenth = significant(rate / 10, 6)
         slower = command(anew, f"optimizer.lr={tenth}")
         commands.append(("Train it with a tenth of the learning rate", slower))
-    elif run.state == "failed" and run.result.code == exit_codes.TRAINING_ERROR:
+    elif run.state == "failed":
         commands.append(("Resume it once the cause is fixed", again))
     elif run.state == "stopped":
         commands.append(("Resume it", again))
