@@ -8,7 +8,7 @@ import torch
 from conftest import assert_same, make_model, make_trainer
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
-from stoker.trainer import checkpoint, schedules
+from stoker.trainer import checkpoint, schedules, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Freeze
 from stoker.trainer.combined import Combined, muon
 from stoker.trainer.errors import UserError
@@ -345,6 +345,9 @@ def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=[{"match": "3.*", "lr": 0.5}], scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.01, "train/lr/3": 0.5}
+    assert "AdamW lr 0.01 to 0.5, constant" in " ".join(summary.plan(trainer)).replace(
+        " (fused)", ""
+    )
 
 
 def test_wsd_stays_and_goes_down_by_the_root():

@@ -30,12 +30,13 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     batch_size = getattr(trainer.train_loader, "batch_size", None) or "as the loader yields it"
     optimizer = trainer.optimizer
     scheduler = trainer.scheduler
-    rate = optimizer.param_groups[0].get("initial_lr", 0)
+    rates = [group.get("initial_lr", 0) for group in optimizer.param_groups]
+    rate = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
-        f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate:g}, "
+        f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate}, "
         f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
     )
     if trainer.step:

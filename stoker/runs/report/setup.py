@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stoker.command import dotted, exit_codes
+from stoker.command import dotted
 from stoker.command.defaults import of_choices
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
@@ -74,7 +74,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         lower = min(rate / 10, default) if is_number(default) else rate / 10
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
-    elif run.state == "failed" and run.result.code == exit_codes.TRAINING_ERROR:
+    elif run.state == "failed":
         commands.append(("Resume the run once the cause is fixed", again))
     elif run.state == "stopped":
         commands.append(("Resume the run", again))
