@@ -217,6 +217,11 @@ def test_the_page_shows_these_numbers(run, tested):
         f"data:image/png;base64,{s['png']}"
         for s in seen["worst"] + seen["uncertain"] + seen["random"]
     ]
+    worst = seen["worst"][0]
+    assert shown.all("span", "whole")[:2] == [
+        words.percent(worst["probability"]),
+        words.percent(math.exp(-worst["loss"])),
+    ]
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 4
     commands = shown.all("pre")
     assert f"{PROGRAM} epochs=2 optimizer.lr=2e-3 run_dir=run" in commands
@@ -924,6 +929,17 @@ def test_the_best_so_far_is_what_the_monitor_says():
         assert report.inputs.best_so_far(config, rows) is None
 
 
+def test_the_defaults_are_those_of_the_users_own_experiment(tmp_path, monkeypatch):
+    own = tmp_path / "configs" / "experiment" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /dataset: image_folder\nepochs: 3\n"
+    own.write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    defaults = setup.defaults_of(["experiment=mine", "model.width=3"])
+    assert defaults["dataset._target_"] == "stoker.data.images.image_folder"
+    assert defaults["epochs"] == 3
+
+
 def test_shares_in_words():
     values = {
         0.5: "50%",
@@ -932,6 +948,7 @@ def test_shares_in_words():
         1.0: "100%",
         0.0: "0%",
         0.00012: "0.012%",
+        0.142857: "14.3%",
     }
     assert {share: words.percent(share) for share in values} == values
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}

@@ -59,6 +59,8 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         cells["error"] = number(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
         cells["probability"] = percent(sample.probability)
+        if sample.loss is not None:
+            cells["of the true class"] = percent(math.exp(-max(sample.loss, 0)))
     for name, value in sample.columns.items():
         text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
         cells.setdefault(shortened(name), text)

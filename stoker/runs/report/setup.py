@@ -7,7 +7,7 @@ from stoker.command import dotted
 from stoker.command.defaults import of_choices
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
-from stoker.configs import FOLDER
+from stoker.configs import file_of
 from stoker.runs import saved_config
 from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
@@ -44,8 +44,7 @@ def is_choice(override: str) -> bool:
     match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
     if match is None:
         return False
-    group = FOLDER / match[1]
-    return all((group / f"{name}.yaml").is_file() for name in match[2].split(","))
+    return all(file_of(f"{match[1]}/{name}") is not None for name in match[2].split(","))
 
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:

@@ -44,8 +44,9 @@ def setting(value: object) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction, like '97.2%', '99.94%' or '0.012%'."""
-    return f"{100 * fraction:.4g}%"
+    """Format a fraction as '97.2%' or '0.0123%', with more digits from 99%: '99.94%'."""
+    digits = 4 if fraction > 0.99 else 3
+    return f"{100 * fraction:.{digits}g}%"
 
 
 def flop(value: float) -> str:
