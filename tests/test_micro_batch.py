@@ -169,7 +169,7 @@ def test_an_evaluation_and_a_prediction_give_the_same_in_parts(caplog, most):
     assert (
         results == pytest.approx(expected, rel=1e-12) and results["val/acc"] == expected["val/acc"]
     )
-    assert "continuing with" in caplog.records[-1].getMessage()
+    assert "Continuing with" in caplog.records[-1].getMessage()
     caplog.clear()
     assert trainer.evaluate(loader) == results  # the size is known now
     torch.testing.assert_close(trainer.predict(loader), whole.predict(loader), rtol=0, atol=1e-12)
@@ -336,4 +336,4 @@ def test_the_command_line_ends_with_3_or_goes_on(tmp_path):
     )
     assert failed.returncode == 3 and "Traceback" not in failed.stderr, failed.stderr
     assert "error: Out of memory on cpu with a batch of 64" in failed.stderr
-    assert done.returncode == 0 and "continuing with 16" in done.stderr, done.stderr
+    assert done.returncode == 0 and "Continuing with 16" in done.stderr, done.stderr

@@ -196,7 +196,7 @@ def test_bugs_stay_tracebacks(bug):
 
 
 def test_an_evaluation_is_explained_too():
-    with pytest.raises(UserError, match="update_metrics takes"):
+    with pytest.raises(UserError, match="update_metrics expects"):
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
     with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
         make_trainer(model=Pair(*make_model())).evaluate(loader())
@@ -224,8 +224,8 @@ def test_several_loaders_are_no_loader():
     "named, message",
     [
         ({}, "val_loader is an empty dict"),
-        ({"train": loader()}, "named 'train'"),
-        ({"a/b": loader()}, "named 'a/b'"),
+        ({"train": loader()}, "'train' is not a valid name"),
+        ({"a/b": loader()}, "'a/b' is not a valid name"),
         ({"a": {"b": loader()}}, "this dict is not a loader"),
     ],
 )
@@ -247,8 +247,8 @@ def test_a_name_is_no_loader():
             "this Tensor is not a loader. Pass one loader",
         ),
         (TensorDataset(torch.ones(8, 6)), "this TensorDataset is not a loader"),
-        ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of length 3"),
-        ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of length 2"),
+        ([[torch.ones(n, 6) for n in (3, 4, 5)]], "not a list of length 3"),
+        ([[torch.ones(3, 6), torch.ones(4, 6)]], "not a list of length 2"),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):

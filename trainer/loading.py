@@ -313,8 +313,8 @@ class IterableLoader(Seekable):
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"The len() of {self.name} is {length}, but it yielded {place.number} batches. "
-                f"Epochs still have {self.steps} steps; each continues where the last one stopped."
+                f"{self.name}'s len() is {length}, but it yielded {place.number} batches. Epochs "
+                f"still have {self.steps} steps; each continues where the last one stopped."
             )
 
     def state_dict(self) -> dict[str, Any]:

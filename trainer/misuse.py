@@ -230,7 +230,7 @@ def check_epoch(expected: int, batches: int) -> None:
     """Raise UserError if the training loader yielded more or fewer batches than its length."""
     if batches != expected:
         raise UserError(
-            f"The len() of the training loader is {expected}, but it yielded {batches} batches."
+            f"The training loader's len() is {expected}, but it yielded {batches} batches."
         )
 
 
