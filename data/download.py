@@ -41,7 +41,7 @@ def mnist_files(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
     )
 
 
-# The folders are those of torchvision. The sizes and checksums of MNIST, Fashion-MNIST and KMNIST
+# The folder names are torchvision's. The sizes and checksums of MNIST, Fashion-MNIST and KMNIST
 # are from tensorflow/datasets (url_checksums) and pytorch/vision's prototype; those of CIFAR are
 # from keras and pytorch/vision's prototype.
 SOURCES = {

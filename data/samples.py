@@ -121,8 +121,8 @@ def make_loader(
 
     An IterableDataset becomes a DataLoader, by default without workers, because each worker would
     read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
-    its first batches, and an epoch continues where the previous one stopped. `options` are those of
-    Ordered.
+    its first batches, and an epoch continues where the previous one stopped. `options` are passed
+    to Ordered.
     """
     if has_samples(part):
         count = choose_workers(part) if workers == "auto" else int(workers)

@@ -196,7 +196,7 @@ class Table:
     """A csv or parquet file, and how to read it; UserError if it cannot be read.
 
     `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
-    Line numbers are those of a spreadsheet: the header is line 1.
+    Lines are numbered as in a spreadsheet: the header is line 1.
 
     Attributes:
         names: The column names.
