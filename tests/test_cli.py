@@ -105,6 +105,8 @@ def equal(first, second):
 EARLY = [  # what is typed; what the answer names; what it suggests
     ("seeed=1", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("modle=mlp", "error: modle: there is no such key.", "Did you mean 'model'?"),
+    ("model=cnn model.hiden=[3]", "error: model.hiden: there is no", f"{PROGRAM} model=cnn --help"),
+    ("overfit", "error: overfit: this cannot be parsed.", "It needs a value: overfit=..."),
     (
         "model.hiden=[3]",
         "error: model.hiden: there is no such key.",

@@ -121,9 +121,11 @@ def not_understood(error: BaseException) -> str | None:
     if override is None and "Error when parsing" not in str(error):
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
-    task = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
+    hint = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
+    if typed in settings.SETTINGS:
+        hint = f" It needs a value: {typed}=..."
     return (
-        f"{typed}: this cannot be parsed.{task} Type settings as key=value, as in epochs=3, and "
+        f"{typed}: this cannot be parsed.{hint} Type settings as key=value, as in epochs=3, and "
         "lists as 'key=[1,2]'.\n"
         "Put quotes around a value with special characters, inside the shell's quotes: "
         "\"dataset.path='my täble.csv'\"."
@@ -135,7 +137,9 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
         hint = f" {FOR_EXPERIMENT}"
-    command = " ".join(invocation.program())
+    group = key.partition(".")[0]
+    chosen = [one for one in arguments.choices(sys.argv[1:]) if one.startswith(f"{group}=")]
+    command = " ".join([*invocation.program(), *chosen])
     return f"{key}: there is no such key.{hint}\nType {command} --help to see the keys."
 
 
