@@ -277,7 +277,12 @@ def tensors():
 @pytest.mark.parametrize(
     ("inputs", "targets", "kind", "words"),
     [
-        (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), "classification", "it is empty"),
+        (
+            torch.zeros(0, 4),
+            torch.zeros(0, dtype=torch.int64),
+            "classification",
+            "this split is empty",
+        ),
         (
             torch.zeros(5, 4),
             torch.tensor([0, 1] * 3),

@@ -591,7 +591,7 @@ WRONG_TABLES = {
     "age,town,size\n1,Rom,1\n2,Rom,x\n": "line 3: 'x' in the column 'size' is not a number",
     "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is not a number",
     "age,town,size\n1,Rom\n": "Row #2: Expected 3 columns, got 2",
-    "age,town,size\n": "it has no rows",
+    "age,town,size\n": "the file has no rows",
     "": "Empty CSV file",
     "age,age,town,size\n1,1,Rom,1\n": "the same name twice",
     "age;town;size\n1;Rom;1\n": "no such column",
