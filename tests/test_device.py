@@ -139,9 +139,9 @@ def test_precision_elsewhere():
     for device in (CPU, CUDA, torch.device("mps")):
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
         assert found == [
-            (None, "as asked"),
-            (torch.bfloat16, "as asked"),
-            (torch.float16, "as asked"),
+            (None, "as requested"),
+            (torch.bfloat16, "as requested"),
+            (torch.float16, "as requested"),
         ]
     with pytest.raises(
         UserError,

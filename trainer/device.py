@@ -110,7 +110,7 @@ def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | Non
     settings.check("precision", name)
     if name == "auto":
         return auto_precision(device)
-    return DTYPES[name], "as asked"
+    return DTYPES[name], "as requested"
 
 
 def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -160,7 +160,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
     model.
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
-    is_asked = "as asked" in trainer.precision_reason
+    is_asked = "as requested" in trainer.precision_reason
     settings = {
         SCRIPT: command(),
         "model": part(trainer.module),
