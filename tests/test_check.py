@@ -58,6 +58,11 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
         words = f"^{key}.*: there is no such key. The files of this group must begin with '# @pack"
         with pytest.raises(UserError, match=words):
             processed(typed)
+    project("experiment/slip", "# @package _global_\noptimizer: sgd\n")
+    with pytest.raises(
+        UserError, match="^optimizer: .*\n.*'- override /optimizer: NAME' under 'def"
+    ):
+        processed("experiment=slip")
     project("experiment/override", "defaults:\n  - override /model: cnn\n")
     with pytest.raises(ConfigCompositionException) as caught:
         processed("experiment=override")

@@ -60,7 +60,10 @@ def check_config(cfg: DictConfig) -> None:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
-            raise UserError(f"{key}: its file must be a mapping with the key _target_.")
+            raise UserError(
+                f"{key}: its file must be a mapping with the key _target_.\n"
+                f"An experiment chooses a file by '- override /{key}: NAME' under 'defaults:'."
+            )
     if len(configs.folders()) > 1:
         check_choices(given)
     resolved = resolve(cfg)
