@@ -318,7 +318,7 @@ def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
     before = trainer.module.layer.weight.detach().clone()
     with pytest.raises(
         TrainingError,
-        match=r"is inf at step 3: in step 1, the gradient of layer.bias has the norm inf",
+        match=r"is inf at step 3: in step 1, the gradient of layer.bias has norm inf",
     ):
         trainer.fit(*loaders())
     assert torch.equal(trainer.module.layer.weight, before)

@@ -192,7 +192,7 @@ def examine(
         problems.append((1, f"the loss is {float(loss)}, although the batch is finite"))
     for name, norm in norms.items():
         if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such steps
-            problems.append((2, f"the gradient of {name} has the norm {norm}"))
+            problems.append((2, f"the gradient of {name} has norm {norm}"))
     broken = checkpoint.first_nonfinite(trainer.module)
     if broken:
         problems.append((3, f"{broken} is not finite after the update"))
