@@ -186,7 +186,7 @@ def test_the_card_of_the_weights_says_what_its_modules_take():
     for dtype, norms, says in (
         (torch.uint8, {}, "float32 of shape (N, 2, 4, 4), pixel / 255"),
         (torch.uint8, {"mean": [0.25, 0.5]}, "with mean [0.25, 0.5] and std 1"),
-        (torch.uint8, {"std": [0.5, 2]}, "mean 0, std [0.5, 2.0]"),
+        (torch.uint8, {"std": [0.5, 2]}, "with mean 0 and std [0.5, 2.0]"),
         (torch.int64, {}, "int64 of shape (N, 2, 4, 4)"),
     ):
         part = TensorSplit(inputs.to(dtype), torch.arange(3))
