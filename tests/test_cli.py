@@ -355,7 +355,7 @@ LATE = [
     (
         "dataset.augment=[flop]",
         "error: dataset.augment=flop: not a valid choice. Did you mean 'flip'?",
-        "Type a list of flip",
+        "Choose one of: flip, shift, crop",
     ),
     ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
     ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
@@ -375,7 +375,7 @@ LATE = [
     (
         "+optimizer.typo=1",
         "error: optimizer.typo: torch.optim.AdamW has no such argument.",
-        "It has",
+        "Its arguments are: params, lr,",
     ),
     (
         "batch_size=99999 drop_last=true",
@@ -420,7 +420,7 @@ LATE = [
     (
         "model=cnn dataset=synthetic",
         "error: model: cnn takes images",
-        "Type model=mlp or model=linear.",
+        "Type model=mlp or model=linear, or model=gpt for text.",
     ),
     (
         "dataset=synthetic dataset.n=10000000000000",
@@ -448,7 +448,7 @@ LATE = [
         "error: model._target_=os.system: this target is never allowed",
         "",
     ),
-    ("trainer._target_=torch.nn.Linear", "Linear: this does not return a stoker.Trainer.", ""),
+    ("trainer._target_=torch.nn.Identity", "this returns an Identity, not a stoker.Trainer", ""),
     ("+loss.weight=abc", "error: loss.weight=abc: give a list, one number per class.", ""),
     (
         "trainer._target_=examples.nope.X",
