@@ -318,5 +318,5 @@ def test_balanced_weights_are_those_of_scikit_learn():
     expected = compute_class_weight("balanced", classes=np.arange(3), y=targets.numpy())
     assert data.balanced_weights() == pytest.approx(expected.tolist(), rel=1e-12)
     data.num_classes = 4
-    with pytest.raises(UserError, match="balanced: the training split of few does not"):
+    with pytest.raises(UserError, match="balanced: the training split of few must have"):
         data.balanced_weights()

@@ -669,7 +669,10 @@ def test_a_task_for_a_run_has_nothing_built_inside_a_part(compose, good, tmp_pat
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        ({"_target_": "stoker.trainer.callbacks.Checkpoint", "_args_": ["/tmp"]}, "a._args_: give"),
+        (
+            {"_target_": "stoker.trainer.callbacks.Checkpoint", "_args_": ["/tmp"]},
+            "a._args_: pass these",
+        ),
         ({"_target_": "stoker.trainer.callbacks.NaNGuard", "folder": ".."}, "a.folder=.."),
         ({"_target_": "stoker.trainer.callbacks.Progress", "_args_": 3}, "give a list"),
     ],
