@@ -87,7 +87,7 @@ class Plot:
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))
-        if len(points) <= MOST_MARKED:
+        if name and len(points) <= MOST_MARKED:
             self.dots("marked", points, colour)
 
     def dots(self, kind: str, points: Points, colour: str) -> None:

@@ -97,7 +97,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     points: list[tuple[float, float]] = []
     if evaluation.confidence is not None:
         points = calibration(evaluation.confidence)
-    if points:
+    if len(points) > 1:
         svg = plots.fractions(
             "correct", points, "predicted probability", "fraction correct", ideal=diagonal
         )
