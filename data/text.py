@@ -23,7 +23,7 @@ FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
 PARTS = ("train", "val", "test")
 MOST_IDS = 2**24  # maximum number of classes; larger numbers are unlikely to be token ids
-PIECE = 2**20  # tokens in a piece that a fingerprint covers
+PIECE = 2**20  # tokens in each piece of a large text that goes into its fingerprint
 PIECES = 256  # maximum number of these pieces
 UNICODE = 0x110000  # number of possible code points
 
@@ -76,7 +76,7 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows. Its end is the validation split, followed by the test split.
+    """Cut a text file into windows. The last two parts are the validation and the test split.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are memory-mapped.
@@ -93,7 +93,7 @@ def text(
     check_number("dataset.length", length, whole=True, least=1)
     check_number("dataset.stride", stride, whole=True, least=1, optional=True)
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    path = os.path.expanduser(str(path))  # a bare 2024 on the command line is a number
+    path = os.path.expanduser(str(path))  # on the command line, a bare 2024 is a number
     form = tokens
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
@@ -109,7 +109,7 @@ def text(
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
-        raise unreadable(path, f"these are {kind}, but the run was trained on {trained['tokens']}.")
+        raise unreadable(path, f"its tokens are {kind}, but the model's are {trained['tokens']}.")
     train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]
     return Data(name, train, val, test, (length,), count, classes=classes, tokens=kind)

@@ -1,4 +1,4 @@
-"""Checks of model arguments; each raises a UserError that names the setting."""
+"""Checks for model arguments; each raises a UserError that names the setting."""
 
 from collections.abc import Sequence
 

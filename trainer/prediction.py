@@ -1,4 +1,4 @@
-"""The part of a Trainer that predicts the outputs for each batch of a loader, or for all of it."""
+"""The part of a Trainer that predicts the outputs for each batch, or for the whole loader."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Predicting(Batching):
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
-                        # A rank without samples has computed a copy, which does not count.
+                        # A rank without samples has predicted for a copy, which does not count.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None
                         )
@@ -96,7 +96,7 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
             raise UserError(
                 f"predict: the outputs are {', '.join(flat[0])} for one batch and "
                 f"{', '.join(leaves)} for another.\n"
-                f"Override predict_batch to return the same structure for all; {misuse.HOW}."
+                f"Override predict_batch to return the same structure each time; {misuse.HOW}."
             )
 
     def of_leaf(name: str, _: Any) -> Any:

@@ -223,7 +223,7 @@ def set_lr(
 ) -> list[float]:
     """Do the work of `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
 
-    Outside of a fit, `scheduler` is the one of the last fit.
+    Outside of a fit, `scheduler` is the scheduler of the last fit.
     """
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer, or it is closed.")

@@ -151,7 +151,7 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: T, *, optional: bool = False) -> T:
-    """Return `value` if it is valid for `key`; UserError otherwise. `optional` also allows None."""
+    """Return `value` if it is valid for `key`, or raise UserError. `optional` also allows None."""
     if value is not None or not optional:
         LIMITS[key].check(key, value)
     return value
