@@ -148,7 +148,7 @@ class Augment:
                     offsets = torch.randint(-k, k + 1, column, generator=generator)
                     draws[f"{name} {axis}"] = offsets
         if "cutout" in self.geometric:
-            # The center may be anywhere in the image, so the square may extend beyond the border.
+            # The center can be anywhere in the image, so the square can extend beyond the border.
             for axis, size in enumerate(shape[2:]):
                 middle = torch.randint(0, size, column, generator=generator)
                 draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2

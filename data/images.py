@@ -83,8 +83,8 @@ def image_folder(
     the training images. The file extensions are those of torchvision's ImageFolder, plus .gif; a
     warning counts the files that are skipped.
 
-    `size`: null means that all images have the same size; a whole number up to 4,096 resizes them
-    to size x size. With `resize`, the shorter side is resized to that many pixels and
+    `size`: null means that all images already have the same size; a whole number up to 4,096
+    resizes them to size x size. With `resize`, the shorter side is resized to that many pixels and
     the center is cropped to `size`, as torchvision's Resize and CenterCrop do.
     `mean` and `std`: null measures them on at most 5,000 training images.
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;

@@ -99,7 +99,7 @@ def make_loaders(
         return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
-    held = dict(splits)  # the splits that may become resident
+    held = dict(splits)  # the splits that can become resident
     transforms = None
     if only is None:
         options["train"]["augment"] = augment

@@ -313,7 +313,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
-    """Return `mean` or `std` as a list; UserError if it does not have one number per channel."""
+    """Return `mean` or `std` as a list; raise UserError unless it has one number per channel."""
     if values is None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:

@@ -193,7 +193,7 @@ def csv(
 
 
 class Table:
-    """A csv or parquet file, and how to read it; UserError if it cannot be read.
+    """A csv or parquet file, and how to read it; raise UserError if it cannot be read.
 
     `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
     Lines are numbered as in a spreadsheet: the header is line 1.
@@ -288,7 +288,7 @@ class Table:
 
     def _texts(self, name: str, column: Any) -> Texts:
         """Return a column as text, as it would be written in a csv file with this notation;
-        UserError for lists and bytes.
+        raise UserError for lists and bytes.
         """
         try:
             if pyarrow.types.is_timestamp(column.type) and column.type.tz:
@@ -330,7 +330,7 @@ class Table:
         return columns
 
     def check(self, where: str, names: str | Sequence[str]) -> list[str]:
-        """Return column names as a list; UserError if the table lacks one of these columns."""
+        """Return column names as a list; raise UserError if the table lacks one of them."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.written:
@@ -342,7 +342,7 @@ class Table:
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
-        """Return the column names that a model was trained on; UserError if one is missing."""
+        """Return the columns that a model was trained on; raise UserError if one is missing."""
         names = [column["name"] for column in columns]
         return self.check("The model was trained on the column ", names)
 
@@ -376,7 +376,7 @@ class Table:
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
     def times(self, name: str, values: Any) -> Tensor:
-        """Return a column as numbers or days; UserError if a value is missing."""
+        """Return a column as numbers or days; raise UserError if a value is missing."""
         for is_date in (False, True):
             times = self.amounts(values, is_date)
             if not times.isnan().any():
@@ -507,7 +507,7 @@ def _encoded(
     values: dict[str, Any],
     rows: Tensor,
 ) -> Tensor:
-    """Encode these rows as numbers, (N, width); UserError if they do not fit in memory.
+    """Encode these rows as numbers, (N, width); raise UserError if they do not fit in memory.
 
     Removes the columns from `values`, so that a large table is not held in memory twice.
     """

@@ -76,7 +76,7 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows. The last two parts are the validation and the test split.
+    """Cut a text file into windows. The end is held out: first for validation, then for testing.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are memory-mapped.
@@ -87,7 +87,7 @@ def text(
             so an epoch reads each token once. Evaluations always use `length`.
         val_fraction: Fraction of the text to use for validation.
         test_fraction: Fraction of the text to use for testing.
-        trained: The description of a run's data, whose vocabulary to use.
+        trained: The description of the data that a run was trained on, whose vocabulary is used.
     """
     check_choice("dataset.tokens", tokens, FORMS)
     check_number("dataset.length", length, whole=True, least=1)
@@ -144,7 +144,7 @@ def unreadable(path: str, reason: object) -> UserError:
 
 
 def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, list[str]]:
-    """Return the characters of a UTF-8 file as ids, and the character of each id in Unicode order.
+    """Return the characters of a UTF-8 file as ids, and the distinct characters in Unicode order.
 
     `known`: the characters that a run was trained on; any other character is an error.
     """
@@ -189,7 +189,7 @@ def open_ids(path: str, form: str) -> Tokens:
 
 
 def count_ids(path: str, ids: Tokens, form: str) -> int:
-    """Return one more than the highest id; UserError if these are not token ids."""
+    """Return one more than the highest id; raise UserError if these are not token ids."""
     lowest = int(ids.min())
     highest = int(ids.max())
     if lowest < 0 or highest >= MOST_IDS:

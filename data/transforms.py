@@ -15,7 +15,7 @@ MODULE = "torchvision.transforms.v2"
 
 
 def is_transform(item: Any) -> bool:
-    """Return whether this is a torchvision v2 transform; UserError for a v1 transform."""
+    """Return whether this is a torchvision v2 transform; raise UserError for a v1 transform."""
     modules = [base.__module__ for base in type(item).__mro__]
     name = type(item).__name__
     if any(module.startswith(MODULE) for module in modules):

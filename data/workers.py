@@ -143,7 +143,7 @@ class Workers:
             self.batches._timeout = POLL  # private: as above
 
     def _take(self) -> Any:
-        """Return the next batch or END; TrainingError if a worker dies or is too slow."""
+        """Return the next batch or END; raise TrainingError if a worker dies or is too slow."""
         limit = time.monotonic() + (self.timeout or math.inf)
         while True:
             try:

@@ -84,7 +84,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the tokens (N, T) followed by `count` more, drawn one by one.
 
-        When the context is full, generation continues from its second half.
+        When the context is full, generation continues from the second half of the context.
 
         Args:
             tokens: At least one token per sample; the model sees only the last `length` of them.

@@ -89,7 +89,7 @@ def is_list(value: Any) -> bool:
 def usual_dim(name: str, value: Any) -> SampleDim:
     """Return the default sample dimension: 0 for tensors and lists of plain values.
 
-    It is "auto" for lists of other objects (see `reading`), and None for a value without samples.
+    It is "auto" for lists of other objects (see `reading`), and None for a scalar or an empty list.
     """
     if is_list(value):
         if not value:

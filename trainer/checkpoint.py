@@ -306,9 +306,9 @@ def go_back(folder: str | Path, step: int) -> None:
 
 
 def newest(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the newest undamaged checkpoint in the folder; None without any.
+    """Return (path, state) of the newest undamaged checkpoint in the folder.
 
-    Warn about each newer checkpoint that is damaged.
+    Return None if the folder has no checkpoints. Warn about each newer checkpoint that is damaged.
 
     Raises:
         TrainingError: All checkpoints are damaged.
@@ -378,10 +378,10 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
 
 
 def best(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the checkpoint with the best monitored value, or None without any.
+    """Return (path, state) of the checkpoint with the best monitored value.
 
-    If no value was monitored, or the best checkpoint is damaged (which logs a warning), return the
-    newest one.
+    Return None if the folder has no checkpoints. If no value was monitored, or the best checkpoint
+    is damaged (which logs a warning), return the newest one.
     """
     result = newest(folder)
     if result is None:

@@ -25,12 +25,12 @@ Names = dict[torch.Tensor, list[str]]  # parameter -> its names, in the order of
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
     """Return the parameter groups. Biases, norms, vectors and scalars have no weight decay.
 
-    A parameter belongs to the first rule that matches one of its names. Groups of rules are named
-    after their pattern, and follow the groups of unmatched parameters. Frozen parameters are
+    A parameter belongs to the first rule that matches one of its names. The groups of a rule are
+    named after its pattern, and follow the groups of unmatched parameters. Frozen parameters are
     included: an optimizer skips them while they have no gradient, and trains them once thawed.
 
     Raises:
-        UserError: A rule matches no parameter, or only parameters of earlier rules.
+        UserError: A rule matches no parameter, or only parameters that earlier rules match.
     """
     names = named(module)
     free = without_decay(module)

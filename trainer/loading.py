@@ -18,7 +18,7 @@ from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
 
-MOST = 10**6  # most samples that an evaluation reads from a loader without a length
+MOST = 10**6  # maximum number of samples to evaluate from a loader without a length
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 

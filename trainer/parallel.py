@@ -497,8 +497,9 @@ def check_size(samples: int) -> None:
 def weight(
     here: float | torch.Tensor, total: float | None, device: torch.device
 ) -> float | torch.Tensor:
-    """Return the factor for this process's mean loss before the processes average gradients.
+    """Return the factor by which to multiply this process's mean loss.
 
+    With this factor, the average gradient of all processes is the gradient of the whole batch.
     `here` is the weight of this process's part of the batch. `total` is the weight of the whole
     batch, or None to compute it.
     """

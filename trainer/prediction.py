@@ -66,7 +66,7 @@ class Predicting(Batching):
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
-                        # A rank without samples has predicted for a copy, which does not count.
+                        # Outputs of a rank without samples do not count: its sample is a copy.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None
                         )
@@ -118,7 +118,7 @@ def leaves_of(nesting: Any) -> dict[str, Any]:
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
-    """Move the outputs for a batch to the CPU; UserError if a leaf does not hold all samples."""
+    """Move the outputs for a batch to the CPU; raise UserError if a leaf lacks samples."""
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0

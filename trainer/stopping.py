@@ -80,7 +80,10 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived at a point where the program can exit. Exit code 128 + the signal."""
+    """A signal arrived at a point where the program can exit.
+
+    The exit code is 128 plus the number of the signal.
+    """
 
 
 class EvaluationInterrupted(BaseException):

@@ -162,7 +162,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
                 self.window.start_clock()
-                if self.evaluation_due:  # an evaluation was interrupted: repeat only that
+                if self.evaluation_due:  # repeat only the interrupted evaluation
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)

@@ -112,7 +112,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     are finite in the replay. Callbacks see a new fit: `on_fit_end` is called before `on_fit_start`.
     """
     last = trainer.step
-    # Skip callbacks of the first rank, which only print or write files.
+    # Skip callbacks that run only on the first rank: they only print or write files.
     active = [c for c in trainer.callbacks if not (c.first_rank_only or isinstance(c, SILENT))]
     name = f"replay/{trainer.epochs_before}/{trainer.step}"
     saved = checkpoint.together(name, lambda: good_checkpoint(trainer, guard.first_step))
@@ -130,7 +130,8 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     trainer.model.train()
     harmless: set[str] = set()
     for batch in replayed(trainer, last):
-        # In the last step of the last good row, the loss was finite, but the gradient may not be.
+        # The last good row shows that the loss of its last step was finite, but not that the
+        # gradient was.
         is_suspect = trainer.step + 1 >= guard.finite_until
         if is_suspect:
             trainer.window.clear()
