@@ -378,7 +378,7 @@ class Calling(Trainer):
 @pytest.mark.parametrize(
     ("kind", "ignored"),
     [
-        (Careless, ["max_grad_norm", "cut", "autocast", "scheduler"]),
+        (Careless, ["max_grad_norm", "split_with_fractions", "autocast", "scheduler"]),
         (Careful, []),
         (Calling, []),
     ],
@@ -386,7 +386,7 @@ class Calling(Trainer):
 def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignored):
     settings = {
         "max_grad_norm=1.0": "max_grad_norm",
-        "grad_accum_steps=2": "cut",
+        "grad_accum_steps=2": "split_with_fractions",
         "precision=bf16": "autocast",
         "scheduler (cosine)": "scheduler",
     }

@@ -494,7 +494,7 @@ def test_a_column_of_lists_or_bytes_is_named(tmp_path, value, kind):
     path = tmp_path / "t.parquet"
     columns = {"a": [value] * 40, "x": [i / 4 for i in range(40)], "y": range(40)}
     parquet.write_table(pyarrow.table({name: list(v) for name, v in columns.items()}), path)
-    words = f"the column 'a' holds {kind}, which is neither numbers nor text.\n"
+    words = f"the column 'a' contains {kind}, which is neither numbers nor text.\n"
     with pytest.raises(UserError, match=f"{words}Type 'dataset.ignore=.a.'\\.$"):
         tables.csv(str(path), "y")
     assert tables.csv(str(path), "y", ignore=["a"]).in_shape == (1,)
@@ -812,11 +812,15 @@ def test_moments_of_any_time_zone_count_in_utc(tmp_path):
 def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
     text = "x,y\n" + "\n".join(f"{i % 7},{i % 3}" for i in range(90))
     for kind, loss, words in (
-        ("auto", torch.nn.MSELoss(), "MSELoss is for regression, but .* is for classification"),
+        (
+            "auto",
+            torch.nn.MSELoss(),
+            "MSELoss is for regression, but .* is data for classification",
+        ),
         (
             "regression",
             torch.nn.CrossEntropyLoss(),
-            "CrossEntropyLoss is for classification, but .* is for regression",
+            "CrossEntropyLoss is for classification, but .* is data for regression",
         ),
     ):
         with pytest.raises(UserError, match=words):
@@ -910,8 +914,11 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"split_time": "city"}, "dataset.split_time=city: .*dates such as 2024-01-31"),
         ({"split_time": "age", "folds": 3}, "split_time: cannot be combined with dataset.folds"),
         ({"folds": 1}, "dataset.folds=1: .* Choose from 2"),
-        ({"folds": 3, "fold": 3}, "dataset.fold=3: give a whole number at least 0 and at most 2"),
-        ({"fold": 1}, "dataset.fold=1: give a whole number at least 0 and at most 0"),
+        (
+            {"folds": 3, "fold": 3},
+            "dataset.fold=3: give a whole number of at least 0 and at most 2",
+        ),
+        ({"fold": 1}, "dataset.fold=1: give a whole number of at least 0 and at most 0"),
         ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
     ],
 )
