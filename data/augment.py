@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {**GEOMETRIC, **MIXING}
 
 # A list such as ["flip", {"crop": 4}, function], a single item of such a list, or None.
 Spec = Any
-# The random numbers of the geometric augmentations for a batch: CPU tensors, one row per sample.
+# Random numbers for the geometric augmentations of a batch: CPU tensors, one row per sample.
 Draws = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -44,8 +44,8 @@ class Augment:
        `(inputs, targets, generator) -> (inputs, targets)`, in the order of the list.
 
     `mixup` and `cutmix` turn class targets into soft targets of shape (N, num_classes). Masks
-    (N, H, W) move with their images; pixels lost to a shift or cutout become -100 in the mask,
-    which the loss ignores.
+    (N, H, W) are moved with their images. Mask pixels lost to a shift or cutout become -100, which
+    the loss ignores.
 
     The generator is always on the CPU, so every device produces the same images.
     """
@@ -112,7 +112,8 @@ class Augment:
             raise UserError(
                 f"dataset.augment: {names} cannot be applied to inputs of shape {tuple(in_shape)} "
                 f"with targets of shape {tuple(target_shape)}. Images must be (channels, height, "
-                "width), masks must have the same size, and mixing needs one class per sample.\n"
+                "width), masks must have the same size, and mixup and cutmix need one class per "
+                "sample.\n"
                 "Type dataset.augment=[]."
             )
         crop = self.geometric.get("crop", 0)
@@ -129,7 +130,7 @@ class Augment:
         generator: Generator,
         flips: Tensor | None = None,
     ) -> Draws:
-        """Draw the random numbers of the geometric augmentations for a batch of (N, C, H, W).
+        """Draw the random numbers for the geometric augmentations of a batch (N, C, H, W).
 
         `flips` (N,) says which samples `{flip: alternate}` flips in this epoch; if it is None,
         flips are drawn at random.
@@ -147,7 +148,7 @@ class Augment:
                     offsets = torch.randint(-k, k + 1, column, generator=generator)
                     draws[f"{name} {axis}"] = offsets
         if "cutout" in self.geometric:
-            # The center may be anywhere in the image, so the square may extend beyond the border.
+            # The center can be anywhere in the image, so the square can extend beyond the border.
             for axis, size in enumerate(shape[2:]):
                 middle = torch.randint(0, size, column, generator=generator)
                 draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2
@@ -170,13 +171,13 @@ class Augment:
     def _move_pixels(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
         """Apply flip, shift, crop and cutout to images, and to their masks if they have any.
 
-        Each of them maps rows and columns independently, so two small tables of source indices,
-        (N, H) and (N, W), are enough for a single gather.
+        Each of these operations maps rows and columns independently, so two small tables of source
+        indices, (N, H) and (N, W), are enough for a single gather.
         """
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
         sources = []
-        shown = []  # which rows, then which columns, are still inside the image after a shift
+        shown = []  # masks of the rows, then of the columns, that a shift leaves inside the image
         cut_out = []
         for axis, size in enumerate((height, width)):
             place = torch.arange(size, device=inputs.device).expand(n, size)
@@ -287,7 +288,7 @@ def _cutmix(
         stop = ((middle + side / 2) * size).round()
         inside.append(_between(torch.arange(size, device=inputs.device), start, stop))
     pasted = _outer(*inside)
-    # The fraction of each image that is kept, once the rectangle is clipped at the border.
+    # The fraction of each image that is kept, after the rectangle is clipped at the border.
     share = 1 - pasted.to(targets.dtype).mean()
     mixed = torch.where(pasted, inputs.roll(1, 0), inputs)
     return mixed, _with_neighbours(targets, share)

@@ -20,7 +20,7 @@ from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
 
 VERSION = 4  # file format version, part of every file name
-# Maximum number of mapped bytes. Without a limit, the whole file would count towards the memory of
+# Maximum number of mapped bytes. Without a limit, the whole file would count toward the memory of
 # this process.
 MAPPED = 64 * MIB
 # A page fault maps this many bytes around the address.
@@ -134,7 +134,7 @@ class PixelCache:
 
 
 def checksum(data: Any) -> int:
-    """Return the CRC32 of some bytes, but 1 instead of 0, which marks an empty slot."""
+    """Return the CRC32 of some bytes, or 1 if it is 0, because 0 marks an empty slot."""
     return zlib.crc32(data) or 1
 
 
@@ -149,7 +149,7 @@ def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
 
 
 def create(path: Path, size: int) -> None:
-    """Create a file of `size` zeros with all of its disk space reserved.
+    """Create a file of `size` zero bytes, with all of its disk space reserved.
 
     In a sparse file, a write to the mapping would raise SIGBUS once the disk is full.
     """

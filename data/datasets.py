@@ -47,7 +47,7 @@ CLASSES = {
     ],
     "KMNIST": ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"],
 }
-# `synthetic` generates this many samples at a time, so a large image set never exists as floats.
+# `synthetic` generates this many samples at a time, so that it never holds all images as floats.
 PIECE = 4096
 
 # (training samples, test samples, class names)

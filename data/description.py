@@ -1,5 +1,5 @@
-"""Descriptions: what a checkpoint says about the model's inputs and outputs. They are plain values,
-which may come from an untrusted file.
+"""Descriptions: what a checkpoint says about the model's inputs and outputs. A description has only
+plain values, and may come from an untrusted file.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-# The maximum number of values in a sample, and of classes.
+# The maximum number of values in a sample, and the maximum number of classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
@@ -153,7 +153,7 @@ def _is_consistent(about: Entries) -> bool:
 
 
 def samples_in(loader: Any) -> int | None:
-    """Return the number of samples of a loader; None if it is unknown."""
+    """Return the number of samples in a loader, or None if it is unknown."""
     if hasattr(loader, "samples"):
         samples: int | None = loader.samples
         return samples

@@ -124,7 +124,7 @@ def fetch(name: str, root: str | Path) -> None:
 
 
 def get(url: str, file: File) -> bytes:
-    """Return the contents of a file under `url`; ValueError if its SHA-256 is wrong."""
+    """Return the contents of a file under `url`; raise ValueError if its SHA-256 is wrong."""
     with urllib.request.urlopen(url + file.name, timeout=SILENCE) as response:
         content: bytes = response.read(file.size + 1)
     if hashlib.sha256(content).hexdigest() != file.sha256:

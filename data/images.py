@@ -83,15 +83,16 @@ def image_folder(
     the training images. The file extensions are those of torchvision's ImageFolder, plus .gif; a
     warning counts the files that are skipped.
 
-    `size`: null means that all images have the same size; a whole number up to 4,096 resizes them
-    to size x size. With `resize`, the shorter side is resized to that many pixels and
+    `size`: null means that all images already have the same size; a whole number up to 4,096
+    resizes them to size x size. With `resize`, the shorter side is resized to that many pixels and
     the center is cropped to `size`, as torchvision's Resize and CenterCrop do.
     `mean` and `std`: null measures them on at most 5,000 training images.
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
     see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
     an error when one is read.
-    `trained`: the description of a run's data, for an evaluation, where a single class is enough.
+    `trained`: for an evaluation, the description of the data that the run was trained on. The
+    images may then belong to a single class.
     """
     import PIL
 
@@ -171,7 +172,7 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
         raise UserError(
             f"dataset.root={printable(root)}: there is no folder "
             f"{printable(os.path.abspath(root))}.\n"
-            "Type dataset.root=DIR for a folder that contains one folder per class."
+            "Type dataset.root=DIR, where DIR contains one folder per class."
         )
     left_out: Counter[str] = Counter()
     try:
@@ -181,7 +182,7 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
             raise UserError(
                 f"{printable(tops['train'])}: this folder needs at least {fewest} class folders, "
                 f"but has {len(classes)}.\n"
-                "Type dataset.root=DIR for a folder that contains one folder per class."
+                "Type dataset.root=DIR, where DIR contains one folder per class."
             )
         listed = {part: _list_images(top, classes, left_out) for part, top in tops.items()}
     except OSError as error:
@@ -303,8 +304,8 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out unreadable images, and name some of them in a warning; UserError if a split or
-    class has no readable images.
+    """Leave out unreadable images, and name some of them in a warning; raise UserError if a split
+    or class has no readable images.
 
     Whether an image is left out depends only on its file, which keeps the splits reproducible.
     """
@@ -393,7 +394,7 @@ Files = tuple[Paths, Tensor]
 @dataclasses.dataclass(eq=False)
 class ImageSplit:
     """A split of image files, read as uint8 (channels, H, W). Images that are not in `cache` yet
-    are decoded and added to it.
+    are decoded and added to the cache.
 
     `size`: the (H, W) that all images have or are resized to; see `decode_image`. `slots`: the
     slot of each sample in the cache. `place`: a phrase that says where the cache is.
@@ -539,8 +540,8 @@ def decode_image(
 
     `size` is the (H, W) that the image must have, or None for any. With `resize=True`, the image is
     resized to `size`. If `resize` is a number, the shorter side is resized to that many pixels, and
-    the center is cropped to `size`. Raises BrokenImage for a file that cannot be read, UserError
-    for an image of a different size.
+    the center is cropped to `size`. Raises BrokenImage for a file that cannot be read, and
+    UserError for an image of a different size.
     """
     from PIL import Image, ImageOps
 

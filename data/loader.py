@@ -52,7 +52,7 @@ def make_loaders(
     limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
     """Return ((train, val, test), why): a loader or None for each split, and a phrase that says
-    where the data is. With several validation splits, val is {name: loader}.
+    where the data is kept. With several validation splits, val is {name: loader}.
 
     `resident`: True, False, or "auto", which keeps the data on the device if all splits have a
     `tensors` method and fit in half of its free memory. If more than 64 MiB of images are not
@@ -79,7 +79,7 @@ def make_loaders(
     for name, split in splits.items():
         size = eval_batch_size or batch_size
         options[name] = {"batch_size": size, "device": device, "seed": seed}
-        # An evaluation of a single split reads all of it, unless the split may never end.
+        # An evaluation of a single split reads all of it, unless the split has no length.
         if name not in ("train", "test") and (only is None or length_of(split) is None):
             options[name]["limit"] = limit_val
     if only is None:
@@ -90,8 +90,8 @@ def make_loaders(
     if data.kind == "other":
         _refuse(
             {"augment": bool(augment), "resident": resident not in ("auto", False)},
-            "this needs inputs of a known shape, but samples of this data set can be anything.\n"
-            "Remove this key.",
+            "this setting needs inputs of a known shape, but the samples of this data set can be "
+            "anything.\nRemove the setting.",
         )
         for name, split in splits.items():
             where = f"the {name} split of {data.name}"
@@ -99,7 +99,7 @@ def make_loaders(
         return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
-    held = dict(splits)  # the splits that may become resident
+    held = dict(splits)  # the splits that can become resident
     transforms = None
     if only is None:
         options["train"]["augment"] = augment
@@ -111,8 +111,8 @@ def make_loaders(
                 "read. Type dataset.resident=auto."
             )
         del held["train"]
-    # A run may never read its test split, so it does not count here. Its images are decoded only if
-    # it becomes resident.
+    # The test split is not counted here, because a run might not read it. Its images are decoded
+    # only if the split becomes resident.
     needed = [split for name, split in held.items() if name != "test" or only]
     fits, why = _choose_place(held, needed, device, resident)
     if fits:
@@ -127,7 +127,7 @@ def make_loaders(
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
         why = f"{why}; the training split {streamed}" if fits else f"{streamed}, {why}"
     elif resident is True or not hasattr(first, "missing"):
-        # With resident=auto, images are streamed until they are decoded, so workers have an effect.
+        # With resident=auto, images are streamed until all are decoded, so workers have an effect.
         _refuse(
             {"workers": workers not in (0, "auto"), "timeout": timeout != TIMEOUT},
             "a resident data set does not use workers.\n"
@@ -180,7 +180,8 @@ def _choose_place(
     if resident is True:
         return True, "as requested"
     if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
-        return False, "as the images are not decoded yet; the next run keeps them on the device"
+        why = "because the images are not decoded yet; the next run keeps them on the device"
+        return False, why
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
@@ -244,7 +245,8 @@ def scaling(
 
 
 class Loader(Ordered):
-    """The base class of both loaders. Starting in the middle of an epoch reads no earlier samples.
+    """The base class of both loaders. A loader can start in the middle of an epoch without reading
+    the earlier samples.
 
     A batch is (inputs, targets) on the device: uint8 images are converted to float32 and
     normalized; floats keep their dtype. A batch depends only on (seed, epoch, batch index), and
@@ -263,13 +265,13 @@ class Loader(Ordered):
         super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
         self.targets_are_uniform = data.targets_are_uniform
-        # Not a method, which would create the reference cycle self -> augment -> self. The loader
-        # would then be freed by the garbage collector, which stops the workers of a DataLoader in
-        # the wrong order and waits 5 s for each.
+        # Not a method, because that would create the reference cycle self -> augment -> self. The
+        # loader would then be freed by the garbage collector, which stops the workers of a
+        # DataLoader in the wrong order and waits 5 s for each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
-        # Mixing needs the whole batch, so samples are divided among the processes afterwards.
+        # Mixing needs the whole batch, so samples are divided among the processes afterward.
         self.dealt_late = bool(self.augment.rest)
         self.share = self.batch_size
         if not self.dealt_late:
@@ -279,7 +281,7 @@ class Loader(Ordered):
         self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
-        """Return the loader's generator, seeded for the stream that `parts` names."""
+        """Return the loader's generator, seeded for the stream that `parts` identify."""
         return self.generator.manual_seed(mix_seed(self.seed, *parts))
 
     def _dealt(self, batch: Tensor) -> Tensor:
@@ -380,8 +382,8 @@ def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostLoader(Loader):
-    """Leaves the split on the host, where `workers` processes read and decode samples; with 0,
-    this process does.
+    """Leaves the split on the host, where `workers` processes read and decode samples; with 0
+    workers, this process reads them.
 
     Everything else happens on the device. If a sample cannot be read, or a worker dies or takes
     longer than `timeout` seconds (0: no limit) for a batch, a TrainingError names the samples.
@@ -408,7 +410,7 @@ class HostLoader(Loader):
         self.workers = Workers(reader, workers, timeout, self.device, ahead)
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
-        # In evaluations, the epoch is always 0, so that all of them see the same samples.
+        # In evaluations, the epoch is always 0, so that every evaluation sees the same samples.
         for batch in self.workers.read(epoch if self.shuffle else 0, batches):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)

@@ -12,8 +12,8 @@ from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
 DIGITS = 15  # a float64 can represent every whole number with this many digits
-FEW = 0.05  # a column with at most this fraction of other values is numeric, with typos
-FEW_KINDS = 20  # up to this many distinct values may be categories or classes, in any table
+FEW = 0.05  # in a column of numbers, up to this fraction of other values counts as typos
+FEW_KINDS = 20  # up to this many distinct values can be categories, even in a small table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (
     r"^[\p{Sc} ]*[-+]?[\p{Sc} ]*(\d+|\d{1,3}([., '\x{2019}]\d{3})+)([.,]\d+)?"
@@ -21,7 +21,7 @@ IN_SIGNS = (
 )
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
-# A date in another notation, such as 1/31/2024, which could be in two orders.
+# A date in another notation, such as 1/31/2024, where day and month can be in either order.
 OTHER_DATE = r"^(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./]\d{1,2}[./]\d{1,2})\b"
 CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float64 can represent
 MICROSECONDS = 86_400e6  # microseconds in a day
@@ -50,7 +50,8 @@ class Notation:
         check_choice("dataset.decimal", self.decimal, (".", ","))
         if set(self.marks) & set(f"0123456789+-{self.decimal}"):
             raise UserError(
-                f"dataset.marks={self.marks}: must not contain digits, + or -, or the decimal sign."
+                f"dataset.marks={self.marks}: must not contain digits, + or -, or the decimal "
+                "separator."
             )
 
     def numbers(self, texts: Texts) -> Any:
@@ -77,13 +78,13 @@ class Notation:
 
 
 def dates(texts: Texts) -> Any:
-    """Parse dates such as 2024-01-31, 31.01.2024 or 2024-01-31 12:00 as days since 1970-01-01,
-    float64; other texts become null.
+    """Parse dates such as 2024-01-31, 31.01.2024 or 2024-01-31 12:00 as days since 1970-01-01
+    (float64). Other strings become null.
     """
     texts = compute.replace_substring_regex(texts, r"^(\d\d)\.(\d\d)\.(\d{4})", r"\3-\2-\1")
     texts = only(compute.match_substring_regex(texts, DATE), texts)
     days = compute.utf8_slice_codeunits(texts, 0, 10)
-    # strptime reads February 30 as March 1.
+    # strptime would read February 30 as March 1.
     real = compute.strptime(days, "%Y-%m-%d", "s").cast(pyarrow.date32()).cast(pyarrow.string())
     texts = only(compute.equal(days, real), texts)
     texts = compute.replace_substring_regex(texts, r"(\.\d{6})\d*|Z", r"\1")  # drops nanoseconds

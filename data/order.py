@@ -105,13 +105,14 @@ class Ordered(Seekable):
     def mine(self, batch: Tensor) -> Tensor:
         """Return this process's share of a whole batch.
 
-        If the batch has fewer samples than there are processes, a process without a sample borrows
-        the first one, because the others wait for it to take part: see parallel.has_samples.
+        If the batch has fewer samples than there are processes, a process without a sample gets
+        a copy of the first one, because the other processes wait for every process to take part:
+        see parallel.has_samples.
         """
         return (
             batch[launch.rank() :: launch.world_size()] if len(batch) > launch.rank() else batch[:1]
         )
 
     def close(self) -> None:
-        """Release the data and stop the workers; the loader cannot be used afterwards."""
+        """Release the data and stop the workers; the loader cannot be used afterward."""
         raise NotImplementedError

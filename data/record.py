@@ -70,7 +70,7 @@ class Data:
         if self.in_shape is None:
             raise UserError(f"{self.name}: pass in_shape, the shape of one sample's inputs.")
         self.in_shape = tuple(self.in_shape)
-        if not isinstance(self.num_classes, SupportsIndex):  # accepts integers of torch and numpy
+        if not isinstance(self.num_classes, SupportsIndex):  # allows torch and NumPy integers
             check_number("num_classes", self.num_classes, whole=True, least=1)
         if self.classes is not None:
             self.classes = [str(name) for name in self.classes]
@@ -101,7 +101,7 @@ class Data:
     def targets_are_uniform(self) -> bool:
         """Whether all training samples have the same number of targets, and none is ignored.
 
-        A split without `targets` can say so in an attribute with this name.
+        A split without `targets` can declare this with an attribute of the same name.
         """
         if self.kind != "classification":
             return True
@@ -140,7 +140,7 @@ class Data:
         """
         if self.kind != about["kind"]:
             raise UserError(
-                f"dataset: {self.name} is data of kind {self.kind}, but the run was trained on "
+                f"dataset: {self.name} is data of kind {self.kind}, but the model was trained on "
                 f"data of kind {about['kind']}."
             )
         if self.kind == "other":
@@ -148,7 +148,7 @@ class Data:
         if list(self.in_shape) != about["in_shape"]:
             raise UserError(
                 f"dataset: {self.name} has inputs of shape {list(self.in_shape)}, "
-                f"but the run was trained on {about['in_shape']}."
+                f"but the model was trained on {about['in_shape']}."
             )
         self.mean = about["mean"]
         self.std = about["std"]
@@ -202,7 +202,7 @@ class Data:
         """Return the name of the split to evaluate: `split` if given, otherwise the test split, or
         the validation split if there is no test split.
 
-        "all" stands for the training split of data that is not divided.
+        "all" means the training split, if the data is not divided.
         """
         parts = self.parts()
         if split == "all" and len(parts) == 1:
@@ -246,7 +246,7 @@ class Data:
     def balanced_weights(self) -> list[float]:
         """Return class weights that give all classes the same total weight in training.
 
-        The formula is that of scikit-learn: samples / (classes * samples of the class).
+        The formula is scikit-learn's: samples / (classes * samples of the class).
 
         Raises:
             UserError: The targets are not classes, or a class has no training sample.
@@ -313,7 +313,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
-    """Return `mean` or `std` as a list; UserError if it does not have one number per channel."""
+    """Return `mean` or `std` as a list; raise UserError unless it has one number per channel."""
     if values is None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:
@@ -356,7 +356,7 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
             raise UserError(
                 f"{where}: inputs have shape {shape}, but should have shape {in_shape}."
             )
-        # A NaN anywhere makes both extremes NaN. Finding them needs one pass and no memory.
+        # A NaN anywhere makes both extremes NaN. Finding the extremes takes one pass and no memory.
         if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()
@@ -380,7 +380,7 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     labels = getattr(part, "targets", None)
     if labels is None:
         return
-    # (N, 1) is not a sequence of one token, but labels with an extra dimension.
+    # The shape (N, 1) means labels with an extra dimension, not sequences of one token.
     if labels.dtype != torch.int64 or labels.ndim > 3 or shape == (1,):
         raise UserError(
             f"{where}: labels must be int64 of shape (N,), (N, T) or (N, H, W), "

@@ -1,6 +1,6 @@
 """Data sets of arbitrary samples, from a torch Dataset, an iterable or a loader.
 
-They are the splits of a Data of kind "other". This module orders and batches samples, but knows
+These are the splits of a Data of kind "other". This module orders and batches samples, but knows
 nothing about their contents.
 """
 
@@ -103,8 +103,8 @@ def loader_line(data: Data) -> str:
     if loader.is_stateful or not loader.length_is_exact:  # `fit` warns about streams
         return ""
     return (
-        f"loader   train is your own {loader.name}: a resumed run reads it again up to where it "
-        "stopped, which is exact only if its batches depend only on the global seeds"
+        f"loader   train is your own {loader.name}: a resumed run reads its batches again up to "
+        "where it stopped; they are the same only if they depend only on the global seeds"
     )
 
 
@@ -121,8 +121,8 @@ def make_loader(
 
     An IterableDataset becomes a DataLoader, by default without workers, because each worker would
     read the whole stream. Your own loader is returned unchanged. With a limit, an evaluation uses
-    its first batches, and an epoch continues where the previous one stopped. `options` are passed
-    to Ordered.
+    the loader's first batches, and each epoch continues where the previous epoch stopped. `options`
+    are passed to Ordered.
     """
     if has_samples(part):
         count = choose_workers(part) if workers == "auto" else int(workers)
@@ -163,8 +163,8 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     raise UserError(
         f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
         f"batches of {size or 'unknown size'}.\n"
-        "A fraction needs a loader with a length; a number of samples needs a batch_size, and "
-        "must not exceed the length."
+        "A fraction needs a loader with a length. A number of samples needs a loader with a "
+        "batch_size and at least that many samples."
     )
 
 

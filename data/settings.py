@@ -35,5 +35,5 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: Any) -> Any:
-    """Return `value` if it is valid for `key`; UserError otherwise."""
+    """Return `value` if it is valid for `key`; otherwise raise UserError."""
     return LIMITS[key].check(key, value)

@@ -20,7 +20,7 @@ class Split(Protocol):
     `split[[3, 1]]` returns (inputs, targets) of these samples, each stacked into one tensor. A
     split that can return all samples at once also has `tensors()`, and can then be resident on the
     device. `targets` is optional for regression, and for classes that are computed on access, such
-    as next tokens. Such a split needs a `target_shape`, (T,) or (H, W), and sets
+    as next tokens. A split of such classes needs a `target_shape`, (T,) or (H, W), and sets
     `targets_are_uniform` to True if no target is -100.
     """
 
@@ -67,7 +67,8 @@ class DatasetSplit:
     """A map-style torch Dataset of (input, target), read sample by sample for each batch.
 
     `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them, each
-    sample is read once to get its target. Inputs may change between epochs; targets may not.
+    sample is read once to get its target. Inputs can change between epochs, but targets must
+    stay the same.
     """
 
     def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
@@ -94,8 +95,8 @@ class DatasetSplit:
 
 
 def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
-    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; UserError if they
-    are not numeric or differ in shape.
+    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; raise UserError if
+    they are not numeric or differ in shape.
     """
     try:
         for sample in samples:
@@ -111,8 +112,8 @@ def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
 
 
 def check_fractions(**fractions: float) -> list[float]:
-    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too few
-    samples to train on.
+    """Return the values of `val_fraction=` and `test_fraction=`; raise UserError if they leave
+    too few samples to train on.
     """
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
@@ -229,6 +230,6 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
-    """Return a TensorSplit of the rest and one for each fraction (None if it is 0)."""
+    """Return a TensorSplit for the rest and one for each fraction, with None for an empty one."""
     parts = split_indices(targets, fractions, seed)
     return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]

@@ -85,7 +85,7 @@ def csv(
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    target = str(target)  # a bare 2024 on the command line is a number
+    target = str(target)  # on the command line, a bare 2024 is a number
     reading = {
         "target": target,
         "missing": missing,
@@ -113,7 +113,7 @@ def csv(
         names = [name for name in table.names if name not in left_out]
     else:
         if trained["table"] is None:
-            raise UserError("dataset: the run was not trained on a table.")
+            raise UserError("dataset: the model was not trained on a table.")
         columns = trained["table"]["columns"]
         kind = trained["kind"]
         names = table.check_trained(columns)
@@ -193,17 +193,17 @@ def csv(
 
 
 class Table:
-    """A csv or parquet file, and how to read it; UserError if it cannot be read.
+    """A csv or parquet file, and how to read it; raise UserError if it cannot be read.
 
     `reading` has "target", "missing", "delimiter", "decimal" and "marks", as in the configuration.
     Lines are numbered as in a spreadsheet: the header is line 1.
 
     Attributes:
         names: The column names.
-        notation: How its numbers are written.
+        notation: How numbers are written in the table.
         shown: The path, as shown in messages.
-        warned: The columns whose unknown categories cause no warning, or no further one.
-        lists: The columns of dataset.ignore and dataset.categorical.
+        warned: The columns for which unknown categories are no longer reported.
+        lists: The columns listed in dataset.ignore and dataset.categorical.
     """
 
     def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
@@ -288,7 +288,7 @@ class Table:
 
     def _texts(self, name: str, column: Any) -> Texts:
         """Return a column as text, as it would be written in a csv file with this notation;
-        UserError for lists and bytes.
+        raise UserError for lists and bytes.
         """
         try:
             if pyarrow.types.is_timestamp(column.type) and column.type.tz:
@@ -296,7 +296,7 @@ class Table:
             texts = column.cast(pyarrow.string())
         except pyarrow.ArrowException:
             raise UserError(
-                f"{self.shown}: the column {name!r} holds {printable(column.type)}, "
+                f"{self.shown}: the column {name!r} contains {printable(column.type)}, "
                 f"which is neither numbers nor text.\nType {self.adding('ignore', name)}."
             ) from None
         if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
@@ -330,7 +330,7 @@ class Table:
         return columns
 
     def check(self, where: str, names: str | Sequence[str]) -> list[str]:
-        """Return column names as a list; UserError if the table lacks one of these columns."""
+        """Return column names as a list; raise UserError if the table lacks one of them."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.written:
@@ -342,12 +342,12 @@ class Table:
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
-        """Return the column names that a run was trained on; UserError if one is missing."""
+        """Return the columns that a model was trained on; raise UserError if one is missing."""
         names = [column["name"] for column in columns]
-        return self.check("The run was trained on the column ", names)
+        return self.check("The model was trained on the column ", names)
 
     def adding(self, key: str, name: str) -> str:
-        """Return the setting that adds a column to the list `key`, as you type it in a shell."""
+        """Return the setting that adds a column to the list `key`, as typed in a shell."""
         names = []
         for one in (*self.lists[key], name):
             is_plain = re.fullmatch(r"[A-Za-z_]\w*", one, re.ASCII)
@@ -376,7 +376,7 @@ class Table:
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
     def times(self, name: str, values: Any) -> Tensor:
-        """Return a column as numbers or days; UserError if a value is missing."""
+        """Return a column as numbers or days; raise UserError if a value is missing."""
         for is_date in (False, True):
             times = self.amounts(values, is_date)
             if not times.isnan().any():
@@ -387,8 +387,8 @@ class Table:
         )
 
     def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
-        """Return {"name", "mean", "std", "date"} for a numeric column or one of dates, and {"name",
-        "categories"} for any other column, based on the rows `train` only.
+        """Return {"name", "mean", "std", "date"} for a column of numbers or dates, and {"name",
+        "categories"} for any other column, based only on the rows `train`.
         """
         learned = values.take(pyarrow.array(train.numpy()))
         if learned.null_count == len(learned):
@@ -417,7 +417,7 @@ class Table:
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
         """Raise UserError if the values look like numbers or dates with typos or in another
-        notation, or if `is_text` is False. `instead` is what to type to accept them.
+        notation, or if `is_text` is False. `instead` is what to type to accept the values.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         is_wrong = is_odd & self.amounts(texts, is_date=True).isnan()
@@ -483,7 +483,7 @@ def numbered(values: Any) -> Tensor:
 
 
 def is_count(numbers: Tensor) -> bool:
-    """Return whether the numbers are consecutive, in any order, and many enough for no accident."""
+    """Return whether the numbers are consecutive, in any order, and too many for a coincidence."""
     places = (numbers - numbers.min()).sort().values
     return len(places) > FEW_KINDS and torch.equal(places, torch.arange(len(places)).double())
 
@@ -491,8 +491,8 @@ def is_count(numbers: Tensor) -> bool:
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
     """Return the mean and standard deviation of the numbers, ignoring NaN.
 
-    If all numbers are equal, return 1 as the deviation. (It is not always 0: because of rounding,
-    it would be 1e-17 for 900 values of 0.1.)
+    If all numbers are equal, return 1 as the deviation. Because of rounding, the computed deviation
+    is not always 0: for 900 values of 0.1, it is 1e-17.
     """
     numbers = numbers[~numbers.isnan()]
     std = 1.0
@@ -507,7 +507,7 @@ def _encoded(
     values: dict[str, Any],
     rows: Tensor,
 ) -> Tensor:
-    """Encode these rows as numbers, (N, width); UserError if they do not fit in memory.
+    """Encode these rows as numbers, (N, width); raise UserError if they do not fit in memory.
 
     Removes the columns from `values`, so that a large table is not held in memory twice.
     """

@@ -23,7 +23,7 @@ FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
 PARTS = ("train", "val", "test")
 MOST_IDS = 2**24  # maximum number of classes; larger numbers are unlikely to be token ids
-PIECE = 2**20  # tokens in a piece that a fingerprint covers
+PIECE = 2**20  # tokens in each piece of a large text that goes into its fingerprint
 PIECES = 256  # maximum number of these pieces
 UNICODE = 0x110000  # number of possible code points
 
@@ -76,7 +76,7 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows. Its end is the validation split, followed by the test split.
+    """Cut a text file into windows. The end is held out: first for validation, then for testing.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are memory-mapped.
@@ -87,13 +87,13 @@ def text(
             so an epoch reads each token once. Evaluations always use `length`.
         val_fraction: Fraction of the text to use for validation.
         test_fraction: Fraction of the text to use for testing.
-        trained: The description of a run's data, whose vocabulary to use.
+        trained: The description of the data that a run was trained on, whose vocabulary is used.
     """
     check_choice("dataset.tokens", tokens, FORMS)
     check_number("dataset.length", length, whole=True, least=1)
     check_number("dataset.stride", stride, whole=True, least=1, optional=True)
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    path = os.path.expanduser(str(path))  # a bare 2024 on the command line is a number
+    path = os.path.expanduser(str(path))  # on the command line, a bare 2024 is a number
     form = tokens
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
@@ -109,7 +109,7 @@ def text(
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
-        raise unreadable(path, f"these are {kind}, but the run was trained on {trained['tokens']}.")
+        raise unreadable(path, f"its tokens are {kind}, but the model's are {trained['tokens']}.")
     train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]
     return Data(name, train, val, test, (length,), count, classes=classes, tokens=kind)
@@ -144,7 +144,7 @@ def unreadable(path: str, reason: object) -> UserError:
 
 
 def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, list[str]]:
-    """Return the characters of a UTF-8 file as ids, and the character of each id in Unicode order.
+    """Return the characters of a UTF-8 file as ids, and the distinct characters in Unicode order.
 
     `known`: the characters that a run was trained on; any other character is an error.
     """
@@ -189,7 +189,7 @@ def open_ids(path: str, form: str) -> Tokens:
 
 
 def count_ids(path: str, ids: Tokens, form: str) -> int:
-    """Return one more than the highest id; UserError if these are not token ids."""
+    """Return one more than the highest id; raise UserError if these are not token ids."""
     lowest = int(ids.min())
     highest = int(ids.max())
     if lowest < 0 or highest >= MOST_IDS:

@@ -15,7 +15,7 @@ MODULE = "torchvision.transforms.v2"
 
 
 def is_transform(item: Any) -> bool:
-    """Return whether this is a torchvision v2 transform; UserError for a v1 transform."""
+    """Return whether this is a torchvision v2 transform; raise UserError for a v1 transform."""
     modules = [base.__module__ for base in type(item).__mro__]
     name = type(item).__name__
     if any(module.startswith(MODULE) for module in modules):
@@ -26,7 +26,7 @@ def is_transform(item: Any) -> bool:
 
 
 class PerSample:
-    """Reads samples of a split and transforms each of them; a mask moves with its image.
+    """Reads samples of a split and transforms each of them; a mask is moved with its image.
 
     A sample's random numbers depend only on the seed, the epoch and the sample's index, not on its
     batch or process. The loss ignores mask pixels that come from outside the image. If the
@@ -82,8 +82,8 @@ class PerSample:
         is_image = isinstance(image, Tensor) and image.dtype == inputs.dtype
         if not is_image or image.shape != self.in_shape:
             raise UserError(
-                f"dataset.augment: {self.names} must return one {inputs.dtype} image of shape "
-                f"{self.in_shape}.\n"
+                f"dataset.augment: {self.names} must return a single {inputs.dtype} image of "
+                f"shape {self.in_shape}.\n"
                 "Leave out ToDtype and Normalize: images are scaled and normalized afterward, with "
                 "dataset.mean and dataset.std."
             )

@@ -79,7 +79,7 @@ class Workers:
         self.plan: list[Place] = []  # the sampler: the batches to read
         self.loader: Any = torch.utils.data.DataLoader(
             reader,
-            batch_size=None,  # each index is already a whole batch, so nothing is collated
+            batch_size=None,  # each item of the plan is a whole batch
             sampler=self.plan,
             num_workers=count,
             pin_memory=device.type not in UNIFIED,  # on mps, host and device share memory
@@ -126,7 +126,7 @@ class Workers:
                 # private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 WORKERS.update(self.processes)
-                # Register it last, so that it runs first at exit: torch would wait 5 s for each
+                # Register this last, so that it runs first at exit: torch would wait 5 s for each
                 # worker, and multiprocessing would wait forever.
                 atexit.unregister(kill_all)
                 atexit.register(kill_all)
@@ -143,7 +143,7 @@ class Workers:
             self.batches._timeout = POLL  # private: as above
 
     def _take(self) -> Any:
-        """Return the next batch or END; TrainingError if a worker dies or none arrives in time."""
+        """Return the next batch or END; raise TrainingError if a worker dies or is too slow."""
         limit = time.monotonic() + (self.timeout or math.inf)
         while True:
             try:
@@ -157,7 +157,7 @@ class Workers:
 
     def _lost(self, error: Exception | None) -> TrainingError:
         """Stop all workers, and return the error that says why no batch arrived."""
-        codes = [worker.exitcode for worker in self.processes]  # None while it runs
+        codes = [worker.exitcode for worker in self.processes]  # None if still running
         readings = [self.reader.reading_of(number) for number in range(len(codes))]
         kill(self.processes)
         for code, reading in zip(codes, readings, strict=True):
@@ -192,7 +192,7 @@ def is_late(error: Exception | None) -> bool:
 
 
 class Reader(torch.utils.data.Dataset[Any]):
-    """Reads the batch (epoch, indices), in a worker or in this process.
+    """Reads one batch, given as (epoch, indices), in a worker or in this process.
 
     Errors are returned, because a raised exception would arrive wrapped in a traceback. The random
     numbers that your own split draws while reading depend only on the `stream` (seed, name of the
@@ -249,7 +249,7 @@ class Reader(torch.utils.data.Dataset[Any]):
             return self.transforms.read(self.split, epoch, indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
-        """Return an error that names the first of these samples that also fails alone."""
+        """Return an error that names the first of these samples that also fails on its own."""
         for index in indices:
             try:
                 self._read(epoch, [index])
@@ -296,8 +296,8 @@ def begin_worker(_: int, parent: int) -> None:
     if multiprocessing.get_start_method() != "fork":
         parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # Otherwise a multiprocessing thread prints a traceback if the parent exits while it receives a
-    # batch.
+    # Otherwise, if the parent exits while it receives a batch, a multiprocessing thread prints a
+    # traceback.
     sys.excepthook = lambda *_: None
 
 

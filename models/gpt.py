@@ -15,7 +15,7 @@ Past = list[Tensor]  # KV cache of a block: keys and values of the tokens so far
 
 
 class GPT(nn.Module):
-    """Map token ids (N, T) to the logits of each next token, (N, num_classes, T).
+    """Map token ids (N, T) to next-token logits (N, num_classes, T).
 
     The architecture and the initial weights are those of GPT-2 (Radford et al. 2019, "Language
     Models are Unsupervised Multitask Learners"), with the exact GELU: learned positions, norms
@@ -84,7 +84,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the tokens (N, T) followed by `count` more, drawn one by one.
 
-        When the context is full, generation continues from its second half.
+        When the context is full, generation continues from the second half of the context.
 
         Args:
             tokens: At least one token per sample; the model sees only the last `length` of them.

@@ -23,7 +23,7 @@ NORMS: dict[str, type[nn.Module] | None] = {
 
 
 class MLP(nn.Module):
-    """Map (N, *in_shape) to (N, num_classes); `hidden=[]` is a linear model.
+    """Map (N, *in_shape) to (N, num_classes). With `hidden=[]`, the model is linear.
 
     norm="batch" needs at least two samples in a training batch.
     """

@@ -23,12 +23,12 @@ LOGIT_SCALE = 0.111  # factor on the outputs of the last layer
 class WhitenedCNN(nn.Module):
     """Map images (N, C, H, W) of at least 3x3 pixels to (N, num_classes).
 
-    This is the network of Jordan 2024 (arXiv 2404.00498). Each entry of `widths` makes a block of
+    This is the network of Jordan 2024 (arXiv 2404.00498). Each entry of `widths` adds a block of
     two convolutions that halves the feature map, unless that makes it smaller than 2x2. In
-    evaluation, the logits are averaged over six views of the image (section 3.5). The image and its
-    mirror image share half of the weight; the same two images shifted by one pixel, up and left or
-    down and right, share the other half. The first layer is trained like the others unless you add
-    the Whiten callback.
+    evaluation, the logits are averaged over six views of the image (section 3.5). Half of the
+    weight goes to the image and its mirror image. The other half goes to copies of these two,
+    shifted by one pixel up and left or down and right. The first layer is trained like the others
+    unless you add the Whiten callback.
     """
 
     def __init__(

@@ -327,11 +327,15 @@ def test_workers_transform_as_this_process_does():
         (
             "FiveCrop",
             {"size": 8},
-            r"FiveCrop must return one torch.uint8 image of shape \(3, ",
+            r"FiveCrop must return a single torch.uint8 image of shape \(3, ",
         ),
-        ("RandomCrop", {"size": 8}, "RandomCrop must return one torch.uint8 image of"),
+        ("RandomCrop", {"size": 8}, "RandomCrop must return a single torch.uint8 image of"),
         ("RandomCrop", {"size": 80}, "larger than input image size"),
-        ("ConvertImageDtype", {}, r"must return one torch.uint8 image of .*\nLeave out ToDtype"),
+        (
+            "ConvertImageDtype",
+            {},
+            r"must return a single torch.uint8 image of .*\nLeave out ToDtype",
+        ),
     ],
 )
 def test_transforms_that_do_not_fit_are_refused(name, arguments, words):

@@ -317,7 +317,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     data = open_folder(folder)
     (train, val, test), why = make_loaders(data, workers=0, **OPTIONS)
     assert why == (
-        "streamed with 0 workers, as the images are not decoded yet; the next run keeps them "
+        "streamed with 0 workers, because the images are not decoded yet; the next run keeps them "
         "on the device; " + data.train.place
     )
     assert isinstance(train, HostLoader)

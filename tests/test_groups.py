@@ -337,7 +337,7 @@ def test_a_thaw_at_that_the_run_does_not_reach_is_a_warning(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "thaw_at: the run ends at step 8, so thawing after step 8 has no effect. Lower thaw_at, or "
-        "type never."
+        "set it to never."
     )
 
 

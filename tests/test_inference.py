@@ -968,17 +968,17 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
         (
             "run=digits",
             "dataset=synthetic",
-        ): "inputs of shape [20], but the run was trained on [1, 8, 8]",
+        ): "inputs of shape [20], but the model was trained on [1, 8, 8]",
         (
             "run=prices",
             "dataset=digits",
-        ): "digits is data of kind classification, but the run was trained on data of kind regression",
+        ): "digits is data of kind classification, but the model was trained on data of kind regression",
         (
             "run=digits",
             "dataset=csv",
             "dataset.path=houses.csv",
             "dataset.target=grade",
-        ): "the run was not trained on a table",
+        ): "the model was not trained on a table",
         (
             "run=digits",
             "split=all",

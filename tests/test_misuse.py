@@ -393,8 +393,8 @@ def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignore
     options = {"max_grad_norm": 1.0, "grad_accum_steps": 2, "precision": "bf16"}
     make_trainer(kind=kind, epochs=1, scheduler=schedules.cosine, **options).fit(loader())
     assert [record.getMessage() for record in caplog.records] == [
-        f"{kind.__name__}.train_step ignores {setting}, because it does not use self.{name}; "
-        "'Bring your own' in the documentation shows how."
+        f"{kind.__name__}.train_step ignores {setting}, because it does not use self.{name}.\n"
+        "Use it in your train_step; 'Bring your own' in the documentation shows how."
         for setting, name in settings.items()
         if name in ignored
     ]
@@ -469,7 +469,7 @@ def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
     with pytest.raises(
         checkpoint.DamagedCheckpoint,
-        match="not a readable checkpoint: torch.save wrote it. .* model.load_state_dict",
+        match="not a readable checkpoint: it was written by torch.save. .* model.load_state_dict",
     ):
         make_trainer().load(tmp_path / "a.pt")
 

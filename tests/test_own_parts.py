@@ -202,7 +202,7 @@ def test_a_warning_names_the_newest_good_checkpoint_not_the_one_that_is_used(tmp
     [record] = caplog.records
     assert record.getMessage().startswith(f"{newest} is not a readable checkpoint: ")
     good = checkpoint.path_of(tmp_path, 2)
-    assert record.getMessage().endswith(f". Using the newest undamaged one, {good}.")
+    assert record.getMessage().endswith(f". Using the newest valid checkpoint instead: {good}.")
 
 
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCEWithLogitsLoss"])

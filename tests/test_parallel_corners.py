@@ -128,8 +128,8 @@ REASONS = {
     ("Adafactor", "fsdp"): "Adafactor needs whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
     ("channels_last", "fsdp"): "channels_last=true: sharded parameters have no memory format",
-    ("unfrozen", "ddp"): "0.weight was frozen when the Trainer was created",
-    ("unfrozen", "fsdp"): "0.weight was frozen when the Trainer was created",
+    ("unfrozen", "ddp"): "that were frozen when the Trainer was created: 0.weight.",
+    ("unfrozen", "fsdp"): "that were frozen when the Trainer was created: 0.weight.",
     ("again", "fsdp"): "this model was already sharded by an earlier Trainer",
 }
 

@@ -254,8 +254,8 @@ def test_what_is_no_part_is_refused(parts, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": ["flip"]}, r"dataset\.augment: this needs inputs of a known shape"),
-        ({"resident": True}, r"dataset\.resident: this needs"),
+        ({"augment": ["flip"]}, r"dataset\.augment: this setting needs inputs of a known shape"),
+        ({"resident": True}, r"dataset\.resident: this setting needs"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
         ({"limit_val": 0.5}, r"limit_val=0\.5: DataLoader has an unknown number of batches"),
     ],

@@ -141,7 +141,10 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
             {"path": str(other), "length": 16, "trained": about},
             "the training text of the run does not contain 'ß'",
         ),
-        ({"path": str(file), "tokens": "bytes", "trained": about}, "trained on characters"),
+        (
+            {"path": str(file), "tokens": "bytes", "trained": about},
+            "but the model's are characters",
+        ),
     ]
     for options, message in cases:
         with pytest.raises(UserError) as caught:

@@ -82,14 +82,14 @@ def entries(batch: Any, name: str = "batch") -> list[tuple[str, torch.Tensor]]:
 
 
 def is_list(value: Any) -> bool:
-    """Return whether this is a list or tuple; a PackedSequence is a tuple, but does not count."""
+    """Return whether this is a list or tuple; a PackedSequence does not count as one."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "to")
 
 
 def usual_dim(name: str, value: Any) -> SampleDim:
     """Return the default sample dimension: 0 for tensors and lists of plain values.
 
-    It is "auto" for lists of other objects (see `reading`), and None for a value without samples.
+    It is "auto" for lists of other objects (see `reading`), and None for a scalar or an empty list.
     """
     if is_list(value):
         if not value:
@@ -116,7 +116,7 @@ def resolved(sample_dim: SampleDimOf, auto: int | None) -> DimOf:
 
 
 def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
-    """Return {name: number of samples} for everything in a batch that has samples.
+    """Return {name: number of samples} for each value in a batch that has a sample dimension.
 
     The number is None for objects other than tensors and lists, whose samples cannot be counted.
     """
@@ -134,7 +134,7 @@ def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
 
 
 def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None], DimOf, bool]:
-    """Return ({name: number of samples}, sample dimensions, whether there is only one reading).
+    """Return ({name: number of samples}, sample dimensions, whether both are unambiguous).
 
     If the tensors in a list are as long as everything else in the batch, like several inputs of a
     model, each tensor is split by rows. Otherwise each item of the list is a sample, like images of
@@ -152,9 +152,9 @@ def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None],
 
 
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
-    """Return the number of samples in a batch, or 1 if nothing in it has samples.
+    """Return the number of samples in a batch, or 1 if no entry has a sample dimension.
 
-    If the lengths differ, the last one counts: usually that of the targets.
+    If the entries disagree, the last one counts (usually the targets).
     """
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
         # Fast path for (inputs, targets).
@@ -172,7 +172,7 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
 def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, DimOf]:
     """Return (number of samples, sample dimensions) of a batch that is to be split.
 
-    The number is None if nothing in the batch has samples.
+    The number is None if no entry of the batch has a sample dimension.
 
     Raises:
         UserError: The lengths differ or are unknown, or there are two ways to split the batch.
@@ -204,11 +204,11 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
 def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
     """Return (number of samples in the batch, this rank's part of the batch).
 
-    The part has the samples rank, rank + ranks and so on. If there are none, it has the first
-    sample, because models may not accept an empty batch. Do not count this sample.
+    The part has the samples rank, rank + ranks and so on. If there are none, the part is a copy of
+    the first sample, because many models do not accept an empty batch. Do not count this copy.
 
     Raises:
-        UserError: It is unclear how to split the batch, or nothing in it has samples.
+        UserError: It is unclear how to split the batch, or no entry has a sample dimension.
     """
     use = f"{ranks} processes"
     samples, dim_of = check(batch, sample_dim, use)
@@ -221,7 +221,7 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
 def select(batch: Any, rows: slice, dim_of: DimOf) -> Any:
     """Return the selected samples of a batch: rows of tensors, items of lists.
 
-    Values without samples are kept whole.
+    Values without a sample dimension are kept whole.
     """
 
     def cut(name: str, leaf: Any) -> Any:

@@ -17,7 +17,7 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None = None  # maps targets to what their mean loss divides by
+    divisor: losses.Divisor | None = None  # maps targets to the divisor of their mean loss
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch
@@ -26,16 +26,16 @@ class Batching:
     step_weight: float | torch.Tensor = 0
     # Whether the weight of a training batch is its number of samples, which is free to compute.
     weighs_samples: bool = False
-    # Whether a whole batch may have weight 0, because of class weights or your own loss_weight.
+    # Whether a whole batch can have weight 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
-    # Multiply the loss by this factor in your own train_step: processes average their gradients.
+    # Multiply the loss by this factor in your own train_step, because processes average gradients.
     process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
-        """Return the sample dimension of a value in a batch, or None if it has no samples.
+        """Return the sample dimension of a value in a batch, or None if there is none.
 
         The Trainer counts samples along this dimension, and splits batches along it into
-        micro-batches and among processes. Override it if this is not the first dimension::
+        micro-batches and among processes. Override this method for any other dimension::
 
             def sample_dim(self, name, value):
                 if name == "batch[0]":  # a text (time, samples)

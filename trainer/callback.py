@@ -39,7 +39,7 @@ class Callback:
         """Called after each complete pass over the training set."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """Called before an evaluation or a prediction, but not before one inside another."""
+        """Called before an evaluation or a prediction, but not before a nested one."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
         """Called after an evaluation or a prediction, even if it raised an error."""

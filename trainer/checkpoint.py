@@ -70,8 +70,8 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Fix this or free some space, then run the same command again to resume from the last "
-            "checkpoint."
+            "Fix the cause or free some space, then run the same command again to resume from the "
+            "last checkpoint."
         ) from error
 
 
@@ -120,7 +120,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             reason = f"its header has {length:,} bytes"
             if start.startswith((b"PK\3\4", b"\x80\2")):  # a zip file or a pickle
                 reason = (
-                    "torch.save wrote it. In Python, call model.load_state_dict(torch.load(FILE))"
+                    "it was written by torch.save. In Python, call "
+                    "model.load_state_dict(torch.load(FILE))"
                 )
             raise ValueError(reason)
         with safe_open(path, framework="pt") as file:
@@ -148,7 +149,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     """Copy the state to contiguous CPU tensors, so that training can go on while it is saved.
 
     Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
-    unless `everywhere` is True. Copies from a GPU are asynchronous; they are complete on return.
+    unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
     """
     sources: set[torch.device] = set()
 
@@ -296,7 +297,7 @@ def digest(tensors: Tensors, tree: str) -> str:
 def go_back(folder: str | Path, step: int) -> None:
     """Remove the checkpoints after `step`, and the temporary files of a save that was killed.
 
-    A run that resumes from `step` writes them again, and the newest checkpoint must be its own.
+    A run that resumes from `step` writes these again, and the newest one must be its own.
     """
     for number, path in files(folder).items():
         if number > step:
@@ -305,9 +306,9 @@ def go_back(folder: str | Path, step: int) -> None:
 
 
 def newest(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the newest undamaged checkpoint in the folder, or None without any.
+    """Return (path, state) of the newest undamaged checkpoint in the folder.
 
-    Warn about each newer checkpoint that is damaged.
+    Return None if the folder has no checkpoints. Warn about each newer checkpoint that is damaged.
 
     Raises:
         TrainingError: All checkpoints are damaged.
@@ -321,7 +322,7 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
             damaged.append(error)
             continue
         for problem in damaged:
-            log.warning("%s Using the newest undamaged one, %s.", problem, path)
+            log.warning("%s Using the newest valid checkpoint instead: %s.", problem, path)
         return path, state
     if paths:
         raise TrainingError(
@@ -377,10 +378,10 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
 
 
 def best(folder: str | Path) -> tuple[Path, State] | None:
-    """Return (path, state) of the checkpoint with the best monitored value, or None without any.
+    """Return (path, state) of the checkpoint with the best monitored value.
 
-    If no value was monitored, or the best checkpoint is damaged (which logs a warning), return the
-    newest one.
+    Return None if the folder has no checkpoints. If no value was monitored, or the best checkpoint
+    is damaged (which logs a warning), return the newest one.
     """
     result = newest(folder)
     if result is None:

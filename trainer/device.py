@@ -18,7 +18,7 @@ from stoker.trainer.errors import TrainingError, UserError, first_line
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-# Messages of errors that a batch does not cause: those of the device or of torch itself.
+# Messages of errors that come from the device or from torch itself, not from a batch.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 # precision -> dtype of autocast, or None for fp32, which needs no autocast
 DTYPES = {
@@ -182,7 +182,7 @@ def choose_kernels(device: torch.device, deterministic: bool) -> None:
     # use, so set it even if only a later job in this process is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
-    # Some torch releases deprecate these settings, but they must not be mixed with the new ones.
+    # Some torch releases deprecate these settings, but old and new ones must not be mixed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = not deterministic
@@ -250,8 +250,8 @@ def check_compiler(device: torch.device) -> None:
         works = has_triton()
     if not works:
         raise UserError(
-            f"compile=true on {device} needs a compiler that is not installed: g++, clang++ or cl "
-            "(on the PATH) for the CPU, Triton for a GPU.\nInstall it, or type compile=false."
+            f"compile=true on {device} needs a compiler, but none is installed. The CPU needs g++, "
+            "clang++ or cl (on the PATH); a GPU needs Triton.\nInstall it, or type compile=false."
         )
 
 
@@ -322,7 +322,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def mark(device: torch.device) -> Any:
-    """Mark a point in the device's work for `seconds_between`, without waiting."""
+    """Mark a point in the device's work for `seconds_between`, without waiting for the device."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.get_device_module(device).Event(enable_timing=True)
@@ -336,6 +336,6 @@ def has_caught_up(mark: Any) -> bool:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks, both of which the device has reached."""
+    """Return the seconds between two marks. The device must have reached both."""
     seconds: float = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
     return seconds

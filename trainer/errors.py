@@ -1,4 +1,4 @@
-"""Exceptions that users see as a short message, without a traceback, and helpers to write it."""
+"""Exceptions that users see as a short message, without a traceback, and helpers for messages."""
 
 import difflib
 import logging
@@ -69,7 +69,7 @@ def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
     """Return the choice that `name` is most likely meant to be, or None if none is close.
 
-    The cutoff of difflib is stricter if `loosely` is False. Prefixes match too.
+    The cutoff of difflib is stricter if `loosely` is False. A prefix matches too.
     """
     typed = str(name)[:100].lower()
     names = {str(choice).lower(): str(choice) for choice in choices}
@@ -183,7 +183,7 @@ def first_line(error: BaseException) -> str:
 def cause(error: BaseException) -> str:
     """Describe an error with the line that raised it: "KeyError: 'x' (mine.py:12)"."""
     text = str(error).strip()
-    # torch wraps an error of a DataLoader worker.
+    # torch wraps errors from the workers of a DataLoader.
     if text.startswith("Caught ") and "Original Traceback" in text:
         file, line = re.findall(r'File "(.*)", line (\d+)', text)[-1]
         return printable(f"{text.splitlines()[-1]} ({file}:{line})")

@@ -100,7 +100,7 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
     random_states_kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not within_fit:  # a fit restores them itself
+    if not within_fit:  # a fit restores the states itself
         random_states_kept = seeding.random_states_kept(trainer.device, trainer.replica_indices)
     carried = trainer.carried
     trainer.carried = {}

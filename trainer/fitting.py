@@ -104,8 +104,8 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
     if not loader.length_is_exact and not loader.is_stateful:
         launch.warn(
             f"{loader.name}: this loader cannot save its state, so a resumed run reads it from "
-            "the start and skips the batches already trained on.\nTo continue where it stopped, "
-            "use torchdata's StatefulDataLoader."
+            "the start and skips the batches already trained on.\nTo avoid this, use torchdata's "
+            "StatefulDataLoader."
         )
 
 

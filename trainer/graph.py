@@ -102,7 +102,7 @@ class Captured:
 
 
 def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """Return (what batches of the same graph have in common, the batch's tensors).
+    """Return (the properties that all batches of a graph share, the tensors of this batch).
 
     Raises:
         UserError: The batch contains an object that can be neither copied nor compared.

@@ -25,12 +25,12 @@ Names = dict[torch.Tensor, list[str]]  # parameter -> its names, in the order of
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
     """Return the parameter groups. Biases, norms, vectors and scalars have no weight decay.
 
-    A parameter belongs to the first rule that matches one of its names. Groups of rules are named
-    after their pattern, and follow the groups of unmatched parameters. Frozen parameters are
+    A parameter belongs to the first rule that matches one of its names. The groups of a rule are
+    named after its pattern, and follow the groups of unmatched parameters. Frozen parameters are
     included: an optimizer skips them while they have no gradient, and trains them once thawed.
 
     Raises:
-        UserError: A rule matches no parameter, or only parameters of earlier rules.
+        UserError: A rule matches no parameter, or only parameters that earlier rules match.
     """
     names = named(module)
     free = without_decay(module)
@@ -42,7 +42,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         if not parameters:
             raise UserError(
                 f"groups: earlier rules already cover everything that match={rule['match']} "
-                "matches. Put it first, because the first rule that matches a parameter applies."
+                "matches. Put this rule first, because only the first match applies to a parameter."
             )
         rest = [p for p in rest if p not in matched]
         groups += by_layer(names, parameters, rule, free)
@@ -51,7 +51,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
 
 
 def named(module: torch.nn.Module) -> Names:
-    """Return {parameter: names} of the parameters that can be trained; shared ones have several."""
+    """Return {parameter: names} for trainable parameters; a shared one has several names."""
     names: Names = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
@@ -60,7 +60,7 @@ def named(module: torch.nn.Module) -> Names:
 
 
 def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
-    """Return the parameters with a name that matches `pattern` (fnmatch); UserError if none do."""
+    """Return the parameters that match `pattern` (fnmatch) by name; raise UserError if none do."""
     matched = {p for p in names if any(fnmatchcase(name, pattern) for name in names[p])}
     if matched:
         return matched
@@ -137,7 +137,7 @@ def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
-    """Return the pattern of the rule that a group is from, without the number of the layer."""
+    """Return the pattern of the rule that a group comes from, without the number of the layer."""
     rule: str = group.get("name", REST).partition(" ")[0]
     return rule
 
@@ -162,7 +162,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
 def scale_rates(groups: Groups, usual: Any) -> None:
     """Multiply the learning rate of each layer by its `lr_scale`.
 
-    `usual` is the optimizer's rate, for rules without their own.
+    `usual` is the optimizer's rate, for rules that do not set one.
     """
     for group in groups:
         if "lr_scale" in group:
@@ -176,7 +176,7 @@ def scale_rates(groups: Groups, usual: Any) -> None:
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each group that loggers accept, such as backbone for backbone.*."""
+    """Return a name that loggers accept for each group, such as backbone for backbone.*."""
     result = []
     for i, group in enumerate(groups):
         label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")

@@ -4,7 +4,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The names of a window's numbers. Learning rates of more groups are train/lr/1 or train/lr/NAME.
+# The names of a window's numbers. The rates of further groups are train/lr/1 or train/lr/NAME.
 NUMBERS = (
     "train/loss",
     "train/lr",

@@ -18,7 +18,7 @@ from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
 
-MOST = 10**6  # most samples that an evaluation reads from a loader without a length
+MOST = 10**6  # maximum number of samples to evaluate from a loader without a length
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 
@@ -66,7 +66,7 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
         raise UserError(
             f"{type(getattr(loader, 'loader', loader)).__name__} has no len(), so the number of "
             "batches in an epoch is unknown.\nType max_steps=N or steps_per_epoch=N; in a script, "
-            "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
+            "call fit(IterableLoader(loader, steps_per_epoch=N), ...)."
         )
     if not steps:
         raise UserError("The training loader is empty: it has fewer samples than one batch.")
@@ -104,7 +104,7 @@ def ending(loader: Any, split: str) -> Iterator[Any]:
     for number, batch in enumerate(loader):
         if number == most and length_of(loader) is None:
             raise UserError(
-                f"{split}: this loader has no len() and continues after {most:,} batches.\n"
+                f"{split}: this loader has no len(), and has not ended after {most:,} batches.\n"
                 "Type limit_val=N for validation; in a script, pass "
                 "IterableLoader(loader, steps_per_epoch=N) to evaluate on its first N batches."
             )
@@ -122,7 +122,7 @@ class Seekable:
     # Whether all samples have the same number of targets, and no class is negative (losses may
     # ignore negative classes).
     targets_are_uniform: bool = False
-    resident_bytes: int = 0  # size of the data that it keeps on the device
+    resident_bytes: int = 0  # size of the data that the loader keeps on the device
     spans: Spans = silent_spans()  # `fit` replaces them with the Trainer's spans
 
     def seek(self, epoch: int, position: int = 0) -> None:
@@ -314,7 +314,7 @@ class IterableLoader(Seekable):
             self.is_warned = True
             launch.warn(
                 f"{self.name}'s len() is {length}, but it yielded {place.number} batches. Epochs "
-                f"still have {self.steps} steps; each continues where the last one stopped."
+                f"still have {self.steps} steps; each one continues where the previous epoch ended."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 @contextlib.contextmanager
 def examined(trainer: Any) -> Iterator[None]:
-    """Find what the loss divides by, and check the arguments of its first call if it is torch's."""
+    """Find what the loss divides by. For torch's losses, check the arguments of the first call."""
     loss = trainer.loss
     trainer.divisor = divisor(loss)
     module = loss.func if isinstance(loss, functools.partial) else loss

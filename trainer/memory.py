@@ -24,14 +24,14 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory in bytes: of the device, or of the machine for the CPU."""
+    """Return the free memory in bytes: of the device or, for the CPU, of the machine."""
     free, _ = memory_info(device)
     # If unknown (macOS, Windows, some accelerators), assume an amount that every device has.
     return 4 * 2**30 if free is None else free
 
 
 def memory_info(device: torch.device) -> tuple[int | None, int | None]:
-    """Return (free, total) memory in bytes, (None, None) if unknown."""
+    """Return (free, total) memory in bytes, or (None, None) if unknown."""
     if device.type == "cpu":
         return host_memory()
     if device.type == "mps":
@@ -47,7 +47,7 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def host_memory() -> tuple[int | None, int | None]:
-    """Return the host's (free, total) memory in bytes, (None, None) if unknown."""
+    """Return the host's (free, total) memory in bytes, or (None, None) if unknown."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

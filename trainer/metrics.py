@@ -129,7 +129,7 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
                 f"metrics.{name}: {type(metric).__name__} cannot be combined over "
                 f"{parallel.process_count} processes.\n"
                 "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
-                "or remove it."
+                "or remove the metric."
             )
 
 
@@ -154,7 +154,7 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
         "This metric needs one class per sample: outputs (N, classes, ...) and targets (N, ...), "
         f"not {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
         "For a single logit or for several labels per sample, use BinaryAccuracy or "
-        "MultilabelAccuracy of torchmetrics.classification."
+        "MultilabelAccuracy from torchmetrics.classification."
     )
 
 
@@ -166,8 +166,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 class OfClasses(Sums):
     """A metric of class indices that ignores targets of class `ignore_index`.
 
-    If `ignore_index` is None, it ignores the class that the Trainer's loss ignores. Without a
-    Trainer, it then counts all targets.
+    If `ignore_index` is None, the metric ignores the class that the Trainer's loss ignores. Without
+    a Trainer, it then counts all targets.
     """
 
     ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
@@ -384,8 +384,8 @@ def default_metrics(
 ) -> dict[str, Sums]:
     """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
 
-    For "classification", this is accuracy. Perplexity comes before it if the targets of a sample
-    are tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
+    For "classification", this is accuracy. Perplexity comes first if the targets of a sample are
+    tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
     other kinds, the metrics are R2, MAE and MSE, in the units of the targets.
     """
     if kind == "classification":

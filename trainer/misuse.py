@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "'Bring your own' in the documentation shows how"
-# What torch raises for a bad shape, index or class. Their subclasses mean something else.
+# What torch raises for a bad shape, index or class. Subclasses of these mean something else.
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
-# Methods of trainers in other libraries.
+# Method names used by trainers in other libraries.
 METHODS = (
     "training_step",
     "validation_step",
@@ -278,7 +278,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 
 
 def warn_of_own_step(trainer: "Trainer") -> None:
-    """Warn about settings that your own train_step ignores: its code does not name their use."""
+    """Warn about settings that your own train_step ignores, because its code never uses them."""
     kind = type(trainer)
     cut = "micro_batch" if trainer.micro_batch.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
@@ -296,7 +296,7 @@ def warn_of_own_step(trainer: "Trainer") -> None:
         if setting and not names & {name, "train_step"}:  # it may call super().train_step
             launch.warn(
                 f"{kind.__name__}.train_step ignores {setting}, because it does not use "
-                f"self.{name}; {HOW}."
+                f"self.{name}.\nUse it in your train_step; {HOW}."
             )
 
 
@@ -308,7 +308,7 @@ def names_in(kind: type) -> set[str]:
     names: set[str] = set()
     for code in codes:  # the list grows during the loop
         names.update(code.co_names)
-        parts = list(code.co_consts)  # has the code of nested functions
+        parts = list(code.co_consts)  # includes the code of nested functions
         for name in code.co_names:
             parts.append(getattr(getattr(sys.modules.get(kind.__module__), name, 0), "__code__", 0))
         codes += [part for part in parts if isinstance(part, CodeType) and part not in codes]
@@ -375,7 +375,7 @@ def misreturned(
     if is_recording and isinstance(error, AttributeError):  # the loss is not a tensor
         return UserError(
             f"{type(trainer).__name__}.train_step must return the mean loss of the batch as a "
-            "tensor with a single number, such as loss.detach()."
+            "scalar tensor, such as loss.detach()."
         )
     outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
     at_the_call = "compute_loss(" in str(outside_torch[-1].line)
@@ -383,6 +383,6 @@ def misreturned(
     if is_unpacked or "grad can be implicitly created only for scalar" in str(error):
         return UserError(
             f"{type(trainer).__name__}.compute_loss must return (loss, outputs): the mean loss of "
-            "the batch as a single number, and the outputs for the metrics."
+            "the batch as a scalar, and the outputs for the metrics."
         )
     return None

@@ -215,7 +215,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 
     The wrappers import torch's compiler (one second), call hooks, and record a name for the
     profiler. If there are hooks or a profiler, or if `step` was replaced (torch's schedulers do
-    this), the function calls `optimizer.step` instead.
+    this), the returned function calls `optimizer.step` instead.
     """
     kind = type(optimizer)
     is_known = is_torchs(kind) or kind is Combined
@@ -245,8 +245,8 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 def zero_grad(optimizer: Any, unoptimized: Iterable[torch.Tensor] = ()) -> None:
     """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim.
 
-    Also drop those of `unoptimized`, the parameters without an optimizer, because they would
-    accumulate from step to step.
+    Also drop those of `unoptimized`, the parameters without an optimizer, because their
+    gradients would accumulate from step to step.
     """
     for parameter in unoptimized:
         parameter.grad = None

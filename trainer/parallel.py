@@ -139,9 +139,9 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
-            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was created, "
-            "so the processes do not exchange its gradients.\n"
-            "Freeze it in on_fit_start instead, or train in one process."
+            "strategy: the processes do not exchange the gradients of parameters that were frozen "
+            f"when the Trainer was created: {first_few(sorted(unfrozen), 3)}.\n"
+            "Freeze them in on_fit_start instead, or train in one process."
         )
 
 
@@ -481,7 +481,7 @@ def check_sampler(loader: Any) -> None:
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
             "DistributedSampler: the Trainer itself splits each batch among the processes.\n"
-            "Pass a DataLoader without this sampler. Its batch_size is the total of all processes."
+            "Pass a DataLoader without this sampler; its batch_size is the total for all processes."
         )
 
 
@@ -497,8 +497,9 @@ def check_size(samples: int) -> None:
 def weight(
     here: float | torch.Tensor, total: float | None, device: torch.device
 ) -> float | torch.Tensor:
-    """Return the factor for this process's mean loss, because processes average their gradients.
+    """Return the factor by which to multiply this process's mean loss.
 
+    With this factor, the average gradient of all processes is the gradient of the whole batch.
     `here` is the weight of this process's part of the batch. `total` is the weight of the whole
     batch, or None to compute it.
     """
@@ -511,7 +512,7 @@ def weight(
 
 
 def has_samples(loader: Any) -> bool:
-    """Return whether this rank has samples of the last batch, not just a copy of the first one."""
+    """Return whether this rank has samples of the last batch, not just a copy of one."""
     return process_count == 1 or launch.rank() < loader.global_size
 
 

@@ -1,4 +1,4 @@
-"""The part of a Trainer that predicts the outputs for each batch of a loader, or for all of it."""
+"""The part of a Trainer that predicts the outputs for each batch, or for the whole loader."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Predicting(Batching):
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
-                        # A rank without samples has computed a copy, which does not count.
+                        # Outputs of a rank without samples do not count: its sample is a copy.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None
                         )
@@ -96,7 +96,7 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
             raise UserError(
                 f"predict: the outputs are {', '.join(flat[0])} for one batch and "
                 f"{', '.join(leaves)} for another.\n"
-                f"Override predict_batch to return the same structure for all; {misuse.HOW}."
+                f"Override predict_batch to return the same structure each time; {misuse.HOW}."
             )
 
     def of_leaf(name: str, _: Any) -> Any:
@@ -118,7 +118,7 @@ def leaves_of(nesting: Any) -> dict[str, Any]:
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
-    """Move the outputs for a batch to the CPU; UserError if a leaf does not hold all samples."""
+    """Move the outputs for a batch to the CPU; raise UserError if a leaf lacks samples."""
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0

@@ -223,7 +223,7 @@ def set_lr(
 ) -> list[float]:
     """Do the work of `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
 
-    Outside of a fit, `scheduler` is the one of the last fit.
+    Outside of a fit, `scheduler` is the scheduler of the last fit.
     """
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer, or it is closed.")
@@ -299,7 +299,7 @@ def wsd(
     """Warm up, stay constant, then decay for a fraction `decay` of the steps after the warmup.
 
     Hu et al. 2024, arXiv 2404.06395, section 4, with the 1-sqrt decay of Hägele et al. 2024, arXiv
-    2405.18392, section 3. A longer run can start from a checkpoint before the decay.
+    2405.18392, section 3. A longer run can start from a checkpoint saved before the decay.
     """
     check_number("scheduler.decay", decay, above=0, most=1)
     check_number("scheduler.final", final, least=0)

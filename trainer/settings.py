@@ -93,7 +93,7 @@ RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that a ru
 
 
 def check_groups(rules: Any) -> Any:
-    """Return the rules of parameter groups; UserError if this is not a list of valid rules."""
+    """Return the parameter group rules; raise UserError unless they are a list of valid rules."""
     is_list = isinstance(rules, (list, tuple))
     for rule in rules if is_list else [{}]:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
@@ -151,14 +151,14 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: T, *, optional: bool = False) -> T:
-    """Return `value` if it is valid for `key`; UserError otherwise. `optional` also allows None."""
+    """Return `value` if it is valid for `key`, or raise UserError. `optional` also allows None."""
     if value is not None or not optional:
         LIMITS[key].check(key, value)
     return value
 
 
 def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
-    """Return `size`; UserError if it is invalid or conflicts with `grad_accum_steps` (`parts`)."""
+    """Return `size`; raise UserError if it is invalid, or if `parts` (grad_accum_steps) is set."""
     if size is not None and parts > 1:
         raise UserError(
             f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both split the batch. "

@@ -1,7 +1,7 @@
 """Named spans of a fit, which the loop, the loaders and the Checkpoint callback enter and leave.
 
 A silent span costs nothing, because `SILENT` runs no Python code. To measure where the time goes,
-put your own context managers into `Trainer.spans`, and put `SILENT` back afterwards.
+put your own context managers into `Trainer.spans`, and put `SILENT` back afterward.
 """
 
 from contextlib import AbstractContextManager

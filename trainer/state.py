@@ -30,7 +30,7 @@ class AtLeast(dict[Any, Any]):
 def form_of(part: Any, name: str) -> Any:
     """Return the form of the state that a part of a Trainer can load.
 
-    If it defines its own state, as a custom optimizer may do, the form is ANYTHING.
+    If the part defines its own state, as a custom optimizer can, the form is ANYTHING.
     """
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         groups = [form_of_group(group) for group in part.state_dict()["param_groups"]]
@@ -120,7 +120,7 @@ def is_like(value: Any, form: Any) -> bool:
 
 
 def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
-    """Return whether this is a tensor of the same shape as `like`, and floating-point if it is."""
+    """Return whether `state` has the shape of `like`, and both are floating-point or neither."""
     return (
         isinstance(state, torch.Tensor)
         and state.shape == like.shape

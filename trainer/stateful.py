@@ -79,7 +79,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
-        """Return {name: parameter} for parameters that no optimizer has, including frozen ones."""
+        """Return {name: parameter} for parameters in no optimizer, including frozen ones."""
         optimized: set[torch.Tensor] = set()
         for part in self.stateful().values():
             if isinstance(part, torch.optim.Optimizer):
@@ -113,7 +113,7 @@ class Stateful:
         self.epochs_before = max(self.epochs_before, begun)  # so that the next fit repeats no epoch
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
-        """Load a state from `state_dict`, and with it the position of `loader` or `train_loader`.
+        """Restore a state from `state_dict`, including the position of `loader` or `train_loader`.
 
         Raises:
             UserError: The state is from a different model, optimizer or Trainer. Nothing is loaded.

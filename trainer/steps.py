@@ -96,7 +96,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 def scale_of(trainer: "Trainer") -> torch.Tensor:
     """Return the fp16 scale as a tensor on the device, without waiting for the device.
 
-    Call it after the backward pass, which creates the scale.
+    Call this after the backward pass, which creates the scale.
     """
     # private: _get_scale_async, because get_scale() waits for the device, torch 2.15
     scale: torch.Tensor = trainer.scaler._get_scale_async()
@@ -111,7 +111,7 @@ def unscale_others(trainer: "Trainer") -> None:
 
 
 def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
-    """Update the fp16 scale and record whether the step was skipped, without waiting.
+    """Update the fp16 scale and record whether the step was skipped, without synchronizing.
 
     Return the norm, or 0 if the step was skipped.
     """
@@ -130,9 +130,9 @@ def check_scale(trainer: "Trainer") -> None:
     scale = trainer.scaler.get_scale()
     if scale < LOWEST_SCALE:
         raise NotFinite(
-            f"fp16: the gradients up to step {trainer.step:,} are not finite even at a scale of "
-            f"{brief(scale)} (learning rate {brief(trainer.lr)}).\n"
-            "Type precision=bf16 or fp32, or a lower optimizer.lr."
+            f"fp16: the gradients are still not finite at step {trainer.step:,}, even with a loss "
+            f"scale of only {brief(scale)} (learning rate {brief(trainer.lr)}).\n"
+            "Type precision=bf16 or precision=fp32, or lower optimizer.lr."
         )
 
 

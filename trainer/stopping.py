@@ -23,7 +23,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: int | None = None  # the number of the first signal, if the program handles signals
-# The handler calls this with the name of the signal, or raises `Interrupted` if it is None.
+# The handler calls this with the name of the signal, or raises `Interrupted` if this is None.
 on_signal: Callable[[str], object] | None = None
 
 
@@ -80,7 +80,10 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived at a point where the program can exit. Exit code 128 + its number."""
+    """A signal arrived at a point where the program can exit.
+
+    The exit code is 128 plus the number of the signal.
+    """
 
 
 class EvaluationInterrupted(BaseException):

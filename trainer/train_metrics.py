@@ -19,7 +19,7 @@ class TrainMetrics(Trainer):
     dropout, and with the weights of each step. A resumed fit starts to count where it resumes. To
     compute the metrics with the current weights, call `evaluate(train_loader, "train")`.
 
-    To combine it with your own Trainer, list it first, so that it wraps your `compute_loss`::
+    To combine this class with your own Trainer, list it first, so that it wraps `compute_loss`::
 
         class Mine(TrainMetrics, OfDicts):
             pass

@@ -162,7 +162,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
                 self.window.start_clock()
-                if self.evaluation_due:  # an evaluation was interrupted: repeat only this
+                if self.evaluation_due:  # repeat only the interrupted evaluation
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
@@ -296,5 +296,5 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.close()
 
     def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups by the rules of `groups`; you can override it."""
+        """Return the optimizer's parameter groups, as defined by `rules`. You can override this."""
         return parameter_groups(self.module, rules)

@@ -48,7 +48,7 @@ def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a tensor that was just created on the CPU to the device, without waiting."""
+    """Move a tensor just created on the CPU to the device, without waiting for the copy."""
     if device.type in UNIFIED:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -42,7 +42,7 @@ class Window:
             self.grad_norm.update(norm)
 
     def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Record on rank 0 whether the fp16 scaler skipped a step; all ranks skip it or none."""
+        """Record on rank 0 whether the fp16 scaler skipped a step; the ranks always agree."""
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 

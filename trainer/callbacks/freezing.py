@@ -58,7 +58,7 @@ class Freeze(Callback):
         if trainer.total_steps <= self.thaw_step < math.inf:
             launch.warn(
                 f"thaw_at: the run ends at step {trainer.total_steps:,}, so thawing after step "
-                f"{self.thaw_step:,} has no effect. Lower thaw_at, or type never."
+                f"{self.thaw_step:,} has no effect. Lower thaw_at, or set it to never."
             )
         for module in trainer.module.modules():
             weights = list(module.parameters(recurse=False))

@@ -1,6 +1,6 @@
-"""Stop training when a number is not finite, and replay steps to find the first bad one.
+"""Stop training when a number is not finite, and replay steps to find the first bad step.
 
-A step depends only on the seed and the state before it, so steps can be replayed without recording.
+A step depends only on the seed and the state before it, so it can be replayed from a checkpoint.
 """
 
 import math
@@ -100,7 +100,8 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     except Exception as failure:
         log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
-    again = f"Its batch is in {guard.folder}. To replay it, call fit(..., resume={str(path)!r})."
+    where = f"The batch is in {guard.folder}."
+    again = f"{where} To replay the step, call fit(..., resume={str(path)!r})."
     return NotFinite(f"{text}\n{again}", replay=path)
 
 
@@ -111,7 +112,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     are finite in the replay. Callbacks see a new fit: `on_fit_end` is called before `on_fit_start`.
     """
     last = trainer.step
-    # Skip callbacks of the first rank, which only print or write files.
+    # Skip callbacks that run only on the first rank: they only print or write files.
     active = [c for c in trainer.callbacks if not (c.first_rank_only or isinstance(c, SILENT))]
     name = f"replay/{trainer.epochs_before}/{trainer.step}"
     saved = checkpoint.together(name, lambda: good_checkpoint(trainer, guard.first_step))
@@ -129,7 +130,8 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     trainer.model.train()
     harmless: set[str] = set()
     for batch in replayed(trainer, last):
-        # In the last step of the last good row, the loss was finite, but perhaps not the gradient.
+        # The last good row shows that the loss of its last step was finite, but not that the
+        # gradient was.
         is_suspect = trainer.step + 1 >= guard.finite_until
         if is_suspect:
             trainer.window.clear()
@@ -151,7 +153,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
 def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
     """Return (path, state) of the newest checkpoint after `first_step` with only finite numbers.
 
-    The weights in a checkpoint are always finite, but the loss since its last row may not be.
+    The weights in a checkpoint are always finite, but the loss since the last row may not be.
     """
     for saver in savers(trainer):
         saver.wait()
@@ -183,7 +185,7 @@ def examine(
 ) -> str | None:
     """Return a text about the first non-finite value in a step and what to do, or None.
 
-    `harmless` are entries of batches that are non-finite even in good steps, such as masks.
+    `harmless`: the batch entries that have non-finite values even in good steps, such as masks.
     """
     strange = strange_entries(batch)
     blamed = [text for name, text in strange.items() if name not in harmless]
@@ -249,7 +251,7 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
 
 
 def strange_entries(batch: Any) -> dict[str, str]:
-    """Return {name: description} of the tensors in a batch with non-finite values."""
+    """Return {name: description} for the tensors in a batch that contain non-finite values."""
     texts = {}
     for name, tensor in batches.entries(batch):
         rows = ~torch.atleast_1d(tensor).isfinite()

@@ -53,7 +53,7 @@ class Checkpoint(Monitor):
         self.writing: Future[None] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Raise UserError if the folder contains checkpoints of another run."""
+        """Raise UserError if the folder contains checkpoints from another run."""
         super().on_fit_start(trainer)
         is_gone = False
         if launch.is_first():
@@ -62,7 +62,7 @@ class Checkpoint(Monitor):
             steps = checkpoint.files(self.folder)
             is_gone = self.best is not None and self.best["step"] not in steps
         if parallel.add_up(int(is_gone)):
-            self.best = None  # its checkpoint is in another folder
+            self.best = None  # the best checkpoint is in another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.saved = trainer.step
         self.is_checked = False
@@ -72,7 +72,7 @@ class Checkpoint(Monitor):
             self.metrics = {}
 
     def check_folder(self, trainer: "Trainer") -> None:
-        """Raise UserError if the folder has checkpoints of another run, or is not a folder."""
+        """Raise UserError if the folder has checkpoints from another run, or is not a folder."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
                 f"{self.folder} already contains checkpoints. Pass a different folder, or resume "
@@ -96,7 +96,7 @@ class Checkpoint(Monitor):
         if self.improved(trainer, row):
             self.due = True
         numbers = {**self.metrics, **row}
-        # These are not results of a run.
+        # These numbers are not results of a run.
         for name in ("train/seconds", "train/samples", "device/memory_mib"):
             numbers.pop(name, None)
         self.metrics = dict(sorted(numbers.items()))
@@ -110,7 +110,7 @@ class Checkpoint(Monitor):
             self.check_state(trainer)
             self.is_checked = True
         if self.writing is not None and self.writing.done():
-            self.wait()  # raises its error
+            self.wait()  # raises the thread's error, if any
         waited = trainer.agreement.now() - self.last_time
         if (
             self.due

@@ -36,7 +36,7 @@ class Table:
         log.addFilter(self.clear)
 
     def clear(self, _: logging.LogRecord) -> bool:
-        """Clear the line, so that a warning starts on an empty one."""
+        """Clear the line, so that a warning starts on an empty line."""
         self.bar.clear()
         return True
 
