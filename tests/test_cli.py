@@ -449,7 +449,7 @@ LATE = [
         "",
     ),
     ("trainer._target_=torch.nn.Linear", "Linear: this does not return a stoker.Trainer.", ""),
-    ("+loss.weight=abc", "error: loss.weight=abc: give a list, one number per class.", ""),
+    ("+loss.weight=abc", "error: loss.weight=abc: give a list with one number per class.", ""),
     (
         "trainer._target_=examples.nope.X",
         "error: trainer._target_=examples.nope.X: No module named 'examples.nope'",

@@ -79,8 +79,8 @@ def one_first(name: str) -> Iterator[None]:
 def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UserError on every rank unless all ranks have the same `parts`.
 
-    These are {kind: {name: value}}; the kinds include code and config. Without this check, ranks
-    that differ would train together, and nobody would notice.
+    `parts` has the form {kind: {name: value}}, with kinds such as code and config. Without this
+    check, ranks that differ would train together, and nobody would notice.
     """
     if world_size() == 1:
         return
@@ -169,7 +169,7 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     """Return (message, exit code) for this rank after a signal or a lost connection.
 
     If another rank reports an error of its own, that rank prints it. Otherwise, the message names
-    the ranks that do not report.
+    the ranks that did not report.
     """
     present = wait_for_all("end")
     reports = [json.loads(store().get(f"end/{peer}")) for peer in present]

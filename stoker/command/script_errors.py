@@ -41,5 +41,6 @@ def unknown_argument(name: str) -> UserError:
 
     names = list(inspect.signature(Trainer).parameters)
     return UserError(
-        f"Trainer has no argument {name}.{did_you_mean(name, names)}\nIt has {', '.join(names)}."
+        f"Trainer has no argument {name}.{did_you_mean(name, names)}\n"
+        f"Its arguments are: {', '.join(names)}."
     )

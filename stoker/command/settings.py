@@ -1,4 +1,4 @@
-"""The table of settings: limits, the tasks that use a key, and whether a resume may change it.
+"""The table of settings: for each key, its limits, its tasks, and whether a resume may change it.
 
 This is the only place that lists the keys. Their defaults and help texts are the values and
 comments in configs/. The limits of constructor arguments come from `trainer/settings.py` and
@@ -58,9 +58,9 @@ class Setting:
         limit: The allowed values. None if there is no limit, or if it belongs to the constructor
             argument that the key sets (see `limit_of`).
         tasks: The tasks that use the key.
-        resume: Whether a resumed run may change the value. "same": never. "longer": only a new run
-            that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because the value
-            does not affect the result.
+        resume: Whether the value may change when a run resumes. "same": no. "longer": only in a
+            new run that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because
+            the value does not affect the result.
         local: Whether the ranks of a run may have different values.
         debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
@@ -170,7 +170,7 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
-    # groups; their other keys are arguments of their _target_
+    # groups; the other keys in a group are arguments of its _target_
     "dataset": Setting(tasks=TESTING),
     "dataset.root": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
     "dataset.path": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
@@ -206,7 +206,7 @@ LOADER_KEYS = tuple(
 
 
 def limit_of(key: str) -> Limit | None:
-    """Return the limit of a key, from its record or from the argument that it sets."""
+    """Return the limit of a key, from its record or from the constructor argument it sets."""
     return record(key).limit or LIMITS.get(key) or DATA_LIMITS.get(key)
 
 
@@ -306,7 +306,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # the error may occur only on that device
+    if "device" in typed:  # the error to find may occur only on that device
         del values["device"]
     for key, value in values.items():
         given = value_of(config, key)

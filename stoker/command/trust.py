@@ -21,8 +21,8 @@ from stoker import project
 from stoker.command import arguments
 from stoker.trainer.errors import UserError, did_you_mean, first_line
 
-# A target typed on the command line is always trusted. One in your config file needs
-# trusted=[mypackage] on the command line or in the project file.
+# A target that you type on the command line is always trusted. A target of your own in a config
+# file needs trusted=[mypackage] on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -169,7 +169,7 @@ def failing_line(error: BaseException) -> str | None:
 
 
 def is_of_kind(located: Any) -> bool:
-    """Return whether KINDS lists the object for its module."""
+    """Return whether KINDS lists the object, or its base class, for its module."""
     module = getattr(located, "__module__", None) or ""
     if module.startswith("torchvision.models.") and is_builder(located):
         return True

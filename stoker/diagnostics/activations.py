@@ -34,7 +34,7 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # a new micro-batch starts, and the memory of the last one is free
+        if self.backward:  # a new micro-batch starts, and the last one's memory is free
             self.kept = {}
             self.backward = False
         storage = tensor.untyped_storage()

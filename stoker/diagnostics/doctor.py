@@ -17,7 +17,7 @@ from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # consecutive samples that must share a problem before it is reported
-FEWEST = 20  # samples in a run, if it has enough steps
+FEWEST = 20  # samples per run, if the run has enough steps
 DEAD = 0.5  # more than this fraction of a layer's units has no gradient
 VANISHED = 1e-6  # gradient below this fraction of the largest, both relative to the weight
 EXPLODED = 100.0  # gradient larger than this many times the weight
@@ -77,7 +77,7 @@ class Doctor(Callback):
 
         if captures(trainer):
             raise UserError(
-                "callbacks=doctor: CUDA graph steps cannot be inspected. Type compile=false."
+                "callbacks=doctor: steps in a CUDA graph cannot be inspected. Type compile=false."
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Run jobs in separate processes: handle devices, threads and signals, as Hydra does not."""
+"""Run jobs in separate processes, with devices, threads and signals that Hydra does not handle."""
 
 import contextlib
 import importlib.util
@@ -52,7 +52,8 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
-            f"Type {invocation.pip_install(extra)}, or leave this out to run one job at a time."
+            f"Type {invocation.pip_install(extra)}, or leave out hydra/launcher to run one job at "
+            "a time."
         )
 
 
@@ -88,7 +89,7 @@ def device(name: str, names: list[str]) -> str:
 
 
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
-    """Lock and return the first free slot for the job; this process keeps it until it ends.
+    """Lock and return the first free slot for the job; the process keeps the slot until it ends.
 
     Jobs do not end in the order in which they start. If the job number alone decided, two jobs
     could share a GPU while another GPU is idle. If all slots are taken, wait for a free one; to

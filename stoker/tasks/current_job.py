@@ -75,7 +75,7 @@ def name_of(cfg: DictConfig, group: str) -> str:
 def trial_of(cfg: DictConfig) -> list[Any] | None:
     """Return [storage, study name, trial number] of an Optuna trial; None for any other run.
 
-    If several processes train a trial, the process that started them passes this on.
+    If several processes train a trial, the process that started them passes these values on.
     """
     job = processes.job()
     if job is not None:

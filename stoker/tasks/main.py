@@ -171,7 +171,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
         stopping.received = code - 128
         raise KeyboardInterrupt
     if code:
-        raise processes.JobFailed(f"its {several} processes ended with exit code {code}.", code)
+        raise processes.JobFailed(f"the {several} processes ended with exit code {code}.", code)
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:

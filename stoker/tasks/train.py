@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
     collects = gc.isenabled()
-    gc.disable()  # as in __main__; torch is the slowest import
+    gc.disable()  # as in __main__, because torch is the slowest import
     try:
         from stoker.command import tuning
 

@@ -47,8 +47,9 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
 
 
 def check_own_function(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed setting of the loader that is also an argument of the data set,
-    which does not get it.
+    """Raise UserError for a typed loader setting that is also an argument of the data set.
+
+    The data set would not get it.
     """
     target = cfg.dataset._target_
     for name in arguments_of("dataset", target)[0]:
