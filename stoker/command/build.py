@@ -48,7 +48,7 @@ WITHOUT_BASE_CLASS = {
     "metrics": "an object with update, compute and reset",
 }
 # Packages whose functions may be called to build a part. What a function returns is checked
-# afterwards.
+# afterward.
 PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
@@ -111,7 +111,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except REFUSALS as error:
         is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
         if is_trusted and is_bug:
-            raise  # your own code needs its traceback
+            raise  # a bug in the user's own code needs its traceback
         raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
@@ -252,7 +252,7 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
 
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
-    """Return ({name: its default or REQUIRED}, whether it takes **kwargs) for a callable."""
+    """Return ({argument: default or REQUIRED}, whether the callable takes **kwargs)."""
     located = locate(key, target)
     try:
         parameters = list(inspect.signature(located).parameters.values())
@@ -363,7 +363,7 @@ def check_size(
 
 
 def is_on(node: Any) -> bool:
-    """Return whether a callback is on. It is off if its node or one of its settings is null."""
+    """Return whether a callback is on. If its node or one of its settings is null, it is off."""
     if node is None:
         return False
     return not (isinstance(node, (dict, DictConfig)) and None in node.values())

@@ -183,7 +183,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
     """
     # The keys of `trainer` have the same limits as the top-level keys.
     limit = settings.limit_of(name.removeprefix("trainer."))
-    # max_steps may set the length, and null turns a callback off.
+    # null is valid for epochs, which max_steps can replace, and turns a callback off.
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return

@@ -158,7 +158,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text, ended = ranks.settle_end("lost" if lost else "error", text, code)
         code = INTERNAL_ERROR if ended is None else ended
     codes.append(code)
-    # the job's processes already printed it
+    # the job's processes have already printed the message
     if text and not isinstance(error, processes.JobFailed):
         terminal.show_error(text)
     if text and note:
@@ -183,7 +183,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return why a run failed, for its result.json."""
+    """Return the reason for a run's failure, for its result.json."""
     if exit_code(error) == INTERNAL_ERROR and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

@@ -68,8 +68,8 @@ def job() -> Any:
 def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     """Run this program with these arguments in several processes, and return the exit code.
 
-    If a rank fails, this is the code of the first rank that failed, or 3 if that rank was killed.
-    After a signal, it is 128 plus the number of the signal. In the new processes, `job()` returns
+    If a rank fails, return the code of the first rank that failed, or 3 if that rank was killed.
+    After a signal, return 128 plus the number of the signal. In the new processes, `job()` returns
     `of`, which must be a plain value.
     """
     import logging

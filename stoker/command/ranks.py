@@ -56,7 +56,7 @@ def quieten() -> None:
 
 
 def join() -> None:
-    """Announce this rank to the other ranks, and end it as soon as torchrun is gone."""
+    """Announce this rank to the other ranks, and end this process once torchrun is gone."""
     global joined
     if joined or world_size() == 1:
         return
@@ -67,7 +67,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def one_first(name: str) -> Iterator[None]:
-    """Let one process per machine run the block first; the others on that machine wait."""
+    """Let one process per machine run the block first; its other processes wait."""
     leader = rank() - local_rank()
     if local_rank():
         receive(f"{name}/{leader}", by=leader, limit=math.inf)
@@ -141,7 +141,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (message, exit code) for the end of this rank; the message is None to print nothing.
+    """Return (message, exit code) for the end of this rank; with None, print no message.
 
     `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
     "signal". The ranks agree through the store, so that each error is printed once.

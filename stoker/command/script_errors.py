@@ -14,7 +14,7 @@ def short_errors() -> None:
     Call this at the top of a script. An uncaught error then prints one to three lines instead of a
     traceback, and the script exits with code 2, or 3 if the training failed (see
     docs/exit-codes.md). This function sets `sys.excepthook`, so it does not affect errors that you
-    catch, errors of other libraries, notebooks or pytest.
+    catch, errors from other libraries, notebooks or pytest.
     """
     outer = sys.excepthook
 

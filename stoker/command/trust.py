@@ -41,7 +41,9 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100",
 KINDS: dict[str, tuple[str, ...]] = {
     "torch.nn": ("torch.nn.Module",),
     "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    "torchvision.models": ("torch.nn.Module",),  # also functions that build one, see is_builder
+    "torchvision.models": (
+        "torch.nn.Module",
+    ),  # also functions that build a module; see is_builder
     "torchvision.transforms.v2": ("torchvision.transforms.v2.Transform",),
     "torchmetrics.aggregation": ("torchmetrics.Metric",),
     "torchmetrics.classification": ("torchmetrics.Metric",),
@@ -98,7 +100,7 @@ def trusting(packages: Sequence[str]) -> Iterator[None]:
 
 
 def is_trusted_by_user(target: str) -> bool:
-    """Return whether the user typed this target, or trusts its package."""
+    """Return whether the user typed this target or trusts the target's package."""
     allowed = patterns(of_project(), arguments.typed())
     return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
 

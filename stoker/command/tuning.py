@@ -92,7 +92,7 @@ def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[Non
     """Use one thread within this context if a step of the model is too small for more.
 
     Threads wait for each other at each operator. If other programs are running, the waiting takes
-    longer than such a step. Only models of dense layers on the CPU are affected, and only if
+    longer than a small step. Only models of dense layers on the CPU are affected, and only if
     OMP_NUM_THREADS is not set.
     """
     threads = torch.get_num_threads()

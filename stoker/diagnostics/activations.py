@@ -11,7 +11,7 @@ from stoker.trainer.trainer import Trainer
 def can_be_counted(trainer: Trainer) -> bool:
     """Return whether `Saved` can count everything that a step saves.
 
-    Its hooks would make a compiled module recompile, and do not work in DataParallel's threads.
+    The hooks would make a compiled module recompile, and do not work in DataParallel's threads.
     """
     return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
 

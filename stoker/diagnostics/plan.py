@@ -45,8 +45,8 @@ class Estimate:
 class Watch(Callback):
     """Time a few steps after the first ones, measure the activations of one step, and end the fit.
 
-    `every` is the number of steps between checkpoints. If one is due before the end of the run, a
-    copy of the state is held during the measured step, as it is while a checkpoint is written.
+    `every` is the number of steps between checkpoints. If a checkpoint is due before the end of the
+    run, a copy of the state is held during the measured step, as when a checkpoint is written.
     `keeps_first` says whether to hold a copy of the initial state too, as NaNGuard does.
     """
 

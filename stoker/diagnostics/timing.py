@@ -30,7 +30,7 @@ WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are alwa
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
 SAVING = ("every", "epochs", "minutes")  # arguments of a Checkpoint that say when to save
-# The smallest share of the time at which a stage is reported. It is higher for useful work.
+# The smallest share of the time at which a stage is reported, higher for useful work.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -214,7 +214,7 @@ class Timing(Callback):
         self.unread = []
 
     def split(self, trainer: Trainer) -> dict[str, float]:
-        """Return {stage: seconds} for the fit so far, which add up to its total time."""
+        """Return {stage: seconds} for the fit so far; the seconds add up to its total time."""
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
@@ -297,7 +297,9 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
             if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(0, "eval_every")  # any evaluation may cause a checkpoint of the best
+                keys.insert(
+                    0, "eval_every"
+                )  # an evaluation may be the best so far, which saves one
             if keys:
                 advice["checkpoint"] = f"set a larger {keys[0]}"
     return advice

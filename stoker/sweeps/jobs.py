@@ -153,7 +153,7 @@ def check_same(
     """Raise UserError if a job of an existing sweep was started with different settings.
 
     Settings that do not affect the result may differ, unless the sweep varies them. `eval_every`
-    and `max_minutes` may not differ, because they decide which weights are best.
+    and `max_minutes` must not differ, because they decide which weights are best.
     """
     now = settings_of(typed)
     old = settings_of(before)
@@ -204,7 +204,7 @@ def begin(folder: str, number: int) -> None:
 
 
 def value_of(folder: str) -> float | None:
-    """Return the best value of a job's monitored metric, for the sweeper; None if it has none."""
+    """Return the best value of a job's monitored metric, for the sweeper; None without a value."""
     result = results.finished(folder)
     if result is None or result.best is None:
         return None

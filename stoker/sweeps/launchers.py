@@ -33,7 +33,7 @@ EXTRAS = {
 SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
-# Submitit's signal to a job that times out or is preempted; Windows lacks it.
+# Submitit's signal to a job that times out or is preempted; not on Windows.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
 apart = False  # whether a launcher started this process to run jobs of a sweep
@@ -263,7 +263,7 @@ class Jobs(Callback):
         poll(self.stop_with_sweep, job)
 
     def stop_with_sweep(self) -> bool:
-        """Stop the job if the sweep has released its lock; return whether it has."""
+        """Stop the job if the sweep has released its lock, and return whether it was released."""
         is_over = self.is_over()
         if is_over:
             signal.raise_signal(signal.SIGTERM)

@@ -140,7 +140,7 @@ def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
     """Return the fraction of the variance in the ranks of the values that the groups explain.
 
     The fraction is adjusted for chance, so it is about 0 for a setting without effect (the epsilon
-    squared of Kelley 1935). It uses ranks, because the value of a single diverged job would
+    squared of Kelley 1935). Ranks are used because the value of a single diverged job would
     outweigh all others.
     """
     names, group = numpy.unique(groups, return_inverse=True)

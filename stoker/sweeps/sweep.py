@@ -37,7 +37,7 @@ FEWEST_SECONDS = 10.0
 
 
 class SweepCallback(Callback):
-    """Hydra's callback for a sweep. On an error, it exits, since Hydra would only warn."""
+    """Hydra's callback for a sweep. It exits on an error, because Hydra would only warn."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:

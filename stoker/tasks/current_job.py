@@ -66,7 +66,7 @@ def names_of(cfg: DictConfig) -> tuple[str, str]:
 
 
 def name_of(cfg: DictConfig, group: str) -> str:
-    """Return the option chosen for a group, or the class name if its `_target_` was typed."""
+    """Return the option chosen for a group, or the class name if a `_target_` was typed."""
     if f"{group}._target_" in arguments.typed_keys():
         return str(cfg[group]._target_.rpartition(".")[2])
     return str(HydraConfig.get().runtime.choices[group])

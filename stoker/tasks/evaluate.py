@@ -58,7 +58,7 @@ def leave_uncut(config: DictConfig) -> None:
 
 
 def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
-    """Warn if the run was trained on other data; if possible, say how to use all of this data."""
+    """Warn if the model was trained on other data; if possible, say how to use all of this data."""
     from stoker.data.record import fingerprint
 
     if resume.about(state).get("data") in (None, fingerprint(data)):

@@ -71,7 +71,7 @@ def building(
         more_callbacks: Callbacks in addition to those of the config.
         resumes: Whether the weights come from a checkpoint instead of `init_from`.
         state: The state of a checkpoint to evaluate. UserError if the data has different classes,
-            or the model has different shapes. Only the evaluated split gets a loader.
+            or if the model has different shapes. Only the evaluated split gets a loader.
         about: The description of the data that the checkpoint was trained on. The new data is
             prepared in the same way.
         split: The split to evaluate.
@@ -285,7 +285,7 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         if is_on(node):
             callbacks.append(build(key, node))
         elif node is not None:
-            check_node(key, plain(node))  # a misspelled key may be why it is off
+            check_node(key, plain(node))  # a misspelled key may have turned it off
     callbacks += more
     if cfg.debug:
         callbacks.append(DeviceAudit())

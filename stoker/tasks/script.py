@@ -125,7 +125,7 @@ def command() -> str:
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
-    """Return the Checkpoint among the callbacks, or a new one; UserError if it saves elsewhere."""
+    """Return the Checkpoint among the callbacks, or a new one; UserError for another folder."""
     place = folder / "checkpoints"
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoint):

@@ -124,7 +124,7 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
     from stoker.data.record import fingerprint
 
     data = parts.data
-    config = dotted.plain(cfg)  # unresolved, so that it has no values from the environment
+    config = dotted.plain(cfg)  # unresolved, so that it contains no values from the environment
     del config["run_dir"]
     return {
         "config": config,

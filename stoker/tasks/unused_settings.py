@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
 
-# {key: the key that overrides it}.
+# {key: the key that overrides this key}
 DECIDED_BY = {
     "limit_train": "steps_per_epoch",
     "dataset.val_fraction": "dataset.folds",
