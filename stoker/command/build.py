@@ -227,7 +227,7 @@ def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
             raise UserError(
-                f"{key}.{name}: a config cannot set this special key. The allowed ones "
+                f"{key}.{name}: a config cannot set this special key. The allowed keys "
                 f"are {', '.join(KEYS)}."
             )
     if isinstance(node, dict) and isinstance(node.get("_target_"), str):

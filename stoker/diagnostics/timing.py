@@ -309,7 +309,7 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
     """Return {stage: what to change} for "data" and "transfer"; {} for resident data."""
     if isinstance(loader, DeviceLoader):
         if loader.augment.geometric or loader.augment.rest:
-            return {"data": "remove some of dataset.augment"}
+            return {"data": "remove entries from dataset.augment"}
         return {}
     cores = launch.cores()
     if not isinstance(loader, (HostLoader, SampleLoader)):

@@ -199,7 +199,7 @@ class Jobs(Callback):
 
     def stop(self, _: str) -> None:
         """Handle a signal: the jobs save a checkpoint, no new job starts, and the sweep ends."""
-        why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
+        why = f"job {failed[0].name} failed (sweep.on_error=stop)" if failed else "stopping"
         print(f"\n{why}: each job saves a checkpoint", file=sys.stderr, flush=True)
         if self.launcher == "submitit_slurm":
             print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ def generate(cfg: DictConfig) -> None:
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):
         raise TrainingError(
-            f"run={cfg.run}: this model's weights contain NaN or infinity, so it cannot generate "
+            f"run={cfg.run}: the model's weights contain NaN or infinity, so it cannot generate "
             "text. Type run=DIR with a run whose loss is finite."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}

@@ -132,7 +132,7 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
             if callback.folder.resolve() != place.resolve():
                 raise UserError(
                     f"run_dir={folder}: the Checkpoint among the callbacks saves to "
-                    f"{callback.folder}. Pass it {str(place)!r}, or remove it."
+                    f"{callback.folder}. Set its folder to {str(place)!r}, or remove it."
                 )
             return callback
     return Checkpoint(place)

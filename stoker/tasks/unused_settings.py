@@ -76,7 +76,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             if key in typed:
                 raise UserError(
                     f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
-                    f"{type(given).__name__}, which decides this itself. "
+                    f"{type(given).__name__}, which ignores this key. "
                     "Remove this key, or return a data set instead of a loader."
                 )
 
@@ -104,5 +104,5 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         if key in typed and value is not None and value > most:
             raise UserError(
                 f"{key}={value}: this run has only {length:,} {setting.every}s, so this setting "
-                "would have no effect. Lower it, train longer, or remove it."
+                "would have no effect. Lower the value, train longer, or remove the key."
             )
