@@ -3,7 +3,7 @@
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
     optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 precision=fp32 \
     'groups=[{match: "judge.*", scheduler: constant}]'
-Expect test/loss 1.00 ± 0.16 over 5 seeds. It is an energy distance, which is 5 after one epoch.
+Expect test/loss 1.00 ± 0.16 over 5 seeds: an energy distance, which is 5 after one epoch.
 """
 
 from torch import Size, cdist, nn, randn
@@ -34,8 +34,8 @@ class GANTrainer(Trainer):
     def compute_loss(self, batch):
         """Return the energy distance of fakes and real samples (Székely 2013, eq. 2.1).
 
-        Only evaluations use it, as a measure of progress. The judge's score would not do: it is
-        best in the first epoch, before the judge has learned anything.
+        Only evaluations use this distance, to measure progress. The judge's score would not work,
+        because it is best in the first epoch, before the judge has learned anything.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
         return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(
@@ -53,7 +53,7 @@ class GANTrainer(Trainer):
         return loss.detach()
 
     def train_part(self, part, loss):
-        """Update one of the two models. The optimizer skips the other one, which has no gradient."""
+        """Update one of the two models. The optimizer skips the other, which has no gradient."""
         (loss * self.process_weight).backward(inputs=list(part.parameters()))
         average_gradients(part)  # over all processes
         self.optimizer.step()

@@ -14,7 +14,7 @@ import stoker
 class LoRA(nn.Module):
     """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`, which starts at zero.
 
-    The weights of the layer are buffers that are not saved in checkpoints and model.safetensors,
+    The weights of the layer are buffers that are not saved in checkpoints or model.safetensors,
     because the base run has them.
     """
 

@@ -1,8 +1,8 @@
-"""Regression on a CSV table: Friedman's function (1991, Ann. Statist. 19, 1) with two more columns.
+"""Regression on a CSV table: Friedman's function (1991, Ann. Statist. 19, 1) with two extra columns.
 
 python -m examples.regression friedman.csv
 python train.py dataset=csv dataset.path=friedman.csv dataset.target=y dataset.ignore=[id] loss=mse epochs=40
-Expect test/mse 1.24 ± 0.04 over 3 seeds; the noise alone gives 1.
+Expect test/mse 1.24 ± 0.04 over 3 seeds; the noise alone accounts for 1.
 """
 
 import csv

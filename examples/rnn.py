@@ -20,7 +20,7 @@ class RowReader(nn.Module):
     def forward(self, inputs):
         rows = inputs.transpose(1, 2).flatten(2)  # (N, H, C * W)
         # Take the device and dtype of the inputs: torch.zeros alone is always on the CPU, and a
-        # tensor made in __init__ moves with the model only as a buffer (self.register_buffer).
+        # tensor made in __init__ moves with the model only if it is a buffer (register_buffer).
         # Use rows.shape[0]: in an export, len(rows) would fix the number of samples.
         hidden = torch.zeros(
             rows.shape[0], self.cell.hidden_size, device=rows.device, dtype=rows.dtype

@@ -84,7 +84,8 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     typed = ("experiment=mine", "loss=mse")
     words = (
         "^loss=mse: another config file, such as your experiment's, sets "
-        "loss._target_=torch.nn.L1Loss.\nRemove it there, or type loss._target_=torch.nn.MSELoss as"
+        "loss._target_=torch.nn.L1Loss.\n"
+        "Remove that key there, or type loss._target_=torch.nn.MSELoss as"
     )
     with pytest.raises(UserError, match=words):
         processed(*typed)

@@ -106,7 +106,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("seeed=1", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("modle=mlp", "error: modle: there is no such key.", "Did you mean 'model'?"),
     ("model=cnn model.hiden=[3]", "error: model.hiden: there is no", f"{PROGRAM} model=cnn --help"),
-    ("overfit", "error: overfit: this cannot be parsed.", "It needs a value: overfit=..."),
+    ("overfit", "error: overfit: this cannot be parsed.", "This key needs a value: overfit=..."),
     (
         "model.hiden=[3]",
         "error: model.hiden: there is no such key.",
@@ -449,7 +449,7 @@ LATE = [
         "",
     ),
     ("trainer._target_=torch.nn.Identity", "this returns an Identity, not a stoker.Trainer", ""),
-    ("+loss.weight=abc", "error: loss.weight=abc: give a list, one number per class.", ""),
+    ("+loss.weight=abc", "error: loss.weight=abc: give a list with one number per class.", ""),
     (
         "trainer._target_=examples.nope.X",
         "error: trainer._target_=examples.nope.X: No module named 'examples.nope'",
@@ -992,7 +992,7 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
 def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
     answers = {
         "model.hidden.x=1": "model.hidden.x=1: these settings cannot be read",
-        "dataset.path=x": "It is a key of dataset=csv: type dataset=csv dataset.path=...",
+        "dataset.path=x": "This is a key of dataset=csv: type dataset=csv dataset.path=...",
         "run_dir=press.py": "run_dir=press.py: cannot write to this folder (it is a file, or not writable)",
     }
     (tmp_path / "press.py").touch()

@@ -232,7 +232,9 @@ def test_what_cannot_be_looked_into_is_refused():
         UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"
     ):
         begin("fsdp", None)
-    with pytest.raises(UserError, match="CUDA graph steps cannot be inspected. Type compile=false"):
+    with pytest.raises(
+        UserError, match="steps in a CUDA graph cannot be inspected. Type compile=false"
+    ):
         begin("single", GraphStep())
     with pytest.raises(
         UserError, match="callbacks.doctor.every=0: give a whole number of at least 1"

@@ -928,11 +928,11 @@ def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
 def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
     """One row more, and other rows are its test split, of which the run was trained on most."""
     path = f"dataset.path={tmp_path / 'more.csv'}"
-    for count, says in ((300, ""), (301, "more: the run was trained on other data")):
+    for count, says in ((300, ""), (301, "more: the model was trained on other data")):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
-    assert "Type split=all to use all of it." in done.err
+    assert "Type split=all to use all samples." in done.err
 
 
 def test_only_the_part_that_is_evaluated_is_counted(forks, runs):

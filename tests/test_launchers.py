@@ -297,7 +297,7 @@ def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
     done = sweep(tmp_path, *command, "sweep.on_error=stop", "+callbacks.hold._target_=mine.Hold")
     assert (
         done.code == 2
-        and "job 1 failed, and sweep.on_error=stop: each job saves a checkpoint" in done.err
+        and "job 1 failed (sweep.on_error=stop): each job saves a checkpoint" in done.err
     ), done.err
     assert not (tmp_path / "all" / "3").exists() and "Traceback" not in done.err
 

@@ -126,7 +126,7 @@ def test_a_name_that_no_new_package_can_have_is_refused(folder, name):
         new([name])
     assert str(caught.value) == (
         f"new {name}: this name is taken or is not a valid package name.\n"
-        "Choose a name of letters, digits and underscores, such as: new my_project."
+        "Choose a name with only letters, digits and underscores, such as: new my_project."
     )
     assert [path.name for path in folder.iterdir()] == ["here"]
 

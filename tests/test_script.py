@@ -276,7 +276,8 @@ def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         sys.excepthook(TypeError, unknown.value, None)
     assert capsys.readouterr().err.startswith(
-        "error: Trainer has no argument max_step. Did you mean 'max_steps'?\nIt has model, loss, "
+        "error: Trainer has no argument max_step. Did you mean 'max_steps'?\n"
+        "Its arguments are: model, loss, "
     )
     error = KeyError("x")
     sys.excepthook(KeyError, error, None)

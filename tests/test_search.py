@@ -325,14 +325,14 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
             ["sweep/pruner=mediann"],
             "error: sweep/pruner=mediann: not a valid choice. Did you mean 'median'?",
         ),
-        (["hydra/sweeper/sampler=grid"], "Type sweep=grid.\n"),
+        (["hydra/sweeper/sampler=grid"], "type sweep=grid instead.\n"),
         (
             ["hydra.sweeper.direction=maximize"],
             "a search ignores this key. Type monitor_mode=, sweep.space=, ",
         ),
         (
             ["hydra.sweeper.storage=nowhere"],
-            "error: hydra.sweeper.storage: this cannot be opened (",
+            "error: hydra.sweeper.storage: cannot open the storage (",
         ),
         (
             ["monitor=val/los"],

@@ -869,7 +869,7 @@ def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
     weights = torch.nn.Linear(3, 2).state_dict()
     node = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
     build.check_size("model", node, weights)
-    with pytest.raises(UserError, match=r"bias is \(4,\) in the model and \(2,\) in the file"):
+    with pytest.raises(UserError, match=r"bias: \(4,\) in the model, \(2,\) in the checkpoint"):
         build.check_size("model", node | {"out_features": 4}, weights)
     with pytest.raises(UserError, match="far more values"):
         build.check_size("model", node | {"out_features": 10**12}, weights)

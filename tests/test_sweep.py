@@ -557,7 +557,10 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
     assert sweep.main([str(tmp_path)]) == 2
     assert sweep.main([str(tmp_path / "sweep")]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"error: {tmp_path}: this folder has no sweep. Type the directory of a sweep."
+    assert (
+        first
+        == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
+    )
     assert second.endswith("there is no such folder.")
 
 

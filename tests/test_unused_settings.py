@@ -83,7 +83,9 @@ def test_what_changes_something_is_allowed(processed):
 def test_what_a_file_gives_is_not_refused(processed, project):
     project("experiment/mine", "# @package _global_\npatience: 100\nmax_steps: 100\n")
     check(processed(*SMALL[:-1], "experiment=mine", "max_steps=3"))
-    with pytest.raises(UserError, match="epochs=5 both set the length. Type max_steps=null"):
+    with pytest.raises(
+        UserError, match="epochs=5 both set the length of the run. Type max_steps=null"
+    ):
         processed(*SMALL, "experiment=mine")
 
 

@@ -22,7 +22,7 @@ VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--con
 VALUED |= {"--config-name", "--experimental-rerun"}
 NO_EXPERIMENT = "experiment=null"
 DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
-# A setting whose value Hydra does not read without quotes of its own.
+# Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that Python code adds; they are treated as if they had been typed.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
@@ -78,9 +78,9 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     `stoker plan` is short for `stoker task=plan`, and so on for each task. A task that takes a run
     accepts `dataset.root=DIR` even if the default data set has no `root`. The project's experiment,
-    its `configs/` and its folder for runs are added. A prompt and the characters of a table's
-    notation are quoted, so that they stay as typed. `experiment=null` is replaced with Hydra's own
-    spelling.
+    its `configs/` and its folder for runs are added. A prompt and settings such as
+    `dataset.delimiter` are quoted, so that Hydra keeps them as typed. `experiment=null` is replaced
+    with Hydra's own spelling.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
@@ -109,13 +109,13 @@ def of_project(arguments: Sequence[str]) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return a list with the override that adds the project's `configs/`; [] if it has none."""
+    """Return a list with the override that adds the project's `configs/`, if there are any."""
     added = [quoted(f"file://{folder}") for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise UserError for mistakes that Hydra would miss, or report in every job of a sweep."""
+    """Raise UserError for mistakes that Hydra would miss, or report once per job."""
     sweep = is_sweep(arguments)
     if sweep and launch.world_size() > 1:
         program = " ".join(invocation.program())

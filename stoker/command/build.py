@@ -24,12 +24,12 @@ from stoker.trainer.errors import (
     kind_of,
 )
 
-# The Hydra keys that a node may have. All other keys change how Hydra builds objects, or what it
-# allows.
+# The special Hydra keys that a node may contain. The others change how Hydra builds objects, or
+# what Hydra allows.
 KEYS = ("_target_", "_partial_", "_args_")
-FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # called by the Trainer or the loader
+FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
 # The classes allowed for each part of a run: the second check, after trust.py. A target of any
-# other class is not called, since it could allocate unbounded memory before it is rejected.
+# other class is not called, because it could allocate unbounded memory before it is rejected.
 PART_CLASSES: dict[str, tuple[str, ...]] = {
     "dataset": ("stoker.data.record.Data",),
     "model": ("torch.nn.Module",),
@@ -41,14 +41,14 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
 }
-# What a part may be if it needs no base class, as error messages describe it.
+# How error messages describe the parts that need no base class.
 WITHOUT_BASE_CLASS = {
     "dataset": 'a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset",
 }
 # Packages whose functions may be called to build a part. What a function returns is checked
-# afterwards.
+# afterward.
 PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
@@ -56,17 +56,17 @@ PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "scheduler": "stoker.trainer.schedules.",
 }
 # Constructors of torchvision's transforms (trust.py only allows subclasses of v2.Transform) store
-# plain values and call nothing. A transform may be slow or use much memory when it runs, just as a
-# large batch_size may.
+# plain values and call nothing. When a transform runs, it can be slow or use a lot of memory, but
+# so can a large batch_size.
 TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
-REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # raised if torch rejects a value
+REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # what torch raises for a bad value
 
 
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     """Build the object that a node describes.
 
-    Its constructor also gets each `offered` argument that it accepts and the node does not set.
+    The target also gets each `offered` argument that it accepts and that the node does not set.
 
     Raises:
         UserError: the target does not exist, is not trusted, or builds a different part of a run.
@@ -74,9 +74,9 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        plus = "+" if "." in key else ""  # the metric or callback may be new
+        plus = "+" if "." in key else ""  # a new metric or callback needs a +
         raise UserError(
-            f"{key}: this needs a _target_: the dotted name of a class or function. Type "
+            f"{key}: this needs a _target_, the dotted name of a class or function. Type "
             f"{plus}{key}._target_=..."
         )
     target = node["_target_"]
@@ -92,7 +92,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             "Remove this key."
         )
     try:
-        # Build a partial and call it below: Hydra itself would copy the arguments.
+        # Build a partial and call it below, because Hydra itself would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__  # None for a target that Hydra never calls
@@ -111,7 +111,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except REFUSALS as error:
         is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
         if is_trusted and is_bug:
-            raise  # your own code needs its traceback
+            raise  # a bug in the user's own code needs its traceback
         raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
@@ -120,7 +120,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
 
 
 def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class weights of a torch loss as tensors; in a config, they are lists."""
+    """Return the class weights of a torch loss, which are lists in a config, as tensors."""
     import torch
 
     weights = {}
@@ -130,12 +130,14 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
             numbers = [check_number(f"{key}.{name}", number, least=0) for number in value]
             weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())
         elif value is not None:
-            raise UserError(f"{key}.{name}={as_typed(value)}: give a list, one number per class.")
+            raise UserError(
+                f"{key}.{name}={as_typed(value)}: give a list with one number per class."
+            )
     return weights
 
 
 def is_loss_function(node: Mapping[str, Any]) -> bool:
-    """Return whether the target of a loss is the function of (outputs, targets) itself."""
+    """Return whether the target of a loss is itself a function of (outputs, targets)."""
     target = node["_target_"]
     names, _ = arguments_of("loss", target)
     open_ones = [name for name in names if names[name] is REQUIRED and name not in node]
@@ -149,8 +151,8 @@ def arguments_to_pass(
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # If the target has **kwargs, your own Trainer accepts every argument, and a torchvision model
-    # accepts num_classes.
+    # With **kwargs, the user's own Trainer accepts every argument, and a torchvision model accepts
+    # num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
     if takes_more and target.startswith("torchvision.models."):
@@ -163,7 +165,7 @@ def arguments_to_pass(
 
 
 def returns_part(part: str, located: Any) -> bool:
-    """Return whether a trusted class or function returns this part, without calling it."""
+    """Return whether a class or function returns this part of a run, without calling it."""
     if isinstance(located, type):
         return issubclass(located, classes_of(part))
     module = f"{getattr(located, '__module__', None)}."
@@ -200,10 +202,10 @@ def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def check_nested(key: str, node: Any) -> None:
-    """Raise UserError for a nested `_target_` in an untrusted config, unless the user trusts it.
+    """Raise UserError for a nested `_target_` that the user does not trust.
 
-    A model or a loss may have nested targets, because its size is checked before it is built. For
-    other parts, there is no such check.
+    Only a model or a loss may contain nested targets, because its size is checked before it is
+    built. For other parts, there is no such check.
     """
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:
@@ -225,8 +227,8 @@ def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
             raise UserError(
-                f"{key}.{name}: a config cannot set this special key. It can only set "
-                f"{', '.join(KEYS)}."
+                f"{key}.{name}: a config cannot set this special key. The allowed keys "
+                f"are {', '.join(KEYS)}."
             )
     if isinstance(node, dict) and isinstance(node.get("_target_"), str):
         check_target(key, node, offered)
@@ -235,7 +237,7 @@ def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
 
 
 def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) -> None:
-    """Raise UserError unless Hydra's keys have the right types and all other keys are arguments."""
+    """Raise UserError unless Hydra's keys have the right types and the other keys are arguments."""
     target = node["_target_"]
     if not isinstance(node.get("_args_", []), list):
         raise UserError(f"{key}._args_={as_typed(node['_args_'])}: give a list.")
@@ -250,7 +252,7 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
 
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
-    """Return ({name: its default or REQUIRED}, whether it takes **kwargs) for a callable."""
+    """Return ({argument: default or REQUIRED}, whether the callable takes **kwargs)."""
     located = locate(key, target)
     try:
         parameters = list(inspect.signature(located).parameters.values())
@@ -315,9 +317,9 @@ def check_size(
     """Raise UserError if a node's module is far too large, or does not fit the shapes of `weights`.
 
     An untrusted config may describe a module of any size. So the module is first built on the meta
-    device, where tensors take no memory, and only up to a budget. A module that cannot be built
-    there is accepted. Without `weights` (a state dict), the budget is enough for a loss or metric,
-    and a target that the user trusts may have any size.
+    device, where tensors take no memory, and only up to a budget. A module that cannot be built on
+    the meta device is accepted. Without `weights` (a state dict), the budget is enough for a loss
+    or metric, and a target that the user trusts may have any size.
     """
     import torch
 
@@ -344,7 +346,7 @@ def check_size(
     except TooLarge as error:
         allowed = "a loss or metric needs" if weights is None else f"the checkpoint ({numbers:,})"
         raise UserError(
-            f"{place}: with these arguments, it has far more values than {allowed}."
+            f"{place}: with these arguments, the module has far more values than {allowed}."
         ) from error
     except Exception:
         return
@@ -354,14 +356,14 @@ def check_size(
     for name in sorted(shapes.keys() | wanted):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{place}: the checkpoint does not fit this model. {name} is "
-                f"{shapes.get(name, 'missing')} in the model and {wanted.get(name, 'missing')} in "
-                "the file."
+                f"{place}: the checkpoint does not fit this model.\nShape of {name}: "
+                f"{shapes.get(name, 'missing')} in the model, {wanted.get(name, 'missing')} in the "
+                "checkpoint."
             )
 
 
 def is_on(node: Any) -> bool:
-    """Return whether a callback is on. It is off if its node or one of its settings is null."""
+    """Return whether a callback is on. If its node or one of its settings is null, it is off."""
     if node is None:
         return False
     return not (isinstance(node, (dict, DictConfig)) and None in node.values())

@@ -40,8 +40,8 @@ def keep_texts(cfg: DictConfig) -> None:
 def check_config(cfg: DictConfig) -> None:
     """Raise UserError for a config that cannot run.
 
-    The reason is an unknown key, a missing value, two keys that both set the length, or a value
-    that is outside its limits or has the wrong type.
+    Such a config has an unknown key, lacks a value, sets the length of the run with two keys, or
+    has a value that is outside its limits or of the wrong type.
     """
     given = plain(cfg)
     typed = arguments.typed_keys()
@@ -88,7 +88,7 @@ def check_choices(given: Mapping[str, Any]) -> None:
         if key not in typed and target != chosen_target:
             raise UserError(
                 f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
-                f"Remove it there, or type {key}={chosen_target} as well."
+                f"Remove that key there, or type {key}={chosen_target} as well."
             )
 
 
@@ -98,7 +98,7 @@ def check_length(given: Mapping[str, Any]) -> None:
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            "both set the length. Type max_steps=null, or leave out epochs."
+            "both set the length of the run. Type max_steps=null, or leave out epochs."
         )
 
 
@@ -181,8 +181,9 @@ def check_type(name: str, value: Any, default: Any) -> None:
     The right type is the type of the default. If the default is null or auto, any type is allowed
     here, and the constructor checks the value.
     """
-    limit = settings.limit_of(name.removeprefix("trainer."))  # its keys mirror the top-level keys
-    # max_steps may set the length, and null turns a callback off.
+    # The keys of `trainer` have the same limits as the top-level keys.
+    limit = settings.limit_of(name.removeprefix("trainer."))
+    # null is valid for epochs, which max_steps can replace, and turns a callback off.
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return

@@ -87,14 +87,14 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or a clear message if a library's error would not help the user."""
+    """Return the error, or a clearer one if it comes from a library and is hard to read."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
             "the process of a job died: it was killed or ran out of memory "
             f"({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
-    # Hydra does not catch a few mistakes, such as a file that is not YAML. A library raises these.
+    # Hydra does not catch every library's errors, such as those for a file that is not YAML.
     if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())
         typed = [one for one in sys.argv[1:] if not one.startswith("hydra.searchpath=")]
@@ -132,7 +132,7 @@ def open_closed() -> None:
 
 
 def nobody_reads() -> int:
-    """Drop further output after `| head`, including at interpreter exit; return the exit code."""
+    """Discard further output if nobody reads it, as after `| head`; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
@@ -158,7 +158,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text, ended = ranks.settle_end("lost" if lost else "error", text, code)
         code = INTERNAL_ERROR if ended is None else ended
     codes.append(code)
-    # the job's processes already printed it
+    # the job's processes have already printed the message
     if text and not isinstance(error, processes.JobFailed):
         terminal.show_error(text)
     if text and note:
@@ -172,7 +172,7 @@ def exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.errno in FAILING:
         return TRAINING_ERROR
-    # Hydra's errors and ours may lack an errno.
+    # An OSError that Hydra or Stoker raises may lack an errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return USER_ERROR
     if isinstance(error, (HydraException, OmegaConfBaseException)):
@@ -183,7 +183,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return why a run failed, for its result.json."""
+    """Return the reason for a run's failure, for its result.json."""
     if exit_code(error) == INTERNAL_ERROR and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

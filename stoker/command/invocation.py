@@ -16,7 +16,7 @@ SCRIPT = "train.py"  # the command of a clone
 def program() -> list[str]:
     """Return the part of the command before the settings: ["stoker"] or ["python", "train.py"].
 
-    In the folder where this program was started, it starts the same program again.
+    In the folder where this program was started, the command starts the same program again.
     """
     started = Path(sys.argv[0])
     if PACKAGE in started.resolve().parents:

@@ -57,7 +57,7 @@ def explanation(error: BaseException) -> str:
         file = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         advice = ""
         if error.errno in FAILING:
-            advice = "Once this is solved, type the same command with run_dir=DIR to resume."
+            advice = "Once the problem is solved, type the same command with run_dir=DIR to resume."
         return f"{file}{(error.strerror or str(error)).lower()}.\n{advice}"
     if isinstance(error, FileNotFoundError):  # pyarrow's message is only the path
         return f"{error}: no such file or directory."
@@ -123,7 +123,7 @@ def not_understood(error: BaseException) -> str | None:
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
     hint = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
     if typed in settings.SETTINGS:
-        hint = f" It needs a value: {typed}=..."
+        hint = f" This key needs a value: {typed}=..."
     return (
         f"{typed}: this cannot be parsed.{hint} Type settings as key=value, as in epochs=3, and "
         "lists as 'key=[1,2]'.\n"
@@ -144,7 +144,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
-    """Return a hint for an unknown key: another option's key, a similar one, or how to add it."""
+    """Return a hint for an unknown key: another option's key, a similar key, or how to add it."""
     group, _, last = key.rpartition(".")
     to_add = f" To pass an argument of your own, type +{key}=..."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
@@ -166,7 +166,7 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
-            return f" It is a key of {option}: type {option} {path.parent.name}.{last}=..."
+            return f" This is a key of {option}: type {option} {path.parent.name}.{last}=..."
     for names in (siblings, anywhere):
         near = nearest(last, names)
         if near is not None:

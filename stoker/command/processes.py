@@ -59,7 +59,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def job() -> Any:
-    """Return the value that `start` was given as `of`; None if there was none."""
+    """Return the value passed to `start` as `of`; None if there was none."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None
@@ -68,8 +68,8 @@ def job() -> Any:
 def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     """Run this program with these arguments in several processes, and return the exit code.
 
-    If a rank fails, this is the code of the first rank that failed, or 3 if that rank was killed.
-    After a signal, it is 128 plus the number of the signal. In the new processes, `job()` returns
+    If a rank fails, return the code of the first rank that failed, or 3 if that rank was killed.
+    After a signal, return 128 plus the number of the signal. In the new processes, `job()` returns
     `of`, which must be a plain value.
     """
     import logging
@@ -112,7 +112,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error; print which rank was killed, if this is new."""
+    """Return the exit code for the agent's error; print which rank was killed, if no rank has."""
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:
@@ -122,7 +122,7 @@ def code_of(error: "ChildFailedError") -> int:
 
 
 def source_files(packages: Collection[str] = ()) -> dict[str, bytes]:
-    """Return {name: content} of this program's source files and the loaded ones of `packages`."""
+    """Return {name: content} for this program's source files and the loaded files of `packages`."""
     paths: dict[str, Path] = {}
     for package in PACKAGES:
         folder = Path(str(importlib.resources.files(package)))

@@ -56,7 +56,7 @@ def quieten() -> None:
 
 
 def join() -> None:
-    """Announce this rank to the other ranks, and end it as soon as torchrun is gone."""
+    """Announce this rank to the other ranks, and end this process once torchrun is gone."""
     global joined
     if joined or world_size() == 1:
         return
@@ -67,7 +67,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def one_first(name: str) -> Iterator[None]:
-    """Let one process per machine run the block first; the others on that machine wait."""
+    """Let one process per machine run the block first; its other processes wait."""
     leader = rank() - local_rank()
     if local_rank():
         receive(f"{name}/{leader}", by=leader, limit=math.inf)
@@ -79,8 +79,8 @@ def one_first(name: str) -> Iterator[None]:
 def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UserError on every rank unless all ranks have the same `parts`.
 
-    These are {kind: {name: value}}; the kinds include code and config. Without this check, ranks
-    that differ would train together, and nobody would notice.
+    `parts` has the form {kind: {name: value}}, with kinds such as code and config. Without this
+    check, ranks that differ would train together, and nobody would notice.
     """
     if world_size() == 1:
         return
@@ -141,7 +141,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (message, exit code) for the end of this rank; the message is None to print nothing.
+    """Return (message, exit code) for the end of this rank; with None, print no message.
 
     `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
     "signal". The ranks agree through the store, so that each error is printed once.
@@ -169,7 +169,7 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     """Return (message, exit code) for this rank after a signal or a lost connection.
 
     If another rank reports an error of its own, that rank prints it. Otherwise, the message names
-    the ranks that do not report.
+    the ranks that did not report.
     """
     present = wait_for_all("end")
     reports = [json.loads(store().get(f"end/{peer}")) for peer in present]

@@ -45,8 +45,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (outputs, targets) of two samples on the CPU; UserError if the shapes do not match.
 
-    On a GPU, a class index that is too large would fail an assertion in a kernel and end the
-    process.
+    They are computed on the CPU because a class index that is too large would fail an assertion in
+    a GPU kernel, which ends the process.
     """
     inputs, targets = data.train[list(range(min(2, len(data.train))))]
     if inputs.dtype == torch.uint8:

@@ -14,7 +14,7 @@ def short_errors() -> None:
     Call this at the top of a script. An uncaught error then prints one to three lines instead of a
     traceback, and the script exits with code 2, or 3 if the training failed (see
     docs/exit-codes.md). This function sets `sys.excepthook`, so it does not affect errors that you
-    catch, errors of other libraries, notebooks or pytest.
+    catch, errors from other libraries, notebooks or pytest.
     """
     outer = sys.excepthook
 
@@ -41,5 +41,6 @@ def unknown_argument(name: str) -> UserError:
 
     names = list(inspect.signature(Trainer).parameters)
     return UserError(
-        f"Trainer has no argument {name}.{did_you_mean(name, names)}\nIt has {', '.join(names)}."
+        f"Trainer has no argument {name}.{did_you_mean(name, names)}\n"
+        f"Its arguments are: {', '.join(names)}."
     )

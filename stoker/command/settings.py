@@ -1,4 +1,4 @@
-"""The table of settings: limits, the tasks that use a key, and whether a resume may change it.
+"""The table of settings: the limits and tasks of each key, and whether a resume may change it.
 
 This is the only place that lists the keys. Their defaults and help texts are the values and
 comments in configs/. The limits of constructor arguments come from `trainer/settings.py` and
@@ -55,16 +55,16 @@ class Setting:
     """The rules for one key, or for all keys of one group.
 
     Attributes:
-        limit: The allowed values. None if there is no limit, or if it belongs to the constructor
-            argument that the key sets (see `limit_of`).
+        limit: The allowed values. None if there is no limit, or if the limit belongs to the
+            constructor argument that the key sets (see `limit_of`).
         tasks: The tasks that use the key.
-        resume: Whether a resumed run may change the value. "same": never. "longer": only a new run
-            that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because the value
-            does not affect the result.
+        resume: Whether the value may change when a run resumes. "same": no. "longer": only in a
+            new run that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because
+            the value does not affect the result.
         local: Whether the ranks of a run may have different values.
         debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
-        every: What the value counts. If a run has fewer of these, the key would have no effect.
+        every: What the value counts. If a run has fewer of these, the key has no effect.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run leaves it out.
         aliases: Other names that people type for the key.
@@ -82,7 +82,7 @@ class Setting:
 
 
 def check_tune(parts: Any) -> Any:
-    """Return `parts` if it is a list of TUNINGS, possibly empty; UserError otherwise."""
+    """Return `parts` if it is a list of TUNINGS, possibly empty; otherwise raise UserError."""
     is_list = isinstance(parts, (list, tuple))
     if not is_list or not all(part in TUNINGS for part in parts):
         raise UserError(
@@ -92,7 +92,7 @@ def check_tune(parts: Any) -> Any:
 
 
 def check_resume(resume: Any) -> Any:
-    """Return `resume` if it is auto, never or a file; UserError otherwise."""
+    """Return `resume` if it is auto, never or a file; otherwise raise UserError."""
     path = Path(as_typed(resume))
     if resume in ("auto", "never") or path.is_file():
         return resume
@@ -170,7 +170,7 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
-    # groups; their other keys are arguments of their _target_
+    # groups; the other keys in a group are arguments of its _target_
     "dataset": Setting(tasks=TESTING),
     "dataset.root": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
     "dataset.path": Setting(TEXT, tasks=MOVERS, resume="any", local=True),
@@ -206,7 +206,7 @@ LOADER_KEYS = tuple(
 
 
 def limit_of(key: str) -> Limit | None:
-    """Return the limit of a key, from its record or from the argument that it sets."""
+    """Return the limit of a key, from its record or from the constructor argument it sets."""
     return record(key).limit or LIMITS.get(key) or DATA_LIMITS.get(key)
 
 
@@ -240,7 +240,7 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 
 def check(key: str, value: Any) -> Any:
-    """Return `value` if it is within the limits of `key`; UserError otherwise."""
+    """Return `value` if it is within the limits of `key`; otherwise raise UserError."""
     limit = limit_of(key)
     return value if limit is None else limit.check(key, value)
 
@@ -306,7 +306,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # the error may occur only on that device
+    if "device" in typed:  # the error to find may occur only on that device
         del values["device"]
     for key, value in values.items():
         given = value_of(config, key)

@@ -1,4 +1,4 @@
-"""The handler for SIGINT and SIGTERM. `stoker/trainer/stopping.py` describes what it starts."""
+"""The handler for SIGINT and SIGTERM. `stoker/trainer/stopping.py` describes how runs stop."""
 
 import contextlib
 import os
@@ -13,7 +13,9 @@ from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
-can_raise: bool = False  # whether the program handles Interrupted; if not, a signal ends it
+can_raise: bool = (
+    False  # whether the program handles Interrupted; if not, a signal ends the program
+)
 code: int | None = None  # the exit code to use instead of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
 has_advised: bool = False  # whether `print_advice` was called
@@ -28,7 +30,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def for_script(resume: str) -> Iterator[None]:
-    """Handle signals within this context, in a script; `resume` is the command to resume it."""
+    """Handle a script's signals within this context; the command `resume` resumes the script."""
     global can_raise, received_at, resume_command, has_advised
     if threading.current_thread() is not threading.main_thread() or can_raise:
         yield  # only the main thread can handle signals; or the command already handles them

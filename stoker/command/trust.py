@@ -21,8 +21,8 @@ from stoker import project
 from stoker.command import arguments
 from stoker.trainer.errors import UserError, did_you_mean, first_line
 
-# A target typed on the command line is always trusted. One in your config file needs
-# trusted=[mypackage] on the command line or in the project file.
+# A target that you type on the command line is always trusted. A target of your own in a config
+# file needs trusted=[mypackage] on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -41,7 +41,9 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100",
 KINDS: dict[str, tuple[str, ...]] = {
     "torch.nn": ("torch.nn.Module",),
     "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    "torchvision.models": ("torch.nn.Module",),  # also functions that build one, see is_builder
+    "torchvision.models": (
+        "torch.nn.Module",
+    ),  # also functions that build a module; see is_builder
     "torchvision.transforms.v2": ("torchvision.transforms.v2.Transform",),
     "torchmetrics.aggregation": ("torchmetrics.Metric",),
     "torchmetrics.classification": ("torchmetrics.Metric",),
@@ -98,7 +100,7 @@ def trusting(packages: Sequence[str]) -> Iterator[None]:
 
 
 def is_trusted_by_user(target: str) -> bool:
-    """Return whether the user typed this target, or trusts its package."""
+    """Return whether the user typed this target or trusts the target's package."""
     allowed = patterns(of_project(), arguments.typed())
     return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
 
@@ -174,7 +176,7 @@ def failing_line(error: BaseException) -> str | None:
 
 
 def is_of_kind(located: Any) -> bool:
-    """Return whether KINDS lists the object for its module."""
+    """Return whether KINDS lists the object, or its base class, for its module."""
     module = getattr(located, "__module__", None) or ""
     if module.startswith("torchvision.models.") and is_builder(located):
         return True

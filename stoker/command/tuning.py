@@ -19,7 +19,7 @@ from stoker.command import settings
 from stoker.trainer import device as devices
 from stoker.trainer import memory
 
-# Multiply-adds in a batch's forward pass below which one thread is enough.
+# If a batch's forward pass has fewer multiply-adds than this, one thread is enough.
 FEW = 10_000_000
 DENSE = (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)
 
@@ -32,8 +32,8 @@ def tune_process(
     Args:
         device: The device that you will train on, from `Trainer.device` or `torch.device(...)`.
         parts: `"allocator"` makes glibc keep the memory that a step frees, for training on the CPU.
-            `"threads"` is for the context `few_threads`, which needs the model and the batch size,
-            so you put it around a fit.
+            `"threads"` changes nothing here. It is for the context `few_threads`, which needs the
+            model and the batch size, so it goes around a fit.
         deterministic: Use only deterministic kernels, without TF32. Otherwise, a GPU may use TF32,
             and cuDNN searches for the fastest kernels.
 
@@ -52,8 +52,8 @@ def tune_process(
 def freeze_imports() -> None:
     """Exclude all existing objects from garbage collection, once.
 
-    A full collection has to visit every object that the import of torch created. It takes 0.08 s,
-    and a run would have four of them.
+    Otherwise, each full collection visits every object that the import of torch created, which
+    takes 0.08 s. A run has about four full collections.
     """
     gc.freeze()
     # At exit, nanobind reports each of triton's objects that is still alive as a leak.
@@ -79,7 +79,7 @@ def keep_pages() -> None:
     """Make glibc keep freed memory for the next step; do nothing with another C library.
 
     Otherwise, the kernel maps and unmaps the memory of each large tensor, and the page faults take
-    longer than the work on the tensor. `memory.release` returns unused memory.
+    longer than the work on the tensor. `memory.release` returns unused memory to the kernel.
     """
     libc = memory.glibc()
     if libc is not None:
@@ -92,7 +92,7 @@ def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[Non
     """Use one thread within this context if a step of the model is too small for more.
 
     Threads wait for each other at each operator. If other programs are running, the waiting takes
-    longer than such a step. Only models of dense layers on the CPU are affected, and only if
+    longer than a small step. Only models of dense layers on the CPU are affected, and only if
     OMP_NUM_THREADS is not set.
     """
     threads = torch.get_num_threads()

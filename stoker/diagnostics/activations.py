@@ -11,7 +11,7 @@ from stoker.trainer.trainer import Trainer
 def can_be_counted(trainer: Trainer) -> bool:
     """Return whether `Saved` can count everything that a step saves.
 
-    Its hooks would make a compiled module recompile, and do not work in DataParallel's threads.
+    The hooks would make a compiled module recompile, and do not work in DataParallel's threads.
     """
     return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
 
@@ -34,7 +34,7 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # a new micro-batch starts, and the memory of the last one is free
+        if self.backward:  # a new micro-batch starts, and the last one's memory is free
             self.kept = {}
             self.backward = False
         storage = tensor.untyped_storage()

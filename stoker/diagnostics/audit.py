@@ -1,4 +1,4 @@
-"""Name the tensors of a model and of its first batch that are on the wrong device."""
+"""Name the tensors in the model and the first batch that are on the wrong device."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class DeviceAudit(Callback):
     """
 
     handle: Any = None  # the hook's handle
-    tensors: int = 0  # how many there are, if all are on the right device
+    tensors: int = 0  # the number of tensors, if all are on the right device
 
     def on_fit_start(self, trainer: Trainer) -> None:
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:

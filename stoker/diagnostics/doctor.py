@@ -17,7 +17,7 @@ from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # consecutive samples that must share a problem before it is reported
-FEWEST = 20  # samples in a run, if it has enough steps
+FEWEST = 20  # samples per run, if the run has enough steps
 DEAD = 0.5  # more than this fraction of a layer's units has no gradient
 VANISHED = 1e-6  # gradient below this fraction of the largest, both relative to the weight
 EXPLODED = 100.0  # gradient larger than this many times the weight
@@ -54,8 +54,8 @@ class Sample:
 class Doctor(Callback):
     """Warn about layers that keep a model from learning, and print a summary at the end.
 
-    The doctor samples the first steps and then every `every`-th step, or more of them in a short
-    run, to get FEWEST samples. In these steps, it inspects the gradient and the update of each
+    The doctor samples the first steps and then every `every`-th step, or more steps in a short run,
+    to get FEWEST samples. In these steps, it inspects the gradient and the update of each
     weight with two or more dimensions. A unit is dead if its whole gradient is zero, because no
     sample activates its ReLU. If a whole layer is dead, its neighbors are dead too. Other steps
     have no hooks, and the results do not change. A sampled step needs memory for a copy of the
@@ -77,7 +77,7 @@ class Doctor(Callback):
 
         if captures(trainer):
             raise UserError(
-                "callbacks=doctor: CUDA graph steps cannot be inspected. Type compile=false."
+                "callbacks=doctor: steps in a CUDA graph cannot be inspected. Type compile=false."
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(
@@ -111,7 +111,7 @@ class Doctor(Callback):
         print(self.summary(trainer))
 
     def look(self, trainer: Trainer) -> None:
-        """Sample the next step: copy the weights before it, and add hooks to the gradients."""
+        """Sample the next step: copy the weights first, and add hooks to the gradients."""
         self.before: dict[str, torch.Tensor] = {}
         self.rows: dict[str, torch.Tensor] = {}  # gradient norm of each unit
         for name, parameter in trainer.module.named_parameters():

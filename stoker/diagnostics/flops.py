@@ -53,8 +53,8 @@ def per_sample(
 ) -> int | None:
     """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
-    These are matrix products, convolutions and attention. The sample consists of zeros, which are
-    token ids if `tokens`. The module runs in evaluation mode and is left unchanged.
+    Only matrix products, convolutions and attention are counted. The sample consists of zeros,
+    which are token IDs if `tokens` is true. The module runs in evaluation mode and does not change.
     Returns None if the module rejects such a sample or is sharded, or if the shape is not known.
     """
     if in_shape is None:
@@ -80,12 +80,12 @@ def per_sample(
 
 def counter() -> Any:
     """Return a context that counts FLOPs; its `get_total_flops` returns the number so far."""
-    # It would warn once per process if Triton is missing.
+    # Otherwise, the counter warns once per process if Triton is missing.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s
 
-    # Its dispatch method is excluded from compilation by a wrapper. The wrapper imports the
-    # compiler, which takes 2 s, unless it finds this mark, which the compiler itself would set.
+    # A wrapper excludes the counter's dispatch method from compilation by setting a mark on it. To
+    # do so, the wrapper imports the compiler, which takes 2 s, unless the mark is already there.
     # private: _FlopCounterMode and __dynamo_disable, to start two seconds sooner, torch 2.15
     mode: Any = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
     dispatch = inspect.unwrap(mode.__torch_dispatch__)
@@ -97,8 +97,8 @@ def counter() -> Any:
 def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
-    The matrices are random. A GPU that multiplies equal numbers draws less power, and is faster
-    than in real work (by 13% on an H200).
+    The matrices are random: with equal numbers, a GPU draws less power and is faster than in real
+    work (by 13% on an H200).
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)

@@ -16,7 +16,7 @@ from stoker.trainer.trainer import Trainer
 
 FEWEST = 10  # steps in a curve
 MOST = 100  # steps in a curve, unless max_steps is lower
-DIVERGED = 4.0  # times the lowest smoothed loss
+DIVERGED = 4.0  # training stops at this many times the lowest smoothed loss
 SMOOTHING = 0.9
 
 
@@ -66,7 +66,7 @@ def lr_find(
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
     Training stops early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3). Afterwards, the trainer has its original state. UserError if there are
+    1506.01186, section 3.3). Afterward, the trainer has its original state. UserError if there are
     too few steps for a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)

@@ -19,7 +19,7 @@ from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
-GOOD = 0.99  # accuracy or r2 to reach; without these, the fraction by which the loss must fall
+GOOD = 0.99  # accuracy or r2 to reach; without either, the loss must fall by this fraction
 
 
 class Watch(Callback):
@@ -69,8 +69,8 @@ def learn(
 ) -> str:
     """Train on only the first `count` batches at a constant rate; return the verdict.
 
-    Training takes at most `steps` steps, or MOST by default. The loader must not augment. If the
-    model does not learn, a TrainingError names the likely causes.
+    Training takes at most `steps` steps, or MOST by default. The loader must not augment the data.
+    If the model does not learn, a TrainingError names the likely causes.
     """
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     length = length_of(loader)

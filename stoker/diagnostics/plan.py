@@ -45,8 +45,8 @@ class Estimate:
 class Watch(Callback):
     """Time a few steps after the first ones, measure the activations of one step, and end the fit.
 
-    `every` is the number of steps between checkpoints. If one is due before the end of the run, a
-    copy of the state is held during the measured step, as it is while a checkpoint is written.
+    `every` is the number of steps between checkpoints. If a checkpoint is due before the end of the
+    run, a copy of the state is held during the measured step, as when a checkpoint is written.
     `keeps_first` says whether to hold a copy of the initial state too, as NaNGuard does.
     """
 
@@ -107,10 +107,10 @@ def look(
     test_loader: Any = None,
     every: float = math.inf,
 ) -> Estimate:
-    """Train a few steps and return the estimate. The only callbacks are averages of the weights.
+    """Train a few steps and return the estimate. Only callbacks that average the weights run.
 
     `every` is the number of steps between checkpoints, apart from the one at the end. Do not use
-    the trainer afterwards, because these steps change its weights.
+    the trainer afterward, because these steps change its weights.
     """
     is_guarded = any(isinstance(callback, NaNGuard) for callback in trainer.callbacks)
     watch = Watch(every, keeps_first=is_guarded)
@@ -170,7 +170,7 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
 def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[int, float]:
     """Return {step: learning rate of the first group}; {} if it would take too long to compute.
 
-    `before` are the parameter groups before the first step.
+    `before` contains the parameter groups before the first step.
     """
     if steps > MOST_RATES:
         return {}

@@ -46,7 +46,7 @@ class Profile(Callback):
         self.first = trainer.step + wait + warmup + 1
         self.last = self.first + active - 1
         with quiet():
-            # Kineto would write messages about its start and missing GPUs to stderr.
+            # Otherwise, Kineto writes messages about its start and missing GPUs to stderr.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from torch import profiler
 

@@ -21,14 +21,16 @@ from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 ALWAYS = 32  # steps at the beginning, all of which are sampled
-SHARE = 0.02  # fraction of the later steps to sample; first steps of epochs get an equal share
+SHARE = (
+    0.02  # fraction of the later steps to sample; the first steps of epochs get as much in total
+)
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
-WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are timed every time
+WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
 SAVING = ("every", "epochs", "minutes")  # arguments of a Checkpoint that say when to save
-# The smallest share of the time at which a stage is reported. It is higher for useful work.
+# The smallest share of the time at which a stage is reported, higher for useful work.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -69,15 +71,15 @@ class Timing(Callback):
     """Divide the time of a fit into STAGES; after the first epoch, say what to change.
 
     This callback listens to the spans of the Trainer. Evaluations, checkpoints, loggers and updates
-    of the live report are always timed. Only some steps are: the first step of the fit, which
+    of the live report are always timed. Only some steps are timed: the first step of the fit, which
     represents only itself, the ALWAYS steps after it, and a random fraction SHARE of the others.
     The first steps of epochs are sampled more often, since a loader may start its workers there.
     A sampled step is divided by marks in the queue of the device (events on a GPU), without waiting
     for the device. A step that is a single graph, or a `train_step` that enters no spans, counts as
     the stage "step".
 
-    Put it last in the list of callbacks, because the time from its end to the next batch counts as
-    the stage "data".
+    Put this callback last in the list, because the time from the end of its `on_step_end` to the
+    next batch counts as the stage "data".
     """
 
     first_rank_only = True
@@ -97,7 +99,7 @@ class Timing(Callback):
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
-        # samples whose marks the device may not have reached yet
+        # samples with marks that the device has possibly not reached yet
         self.unread: list[tuple[str, list[Mark]]] = []
         self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
@@ -161,11 +163,11 @@ class Timing(Callback):
         elif not self.within:
             self.mark(name)
             if name == "transfer":
-                self.gap = "step"  # this changes if the step enters spans
+                self.gap = "step"  # until the step enters a span
 
     def turn(self) -> None:
         """Add the time since the last call to the innermost open span in `whole`."""
-        devices.synchronize(self.device)  # so that this time includes no earlier work
+        devices.synchronize(self.device)  # so that this time does not include earlier work
         self.waited = True
         now = time.perf_counter()
         if self.within:
@@ -212,7 +214,7 @@ class Timing(Callback):
         self.unread = []
 
     def split(self, trainer: Trainer) -> dict[str, float]:
-        """Return {stage: seconds} for the fit so far, which add up to its total time."""
+        """Return {stage: seconds} for the fit so far; the seconds add up to its total time."""
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
@@ -295,7 +297,9 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
             if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(0, "eval_every")  # any evaluation may cause a checkpoint of the best
+                keys.insert(
+                    0, "eval_every"
+                )  # an evaluation may be the best so far, which saves one
             if keys:
                 advice["checkpoint"] = f"set a larger {keys[0]}"
     return advice
@@ -305,7 +309,7 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
     """Return {stage: what to change} for "data" and "transfer"; {} for resident data."""
     if isinstance(loader, DeviceLoader):
         if loader.augment.geometric or loader.augment.rest:
-            return {"data": "remove some of dataset.augment"}
+            return {"data": "remove entries from dataset.augment"}
         return {}
     cores = launch.cores()
     if not isinstance(loader, (HostLoader, SampleLoader)):

@@ -132,7 +132,7 @@ def progress(folder: Path) -> str:
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
-    """Return {key: value as typed}, leaving out the keys of the sweep itself."""
+    """Return {key: value as typed} without the keys that configure the sweep itself."""
     values = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
@@ -150,10 +150,10 @@ def varied(jobs: list[dict[str, str]]) -> list[str]:
 def check_same(
     folder: Path, name: str, typed: list[str], before: list[str], varied: Iterable[str] = ()
 ) -> None:
-    """Raise UserError if a job in the folder of a sweep had different settings than it has now.
+    """Raise UserError if a job of an existing sweep was started with different settings.
 
     Settings that do not affect the result may differ, unless the sweep varies them. `eval_every`
-    and `max_minutes` may not differ, because they decide which weights are best.
+    and `max_minutes` must not differ, because they decide which weights are best.
     """
     now = settings_of(typed)
     old = settings_of(before)
@@ -189,7 +189,7 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
     """Return the error for a sweep that differs from the one in its directory."""
     return UserError(
         f"hydra.sweep.dir={folder}: {reason}.\n"
-        "Choose a different hydra.sweep.dir, or continue that sweep:\n"
+        "Choose a different hydra.sweep.dir, or continue the existing sweep with:\n"
         f"{command_to_continue(folder)}"
     )
 
@@ -204,7 +204,7 @@ def begin(folder: str, number: int) -> None:
 
 
 def value_of(folder: str) -> float | None:
-    """Return the best value of a job's monitored metric, for the sweeper; None if it has none."""
+    """Return the best value of a job's monitored metric, for the sweeper; None without a value."""
     result = results.finished(folder)
     if result is None or result.best is None:
         return None

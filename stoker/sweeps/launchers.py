@@ -1,4 +1,4 @@
-"""Run jobs in separate processes: handle devices, threads and signals, as Hydra does not."""
+"""Run jobs in separate processes, with devices, threads and signals that Hydra does not handle."""
 
 import contextlib
 import importlib.util
@@ -33,7 +33,7 @@ EXTRAS = {
 SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
-# Submitit's signal to a job that times out or is preempted; Windows lacks it.
+# Submitit's signal to a job that times out or is preempted; not on Windows.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
 apart = False  # whether a launcher started this process to run jobs of a sweep
@@ -52,7 +52,8 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
-            f"Type {invocation.pip_install(extra)}, or leave this out to run one job at a time."
+            f"Type {invocation.pip_install(extra)}, or leave out hydra/launcher to run one job at "
+            "a time."
         )
 
 
@@ -88,7 +89,7 @@ def device(name: str, names: list[str]) -> str:
 
 
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
-    """Lock and return the first free slot for the job; this process keeps it until it ends.
+    """Lock and return the first free slot for the job; the process keeps the slot until it ends.
 
     Jobs do not end in the order in which they start. If the job number alone decided, two jobs
     could share a GPU while another GPU is idle. If all slots are taken, wait for a free one; to
@@ -198,7 +199,7 @@ class Jobs(Callback):
 
     def stop(self, _: str) -> None:
         """Handle a signal: the jobs save a checkpoint, no new job starts, and the sweep ends."""
-        why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
+        why = f"job {failed[0].name} failed (sweep.on_error=stop)" if failed else "stopping"
         print(f"\n{why}: each job saves a checkpoint", file=sys.stderr, flush=True)
         if self.launcher == "submitit_slurm":
             print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)
@@ -262,7 +263,7 @@ class Jobs(Callback):
         poll(self.stop_with_sweep, job)
 
     def stop_with_sweep(self) -> bool:
-        """Stop the job if the sweep has released its lock; return whether it has."""
+        """Stop the job if the sweep has released its lock, and return whether it was released."""
         is_over = self.is_over()
         if is_over:
             signal.raise_signal(signal.SIGTERM)

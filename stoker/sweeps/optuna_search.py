@@ -35,7 +35,7 @@ from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
-# targets that a config may name
+# The targets that a config may name.
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
 # Maps a job's number to its overrides; None if the job must not run.
 Trials = dict[int, list[str] | None]
@@ -164,7 +164,7 @@ class OptunaSearch(Sweeper):
         config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
-                "hydra/sweeper/sampler=grid: this sampler runs every combination. Type sweep=grid."
+                "hydra/sweeper/sampler=grid: to run every combination, type sweep=grid instead."
             )
         if config.get("seed") is not None:
             config["seed"] = mix_seed(config["seed"], "trial", number) % 2**32
@@ -184,7 +184,7 @@ class OptunaSearch(Sweeper):
             before = study.direction
         except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
             reason = first_line(error.__cause__ or error)
-            raise UserError(f"hydra.sweeper.storage: this cannot be opened ({reason}).") from None
+            raise UserError(f"hydra.sweeper.storage: cannot open the storage ({reason}).") from None
         if before != direction:
             end = "lowest" if self.maximize else "highest"
             raise UserError(
@@ -197,7 +197,7 @@ class OptunaSearch(Sweeper):
                     check_distribution_compatibility(trial.distributions[key], self.space[key])
         except ValueError:
             raise UserError(
-                f"hydra.sweep.dir={self.folder}: its trials have a different range for {key}. "
+                f"hydra.sweep.dir={self.folder}: the trials in it use a different range for {key}. "
                 "Choose a different hydra.sweep.dir."
             ) from None
         return study

@@ -50,7 +50,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
 
 
 def link_of(sweep: Sweep, job: Job) -> str | None:
-    """Return the link to the report of a job; None if there is none, or the folder is a link."""
+    """Return the link to the report of a job; None without a report, or if the folder is a link."""
     folder = sweep.folder / job.name
     if folder.is_symlink() or not (folder / report.NAME).is_file():
         return None
@@ -60,7 +60,7 @@ def link_of(sweep: Sweep, job: Job) -> str | None:
 def plots(sweep: Sweep) -> dict[str, Any]:
     """Return the data for the plots: the settings, and a record for each job that has ended.
 
-    It is written as JSON. It contains only numbers, and text without control characters.
+    The data is written as JSON. It contains only numbers and text without control characters.
     """
     choices = {key: values_of(sweep, key) for key in sweep.keys[:MOST_SETTINGS]}
     most = MOST_POINTS // max(1, len(sweep.jobs))
@@ -140,7 +140,7 @@ def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
     """Return the fraction of the variance in the ranks of the values that the groups explain.
 
     The fraction is adjusted for chance, so it is about 0 for a setting without effect (the epsilon
-    squared of Kelley 1935). It uses ranks, because the value of a single diverged job would
+    squared of Kelley 1935). Ranks are used because the value of a single diverged job would
     outweigh all others.
     """
     names, group = numpy.unique(groups, return_inverse=True)

@@ -104,7 +104,7 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 def announce(
     folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
 ) -> None:
-    """Record and print what this process is about to run. Its directory must have been checked."""
+    """Record and print what this process is about to run. The directory must already be checked."""
     global ends
     added = arguments.search_path()
     typed = [argument for argument in sys.argv[1:] if argument not in added]

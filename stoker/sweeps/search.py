@@ -92,7 +92,7 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
-    """Raise UserError if the folder has a search of other keys, or trials with other settings."""
+    """Raise UserError if the folder has a search over other keys, or trials with other settings."""
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
         reason = f"this search varies {', '.join(searched)}, but the earlier one varied "

@@ -37,7 +37,7 @@ FEWEST_SECONDS = 10.0
 
 
 class SweepCallback(Callback):
-    """Hydra's callback for a sweep. On an error, it exits, since Hydra would only warn."""
+    """Hydra's callback for a sweep. It exits on an error, because Hydra would only warn."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
@@ -46,7 +46,7 @@ class SweepCallback(Callback):
             raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
-        """Check the sweep, and announce a grid. A search announces itself once it has its keys."""
+        """Check the sweep, and announce a grid. A search is announced once its keys are known."""
         if launch.world_size() > 1:
             raise UserError(
                 "-m: a sweep starts its own processes, so do not start it with torchrun. "
@@ -191,7 +191,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     if is_over or sweep.of("running"):
         return None
     again = jobs.command_to_continue(sweep.folder)
-    if repeats:  # otherwise it would stop at the same job again
+    if repeats:  # otherwise, the sweep would stop at the same job again
         again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     return again
 
@@ -217,7 +217,9 @@ def draw_reports(sweep: Sweep) -> None:
 def show(folder: Path) -> None:
     """Print the table of the sweep in a folder, and write its files."""
     if not (folder / SWEEP).is_file():
-        raise UserError(f"{folder}: this folder has no sweep. Type the directory of a sweep.")
+        raise UserError(
+            f"{folder}: this folder does not contain a sweep. Type the directory of a sweep."
+        )
     report(Sweep(folder))
 
 

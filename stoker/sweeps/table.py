@@ -103,7 +103,7 @@ def as_number(setting: str) -> float | None:
 def mean_of(jobs: list[Job], name: str, sign: str = "+-") -> str:
     """Return the mean and deviation of a metric, such as '0.9888 +- 0.0012'.
 
-    A single value has no deviation. Without a value, this is ''.
+    A single value has no deviation. Without a value, the text is empty.
     """
     values = values_of(jobs, name)
     if not values:

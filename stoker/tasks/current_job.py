@@ -66,7 +66,7 @@ def names_of(cfg: DictConfig) -> tuple[str, str]:
 
 
 def name_of(cfg: DictConfig, group: str) -> str:
-    """Return the option chosen for a group, or the class name if its `_target_` was typed."""
+    """Return the option chosen for a group, or the class name if a `_target_` was typed."""
     if f"{group}._target_" in arguments.typed_keys():
         return str(cfg[group]._target_.rpartition(".")[2])
     return str(HydraConfig.get().runtime.choices[group])
@@ -75,7 +75,7 @@ def name_of(cfg: DictConfig, group: str) -> str:
 def trial_of(cfg: DictConfig) -> list[Any] | None:
     """Return [storage, study name, trial number] of an Optuna trial; None for any other run.
 
-    If several processes train a trial, the process that started them passes this on.
+    If several processes train a trial, the process that started them passes these values on.
     """
     job = processes.job()
     if job is not None:

@@ -58,15 +58,15 @@ def leave_uncut(config: DictConfig) -> None:
 
 
 def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
-    """Warn if the run was trained on other data; if possible, say how to use all of this data."""
+    """Warn if the model was trained on other data; if possible, say how to use all of this data."""
     from stoker.data.record import fingerprint
 
     if resume.about(state).get("data") in (None, fingerprint(data)):
         return
-    text = f"{data.name}: the run was trained on other data, or the data has changed since."
+    text = f"{data.name}: the model was trained on other data, or the data has changed since."
     if can_be_whole:
         text += (
-            f" The data was split again, and this is its {split} split. "
-            "Type split=all to use all of it."
+            f" The data was split again, and only its {split} split is used. "
+            "Type split=all to use all samples."
         )
     log.warning(text)

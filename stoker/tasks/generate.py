@@ -13,17 +13,20 @@ def generate(cfg: DictConfig) -> None:
 
     model = inference.load(cfg.run, device=cfg.device)
     if model.about.get("tokens") is None:
-        raise UserError(f"run={cfg.run}: it was trained on {model.about['dataset']}, not on text.")
+        raise UserError(
+            f"run={cfg.run}: the model was trained on {model.about['dataset']}, not text."
+        )
     if not samples.can_write(model.module):
         raise UserError(
-            f"run={cfg.run}: its {type(model.module).__name__} has no method generate(tokens, "
-            "count, temperature, top_k, generator). stoker.models.gpt.GPT shows how to write one."
+            f"run={cfg.run}: the model {type(model.module).__name__} has no method "
+            "generate(tokens, count, temperature, top_k, generator). stoker.models.gpt.GPT shows "
+            "how to write one."
         )
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):
         raise TrainingError(
-            f"run={cfg.run}: its weights contain NaN or infinity, so it cannot generate text. Type "
-            "run=DIR with a run whose loss is finite."
+            f"run={cfg.run}: the model's weights contain NaN or infinity, so it cannot generate "
+            "text. Type run=DIR with a run whose loss is finite."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}

@@ -48,8 +48,8 @@ def main(cfg: DictConfig) -> float | None:
     """Check the config, which needs no torch, and run its task; Hydra calls this for each job.
 
     A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
-    that fails returns nan, which marks a failed trial. It ends the sweep only if sweep.on_error is
-    stop.
+    that fails returns nan, which marks a failed trial. The failure ends the sweep only if
+    sweep.on_error is stop.
     """
     try:
         if current_job.in_sweep():
@@ -96,7 +96,7 @@ def prepare(cfg: DictConfig) -> None:
 
 
 def do(cfg: DictConfig) -> None:
-    """Run the task, in several processes if the config asks for them."""
+    """Run the task, in several processes if the config says so."""
     if cfg.task == "reproduce":
         if current_job.in_sweep():
             raise UserError("task=reproduce repeats a single run. Leave out -m.")
@@ -171,7 +171,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
         stopping.received = code - 128
         raise KeyboardInterrupt
     if code:
-        raise processes.JobFailed(f"its {several} processes ended with exit code {code}.", code)
+        raise processes.JobFailed(f"the {several} processes ended with exit code {code}.", code)
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:

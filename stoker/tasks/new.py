@@ -42,5 +42,5 @@ def check_name(name: str) -> None:
     if not (is_name and is_free and importlib.util.find_spec(name) is None):
         raise UserError(
             f"new {name}: this name is taken or is not a valid package name.\n"
-            f"Choose a name of letters, digits and underscores, such as: new {PLACEHOLDER}."
+            f"Choose a name with only letters, digits and underscores, such as: new {PLACEHOLDER}."
         )

@@ -8,7 +8,7 @@ from stoker.trainer.errors import UserError
 
 
 def overfit(cfg: DictConfig) -> None:
-    """Print that the model learns `overfit` batches, or raise TrainingError. Write no files."""
+    """Print that the model has memorized `overfit` batches, or raise TrainingError."""
     from stoker.diagnostics.overfit import learn
     from stoker.trainer.overrides import is_usual
 
@@ -18,8 +18,8 @@ def overfit(cfg: DictConfig) -> None:
         kind = type(parts.trainer)
         if not is_usual(kind, "train_step"):
             raise UserError(
-                f"overfit={cfg.overfit}: {kind.__name__} overrides train_step, so its loss does "
-                "not have to fall. Remove overfit, and type max_steps=100 for a short run."
+                f"overfit={cfg.overfit}: {kind.__name__} overrides train_step, so its loss need "
+                "not fall. Remove overfit, and type max_steps=100 for a short run."
             )
         with parts.threads(cfg):
             verdict = learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)

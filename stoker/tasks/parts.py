@@ -35,7 +35,7 @@ class Parts:
     loaders: tuple[Any, Any, Any]  # for train, val (or several by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
-        """Return the context to fit in; it uses one thread if the steps are too small for more."""
+        """Return the context for a fit; it uses one thread if the steps are too small for more."""
         from stoker.command import tuning
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
@@ -71,7 +71,7 @@ def building(
         more_callbacks: Callbacks in addition to those of the config.
         resumes: Whether the weights come from a checkpoint instead of `init_from`.
         state: The state of a checkpoint to evaluate. UserError if the data has different classes,
-            or the model has different shapes. Only the evaluated split gets a loader.
+            or if the model has different shapes. Only the evaluated split gets a loader.
         about: The description of the data that the checkpoint was trained on. The new data is
             prepared in the same way.
         split: The split to evaluate.
@@ -178,8 +178,8 @@ def build_loaders(
     )
     if only == "train" and length_of(train) is None:
         raise UserError(
-            f"split=train: the training split of {data.name} has no length and may never end. "
-            "Type split=val or split=test."
+            f"split=train: the training split of {data.name} has no length, so it might not "
+            "end. Type split=val or split=test."
         )
     if only is None and cfg.steps_per_epoch is not None:
         train = in_epochs(train, cfg.steps_per_epoch)
@@ -285,7 +285,7 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         if is_on(node):
             callbacks.append(build(key, node))
         elif node is not None:
-            check_node(key, plain(node))  # it may be off because a key is misspelled
+            check_node(key, plain(node))  # a misspelled key may have turned it off
     callbacks += more
     if cfg.debug:
         callbacks.append(DeviceAudit())

@@ -24,7 +24,7 @@ def plan(cfg: DictConfig) -> None:
         startup = time.perf_counter() - began
         per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
         evaluates = parts.loaders[1] is not None
-        # Any evaluation may be the best so far, and is then saved as a checkpoint.
+        # Any evaluation may be the best so far. If so, a checkpoint is saved.
         between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]
         if evaluates:
             between.append(cfg.eval_every or per_epoch)

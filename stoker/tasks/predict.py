@@ -16,7 +16,7 @@ from stoker.trainer.errors import UserError
 def predict(cfg: DictConfig) -> None:
     """Write the predictions of the best weights in the run directory `run`.
 
-    They are for the files of `input`, or for the split `split` of the run's own data.
+    The predictions are for the files of `input`, or for the split `split` of the run's own data.
     """
     if (cfg.input is None) == (cfg.split is None):
         raise UserError(

@@ -17,7 +17,7 @@ from stoker.trainer.errors import UserError
 
 MOST_CAUSES = 12
 MOST_DIFFERENCES = 3
-UNRECORDED = "something that runs do not record: the processor, its threads, an untracked file"
+UNRECORDED = "something that is not recorded: the processor, its threads or an untracked file"
 OF_TIME = "/seconds"  # the suffix of entries that differ in every run
 
 

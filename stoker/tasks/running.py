@@ -34,7 +34,7 @@ class Run:
         state: The contents of the checkpoint that the run resumes from; None at step 0.
         started: The `time.perf_counter()` from which the time of the run is measured.
         draws: Whether to draw the report.
-        loggers: The loggers that get the result.
+        loggers: The loggers that receive the result.
         script: The command of the script that trains; None if the command `stoker` trains.
         result: The result once the run has ended; always None on ranks above 0.
     """
@@ -168,7 +168,7 @@ class Run:
         return bool(trainer.step == self.saver.best["step"])
 
     def print_result(self, result: RunResult) -> None:
-        """Print the result. Outside a sweep, also add the FLOPs to it, which takes 0.2 s."""
+        """Print the result. Outside a sweep, also add the FLOPs to result.json (in 0.2 s)."""
         packages = own_packages(arguments.typed())
         for line in closing_lines(self.folder, result, packages):
             terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)

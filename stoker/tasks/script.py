@@ -44,7 +44,7 @@ def fit(
     """Train in a run directory, as the command does; return the rows of the whole run.
 
     The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
-    model.safetensors, model.md and the report. Afterwards, the trainer has the tested weights: the
+    model.safetensors, model.md and the report. Afterward, the trainer has the tested weights: the
     best ones on the validation set. If you call `fit` again with the same settings, it resumes from
     the newest checkpoint, or only repeats the test if the run has ended. Ctrl-C and SIGTERM save a
     checkpoint after the current step, and end the process.
@@ -55,8 +55,8 @@ def fit(
 
     Raises:
         UserError: The directory holds a run with other settings, or another process is using it.
-        TrainingError: The training failed. result.json has the reason, as for any other error
-            after the first step.
+        TrainingError: The training failed. result.json says why, as for any other error after the
+            first step.
         SystemExit: A signal stopped the run.
     """
     started = time.perf_counter()
@@ -125,14 +125,14 @@ def command() -> str:
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
-    """Return the Checkpoint among the callbacks, or a new one; UserError if it saves elsewhere."""
+    """Return the Checkpoint among the callbacks, or a new one; UserError for another folder."""
     place = folder / "checkpoints"
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoint):
             if callback.folder.resolve() != place.resolve():
                 raise UserError(
                     f"run_dir={folder}: the Checkpoint among the callbacks saves to "
-                    f"{callback.folder}. Pass it {str(place)!r}, or remove it."
+                    f"{callback.folder}. Set its folder to {str(place)!r}, or remove it."
                 )
             return callback
     return Checkpoint(place)
@@ -156,8 +156,8 @@ def with_files(
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
     """Return the settings for config.yaml, which must be the same when the run is resumed.
 
-    A setting that the command also has gets the same key. The Trainer compares the shapes of the
-    model.
+    A setting that the command also has gets the same key. The shapes of the model are left out,
+    because the Trainer compares them.
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
     is_asked = "as requested" in trainer.precision_reason

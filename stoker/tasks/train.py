@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
     collects = gc.isenabled()
-    gc.disable()  # as in __main__; torch is the slowest import
+    gc.disable()  # as in __main__, because torch is the slowest import
     try:
         from stoker.command import tuning
 
@@ -124,7 +124,7 @@ def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any
     from stoker.data.record import fingerprint
 
     data = parts.data
-    config = dotted.plain(cfg)  # unresolved, so that it has no values from the environment
+    config = dotted.plain(cfg)  # unresolved, so that it contains no values from the environment
     del config["run_dir"]
     return {
         "config": config,

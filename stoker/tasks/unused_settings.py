@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
 
-# {key: the key that overrides it}.
+# {key: the key that overrides this key}
 DECIDED_BY = {
     "limit_train": "steps_per_epoch",
     "dataset.val_fraction": "dataset.folds",
@@ -47,8 +47,9 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
 
 
 def check_own_function(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed setting of the loader that is also an argument of the data set,
-    which does not get it.
+    """Raise UserError for a typed loader setting that is also an argument of the data set.
+
+    The data set would not get it.
     """
     target = cfg.dataset._target_
     for name in arguments_of("dataset", target)[0]:
@@ -75,7 +76,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             if key in typed:
                 raise UserError(
                     f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
-                    f"{type(given).__name__}, which decides this itself. "
+                    f"{type(given).__name__}, which ignores this key. "
                     "Remove this key, or return a data set instead of a loader."
                 )
 
@@ -103,5 +104,5 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         if key in typed and value is not None and value > most:
             raise UserError(
                 f"{key}={value}: this run has only {length:,} {setting.every}s, so this setting "
-                "would have no effect. Lower it, train longer, or remove it."
+                "would have no effect. Lower the value, train longer, or remove the key."
             )

@@ -1,4 +1,4 @@
-"""The model can be any torch.nn.Module. configs/model/net.yaml refers to this one."""
+"""The model can be any torch.nn.Module. configs/model/net.yaml refers to this class."""
 
 import math
 
