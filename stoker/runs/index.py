@@ -1,7 +1,7 @@
 """The index of a folder of runs: index.html, which lists the runs and sweeps in it and below it.
 
 A run in the project's runs folder updates the index of that folder; any run updates an existing
-index one or two folders above it. `python -m stoker.runs.index DIR` draws one for any folder.
+index one or two folders above it. `python -m stoker.runs.index DIR` writes the index of any folder.
 
 The page is its own cache: it has a line of JSON for each run, which starts with the state of the
 run's files. The files, which are untrusted, are read again only if their state has changed.
@@ -175,7 +175,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
-        "config": settings_of(run.config, None) if is_reproduced else {},  # also those not typed
+        "config": settings_of(run.config, None) if is_reproduced else {},  # all keys
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{folder / NAME} is not an index of runs. Move the file away first.")
         print(f"index    {write(folder)}")
 
-    usage = "python -m stoker.runs.index DIR, a folder of runs."
+    usage = "python -m stoker.runs.index DIR, where DIR is a folder of runs."
     return subcommand.run(arguments, usage, draw)
 
 

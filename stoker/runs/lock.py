@@ -24,7 +24,7 @@ locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
-    """Close the lock files in a forked worker, which could outlive its run and keep it locked."""
+    """Close the lock files in a forked worker, which could outlive the run and keep it locked."""
     for file in locks:
         file.close()
 
@@ -37,13 +37,14 @@ if hasattr(os, "register_at_fork"):
 def held(folder: Path) -> Iterator[None]:
     """Create the folder and lock it. Raise RunInUse if another process holds the lock.
 
-    The system releases the lock however the process ends, so a leftover file locks nothing.
+    The system releases the lock even if the process is killed, so a leftover file locks nothing.
     """
     make(folder)
     for name in FOLDERS:
         if (folder / name).is_symlink():
             raise UserError(
-                f"run_dir={folder}: its {name} is a symbolic link. Choose a different run_dir."
+                f"run_dir={folder}: its {name} folder is a symbolic link. "
+                "Choose a different run_dir."
             )
     file = locked_file(folder)
     file.truncate(0)
@@ -114,7 +115,7 @@ def wait_for(file: FileIO, seconds: float) -> None:
 
 
 def lock(file: FileIO) -> None:
-    """Take an exclusive lock on the file. Raise BlockingIOError if another process has one."""
+    """Take an exclusive lock on the file. Raise BlockingIOError if another process holds it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return

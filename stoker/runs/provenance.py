@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Return {name: version} of all installed packages, from the names of .dist-info folders.
 
-    The names are standardized, and `importlib.metadata` takes 150 times as long for 200 packages.
+    The names are normalized. `importlib.metadata` would take 150 times as long for 200 packages.
     """
     versions: dict[str, str] = {}
     for place in sys.path:
@@ -55,13 +55,13 @@ def packages() -> dict[str, str]:
             continue
         for name in names:
             match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
-            if match is not None:  # keep the first one on sys.path, which is imported
+            if match is not None:  # Python imports the first one on sys.path
                 versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
     return dict(sorted(versions.items()))
 
 
 class Code:
-    """The state of a project's git repository. Git runs in threads while the run is built."""
+    """The state of a project's git repository, read by threads while the run is being built."""
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)

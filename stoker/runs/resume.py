@@ -23,8 +23,8 @@ def to_resume(
 ) -> tuple[Path, dict[str, Any], str | None] | None:
     """Return the checkpoint to resume from as (file, state, origin), or None to start at step 0.
 
-    The origin is the SHA-256 of the FILE with which `resume=FILE` started the run. If it matches,
-    repeating the command resumes the run instead of starting over from the file. Raises UserError
+    If `resume=FILE` started the run, the origin is the SHA-256 of FILE. If it matches, repeating
+    the command resumes the run instead of starting over from FILE. Raises UserError
     if the settings differ.
     """
     from stoker.trainer import checkpoint
@@ -45,7 +45,8 @@ def to_resume(
         if newest is None or about(newest[1]).get("origin") != origin:
             if newest is not None and given.parent != (folder / "checkpoints").resolve():
                 raise UserError(
-                    f"run_dir={folder} has checkpoints of a run that did not start from {resume}.\n"
+                    f"run_dir={folder} contains checkpoints from a run that did not start "
+                    f"from {resume}.\n"
                     "Type resume=auto to continue that run, or choose a different run_dir."
                 )
             try:
@@ -113,7 +114,7 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, set dataset.root to its data. "
+            "To continue the run, set dataset.root to the original data.  "
             "For a new run, choose a different run_dir."
         )
 
@@ -127,8 +128,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     now = dotted.flat(now)
     if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run that was started in a different way: one run is from a script, "
-            "the other is from the command. Choose a different run_dir."
+            f"{name} holds a run that was started in a different way: one of the two runs was "
+            "started by a script, the other from the command line. Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
     on = callbacks_on(followed[0]) | callbacks_on(followed[1])
@@ -165,9 +166,9 @@ def callbacks_on(values: dict[str, Any]) -> set[str]:
 
 
 def sha256_of(path: str | Path) -> str | None:
-    """Return the SHA-256 in the header of a checkpoint, or None if it has none.
+    """Return the SHA-256 in the header of a checkpoint, or None if the header has none.
 
-    It identifies the contents, which are verified against it when the checkpoint is loaded.
+    The SHA-256 identifies the contents; loading the checkpoint verifies them.
     """
     from stoker.trainer import checkpoint
 

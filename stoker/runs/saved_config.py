@@ -31,7 +31,7 @@ MOST_LEVELS = 20
 MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
-SCRIPT = "script"  # marks a script's run, whose other keys are only informative
+SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
 # The setting for the folder of Stoker's own data sets, which differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
@@ -47,7 +47,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
 
     On this machine, the data may be in a different folder, and an evaluation may use other data.
     Settings that only training needs are left out, and so is anything that would write outside the
-    run directory. Loaders use their defaults, except for typed settings and for streamed data.
+    run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -258,7 +258,7 @@ def is_plain(text: str) -> bool:
     for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        # The event of an alias has an anchor too.
+        # An alias also has an anchor, so this rejects aliases.
         has_more = getattr(event, "anchor", None) or getattr(event, "tag", None)
         is_long = re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", ""))
         if depth > MOST_LEVELS or has_more or is_long:

@@ -32,7 +32,7 @@ class Status:
 
     @classmethod
     def read(cls, folder: Path) -> "Status":
-        """Read the status of an untrusted run directory. Every field is None if it is malformed."""
+        """Read the untrusted status of a run directory. If it is malformed, every field is None."""
         return json_files.read_record(folder / STATUS, cls)
 
 

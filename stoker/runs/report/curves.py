@@ -45,13 +45,13 @@ def frames(run: Run) -> list[dict[str, Any]]:
 
 
 def metrics_of(rows: list[Row], split: str) -> list[str]:
-    """Return the metrics of a validation split, without the loss, in the order they were logged."""
+    """Return the metrics of a validation split except the loss, in the order they were logged."""
     names = names_in(rows)
     return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
 
 
 def others(rows: list[Row], split: str) -> list[str]:
-    """Return the other numbers: your own, and those of further validation sets and groups."""
+    """Return the names of all other numbers: your own, and more validation sets and groups."""
     drawn = {*NUMBERS, f"{split}/loss", *metrics_of(rows, split)}
     drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
     names = [name for name in names_in(rows) if "/" in name and name not in drawn]
@@ -59,7 +59,7 @@ def others(rows: list[Row], split: str) -> list[str]:
 
 
 def names_in(rows: list[Row]) -> list[str]:
-    """Return the names in the rows, in their order."""
+    """Return the names in the rows, in the order in which they first occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 

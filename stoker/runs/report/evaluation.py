@@ -47,7 +47,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows of a sample. "cells" is its row in a table."""
+    """Return what the template shows about a sample. "cells" is the sample's row in a table."""
     labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
@@ -75,7 +75,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def tokens_of(sample: Sample) -> list[tuple[str, int]]:
-    """Return the tokens of a sample, and the strength of each one's color, in percent."""
+    """Return (token, strength of its color in percent) for the tokens of a sample."""
     tokens = []
     for token, loss in zip(sample.tokens, sample.losses, strict=True):
         text = "↵" if token == "\n" else shortened(printable(token), 20)

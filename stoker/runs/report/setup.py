@@ -29,7 +29,7 @@ def settings(run: Run) -> dict[str, Any]:
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, MISSING)
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
-            continue  # only repeats another key, which has its own line
+            continue  # a reference to another key, which has its own line
         is_changed = bool(defaults) and value != default and key != "run_dir"
         rows.append((key, value, default, is_changed))
     return {
