@@ -151,7 +151,7 @@ class Highest:
         return rows_of(columns, order[: self.most])
 
     def over_ranks(self) -> Columns:
-        """Return the highest samples of all processes, on the CPU. All processes must call this."""
+        """Return the top samples of all processes, on the CPU. All processes must call this."""
         kept = {name: values.cpu() for name, values in self.kept.items()}
         columns = joined([part for part in parallel.from_all(kept) if part])
         columns = self.highest(rows_of(columns, columns["index"].argsort()))

@@ -141,7 +141,7 @@ def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:
-    """Return the state of a run's or sweep's files, which changes whenever its entry does."""
+    """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
     kept = [name for name in STATE if name in names]
     times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
     ended = SWEEP in names or directory.RESULT in names

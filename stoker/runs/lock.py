@@ -89,7 +89,7 @@ def locked_file(folder: Path) -> FileIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 return file
-        file.close()  # the file was removed by the process that held it, which has just ended
+        file.close()  # the process that held the lock has just ended and removed the file
 
 
 def is_held(folder: str | Path) -> bool:

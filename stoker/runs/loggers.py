@@ -212,7 +212,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Hide what a killed run wrote after its last checkpoint, since it will be written again.
+        # Hide the rows that a killed run wrote after its last checkpoint: they are written again.
         self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
         # The HParams tab has a column per setting, so only pass settings that change the result.
         shown = {}

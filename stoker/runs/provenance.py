@@ -73,7 +73,7 @@ class Code:
 
     def revision(self) -> Revision | None:
         """Return the current revision, or None if there is none. Untracked files are ignored."""
-        # Wait for both, so that no thread or process is still running when training starts.
+        # Wait for both commands, so that none is still running when training starts.
         diff = self.diff.result()
         commit = self.commit.result().strip()
         return Revision(commit, dirty=diff != "") if commit else None

@@ -62,7 +62,7 @@ class RunResult:
     best: Best | None = None
     steps: int | None = None
     total_steps: int | None = None
-    stopped: StopReason | None = None  # why it stopped before `total_steps`
+    stopped: StopReason | None = None  # why the run stopped before `total_steps`
     device: str | None = None
     precision: str | None = None
     versions: dict[str, str] | None = None

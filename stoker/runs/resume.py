@@ -80,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def check_beginning(folder: Path, cfg: Any) -> None:
-    """Check a folder without checkpoints: it has no run yet, or one that stopped very early."""
+    """Check a folder without checkpoints: it has no run yet, or the run stopped very early."""
     result = RunResult.read(folder) or RunResult()
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)

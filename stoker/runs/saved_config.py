@@ -132,7 +132,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
-    """Return a saved config with the changes for a task and the settings typed for it."""
+    """Return a saved config with the changes for a task and the settings typed for the task."""
     typed = arguments.typed_keys()
     of_the_task = [
         key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks

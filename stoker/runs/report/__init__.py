@@ -27,7 +27,7 @@ MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 def write(folder: str | Path, state: str | None = None) -> Path:
     """Write report.html in a run directory and return its path. Raise OSError if that fails.
 
-    The process that trains the run passes its `state`; otherwise, it is derived from the files.
+    The process that trains the run passes its `state`. Otherwise, the files determine the state.
     """
     path = Path(folder) / NAME
     files.write_text(path, html(folder, state))

@@ -1,4 +1,4 @@
-"""How the report shows the evaluation of the best weights: plots, and the hardest samples."""
+"""The report's view of the evaluation of the best weights: plots, and the hardest samples."""
 
 import math
 from typing import Any

@@ -56,7 +56,7 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
 
 
 def origin(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) for the command that started the run and those that continue it."""
+    """Return (purpose, command) pairs: how the run was started, and how to continue it."""
     script = saved_config.script_of(run.config)
     if script is not None:
         return [("Started by a script, which also resumes it", script)]
