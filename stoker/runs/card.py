@@ -117,7 +117,7 @@ def tested_split(result: RunResult) -> str | None:
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:
-    """Return the name of the task on the Hugging Face Hub, or None if it has no name there."""
+    """Return the name of the task on the Hugging Face Hub, or None if there is none."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"

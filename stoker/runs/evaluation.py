@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def class_colour(label: int) -> tuple[int, int, int]:
-    """Return the RGB color of a class in pictures of masks. Consecutive classes differ clearly.
+    """Return the RGB color of a class in pictures of masks. Colors of consecutive classes differ.
 
     The first class is gray, because it is often the background.
     """

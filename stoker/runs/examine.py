@@ -40,9 +40,10 @@ Columns = dict[str, Tensor]  # {name: values}, with one row per sample
 class Examination:
     """A metric that has no value of its own, but collects samples for evaluation.json.
 
-    Its memory use does not depend on the number of samples, and it never waits for the device.
-    With several processes, `loader` splits each batch among them. A subclass describes samples as
-    `columns` of tensors, and can override `chosen`, which turns the selected rows into `Sample`s.
+    The memory use does not depend on the number of samples, and `update` never waits for the
+    device. With several processes, `loader` splits each batch among them. A subclass describes
+    samples as `columns` of tensors, and can override `chosen`, which turns the selected rows into
+    `Sample`s.
     """
 
     higher_is_better = None
@@ -366,7 +367,7 @@ def show(sample: Sample, split: Split, data: Data) -> None:
     """Add the file, line, picture and table columns that the split has for a sample."""
     index = sample.index
     vars(sample).update(place_of(split, index))
-    with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
+    with torch.random.fork_rng(devices=[]):  # the user's own split might draw random numbers
         inputs, _ = split[[index]]
     if not isinstance(inputs, Tensor):
         return

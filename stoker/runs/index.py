@@ -1,4 +1,4 @@
-"""The index of a folder of runs: index.html, which lists the runs and sweeps in it and below it.
+"""The index of a folder of runs: index.html, which lists the runs and sweeps below the folder.
 
 A run in the project's runs folder updates the index of that folder; any run updates an existing
 index one or two folders above it. `python -m stoker.runs.index DIR` writes the index of any folder.
@@ -85,7 +85,7 @@ def is_index(folder: Path) -> bool:
 def write(folder: Path, *, draws: bool = True) -> Path:
     """Write the index of a folder and return its path. Raise OSError if that fails."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
-        with contextlib.suppress(OSError):  # the file system may not support locks
+        with contextlib.suppress(OSError):  # the file system might not support locks
             lock.wait_for(file, PATIENCE)
         before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, after = rest.partition(END)

@@ -42,7 +42,7 @@ class Trained(torch.nn.Module):
     (N, columns), in the order of `columns` and in their original units, with 0 or 1 for each
     category; they are processed in float64. Other inputs reach the module unchanged. This model
     returns scores of shape (N, classes), or target values of shape (N, targets) in the units of the
-    data. If the format of the data is unknown, inputs and outputs are those of the module.
+    data. If the format of the data is unknown, inputs and outputs are passed through unchanged.
 
     Attributes:
         classes: the class names, in the order of the scores; None if there are no names.
@@ -186,7 +186,7 @@ def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torc
 def description(folder: str | Path, state: State) -> Description:
     """Return a checkpoint's description of the inputs and outputs.
 
-    Raises UserError if it is malformed.
+    Raises UserError if the description is malformed.
     """
     about: Description | None = resume.about(state).get("inputs")
     if about is None or not is_description(about):

@@ -1,4 +1,4 @@
-"""The lock of a run directory, which lets only one process use it at a time."""
+"""The lock on a run directory, which lets only one process use the directory at a time."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
-    """Close the lock files in a forked worker, which could outlive the run and keep it locked."""
+    """Close the lock files in a forked worker, which could outlive the run and keep its lock."""
     for file in locks:
         file.close()
 
@@ -72,7 +72,7 @@ def locked_file(folder: Path) -> FileIO:
                 continue
             raise UserError(f"run_dir={folder}: {error}. Choose a different run_dir.") from None
         try:
-            wait_for(file, 0.2)  # another process may be testing the lock with `is_held`
+            wait_for(file, 0.2)  # another process might be testing the lock with `is_held`
         except TimeoutError:
             owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
             file.close()
@@ -80,7 +80,7 @@ def locked_file(folder: Path) -> FileIO:
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
                 " Wait until it ends, or choose a different run_dir."
             ) from None
-        except OSError as error:  # the file system may not support locks
+        except OSError as error:  # the file system might not support locks
             log.warning(
                 "run_dir=%s cannot be locked (%s): do not start a second run in it.",
                 folder,

@@ -100,7 +100,7 @@ class Logger(Callback):
     """Send the numbers of a run to a tool. If the tool fails, warn once and continue without it.
 
     A subclass implements `begin`, which is called just before the first row, `write`, which is
-    called for each row, and `end`. It may also implement `add_result`, which receives the final
+    called for each row, and `end`. It can also implement `add_result`, which receives the final
     results. `begin` waits for the first row because all settings have been checked by then.
     """
 

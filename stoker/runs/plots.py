@@ -83,7 +83,7 @@ class Plot:
         self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
     def line(self, name: str, points: Points, colour: str) -> None:
-        """Draw a curve. The page shows its values if it has a name."""
+        """Draw a curve. If `name` is not empty, the page shows the values."""
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))

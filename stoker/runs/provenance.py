@@ -1,7 +1,7 @@
 """What a result depends on besides its config: library versions and the project's code.
 
-A run directory stores them in result.json, in `provenance/packages.txt` (all installed packages)
-and, if the project has uncommitted changes, in `provenance/changes.diff`.
+A run directory stores this information in result.json, in `provenance/packages.txt` (all installed
+packages) and, if the project has uncommitted changes, in `provenance/changes.diff`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ SECONDS = 10  # seconds to wait for git
 
 @dataclasses.dataclass
 class Revision:
-    """A commit of a git repository; `dirty` if tracked files differ from it."""
+    """A commit of a git repository; `dirty` if tracked files differ from the commit."""
 
     revision: str
     dirty: bool

@@ -220,7 +220,7 @@ def write_failure(
         will_repeat=isinstance(error, NotFinite) or None,
         doctor=warnings,
     )
-    with contextlib.suppress(OSError):  # the disk may be full
+    with contextlib.suppress(OSError):  # the disk might be full
         result.write(folder)
         return True
     return False

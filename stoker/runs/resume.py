@@ -23,9 +23,9 @@ def to_resume(
 ) -> tuple[Path, dict[str, Any], str | None] | None:
     """Return the checkpoint to resume from as (file, state, origin), or None to start at step 0.
 
-    If `resume=FILE` started the run, the origin is the SHA-256 of FILE. If it matches, repeating
-    the command resumes the run instead of starting over from FILE. Raises UserError
-    if the settings differ.
+    If `resume=FILE` started the run, the origin is the SHA-256 of FILE. If it matches the FILE of
+    this command, the run resumes instead of starting over from FILE. Raises UserError if the
+    settings differ.
     """
     from stoker.trainer import checkpoint
 
@@ -101,7 +101,7 @@ def check_beginning(folder: Path, cfg: Any) -> None:
 
 
 def about(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run, or {} if that is missing or malformed."""
+    """Return what a checkpoint stores about its run, or {} if the entry is missing or malformed."""
     entry = state.get("about")
     if isinstance(entry, dict) and isinstance(entry.get("config"), dict):
         return entry
@@ -120,7 +120,7 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
-    """Raise UserError if two configs differ in settings that a resumed run may not change.
+    """Raise UserError if two configs differ in settings that must not change on resume.
 
     If the earlier config is unknown, nothing is compared.
     """
@@ -157,7 +157,7 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
 def callbacks_on(values: dict[str, Any]) -> set[str]:
     """Return the names of the callbacks that a run's settings, {dotted key: value}, turn on.
 
-    The settings of other callbacks are not compared, because an earlier version may lack them.
+    The settings of other callbacks are not compared, because an earlier version might lack them.
     """
     paths = {key: key.split(".") for key in values if key.startswith("callbacks.")}
     names = {path[1] for path in paths.values()}

@@ -82,7 +82,7 @@ class Samples(JSONL):
         try:
             with trainer.evaluating():
                 sample = write_on(trainer.module, self.about, seed=trainer.seed)
-        except Exception as error:  # the user's `generate` may raise anything
+        except Exception as error:  # the user's `generate` can raise any exception
             if not self.failed:
                 log.warning(
                     "%s.generate failed (%s). Training continues without a sample. "

@@ -45,7 +45,7 @@ Config = dict[str, Any]
 def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task other than training.
 
-    On this machine, the data may be in a different folder, and an evaluation may use other data.
+    On this machine, the data can be in a different folder, and an evaluation can use other data.
     Settings that only training needs are left out, and so is anything that would write outside the
     run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
@@ -283,7 +283,7 @@ def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
         if not dotted.is_interpolation(value) or (name, value) == DATA_ROOT:
             return value
         result = expanded(value, values)
-        # "$" and "{" may come from different keys; the next reader would then resolve the result.
+        # "$" and "{" can come from different keys; the next reader would then resolve the result.
         if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
                 f"{name} in its config.yaml is {value[:MOST_TEXT]}, "
@@ -299,7 +299,7 @@ def expanded(value: Any, values: Config) -> Any:
 
     A ${key} that is unknown is left unchanged, and the text is not expanded beyond `MOST_TEXT`.
     """
-    for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
+    for _ in range(MOST_LEVELS):  # a key in an untrusted config can refer to itself
         if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
             break
         key = check.followed_key(value)

@@ -55,7 +55,7 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
 
     A tensor is loaded if the model has one with the same name and shape. The model's other tensors
     keep their values. A finished run provides its tested weights, and any other run its best
-    checkpoint. A checkpoint provides the weights that its run evaluates, which are the averages if
+    checkpoint. A checkpoint provides the weights that the run evaluates, which are the averages if
     the run uses an EMA. No optimizer state is loaded, and no code is run.
 
     Raises:
@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[Tensors, str]:
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
-    """Return the weights in a checkpoint that its run evaluates, and where they come from.
+    """Return the weights that the run of a checkpoint evaluates, and where they come from.
 
     Of the callbacks that evaluate with other weights, only `EMA` is supported here.
     """

@@ -9,7 +9,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # metrics drawn in addition to the loss, and numbers that you log yourself
+MOST_METRICS = 6  # maximum metrics drawn besides the loss; also the maximum of your own numbers
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -112,7 +112,7 @@ def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
 def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
     """Return the series of a training metric, without the rows that cover few samples.
 
-    The row before an evaluation may cover only a batch or two, so its mean would be noisy.
+    The row before an evaluation can cover only a batch or two, so its mean would be noisy.
     """
     most = max((weight_of(row) for row in rows if name in row), default=0)
     return series([row for row in rows if weight_of(row) >= most / 4], name)

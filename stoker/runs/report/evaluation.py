@@ -14,16 +14,16 @@ MOST_NUMBERS = 8  # target values shown per sample
 MOST_PICTURES = 200_000  # characters in all pictures together
 MOST_TOKENS = 200  # tokens shown per sequence
 FEWEST = 10  # minimum number of samples in a bin of the calibration
-HIGH_LOSS = 8.0  # loss of a token with the strongest color: its probability was 1 in 3,000
+HIGH_LOSS = 8.0  # loss from which a token has the strongest color: a probability of 1 in 3,000
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss, those with the highest entropy, and random ones.
+    """Return three groups of samples: highest loss, highest entropy, and random.
 
-    Each list of samples is {"title", "samples", "table"}.
+    Each group is {"title", "samples", "table"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {

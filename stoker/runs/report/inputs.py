@@ -155,7 +155,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
-    """Return the best evaluation by the run's monitor, if it is known whether higher is better."""
+    """Return the best evaluation by the run's monitor, or None if its direction is unknown."""
     monitor = str(config.get("monitor"))
     for name in MODES if monitor == "auto" else [monitor]:
         evaluated = [row for row in rows if name in row]
@@ -170,7 +170,7 @@ def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """Return the evaluation in evaluation.json; None if it is malformed."""
+    """Return the evaluation in evaluation.json, or None if the file is malformed."""
     try:
         return evaluation_of(read_json(path))
     except (ValueError, TypeError):
@@ -178,7 +178,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
 
 
 def evaluation_of(entries: Any) -> Evaluation:
-    """Return the evaluation in a JSON object. Raise TypeError or ValueError if it is malformed.
+    """Return the evaluation in a JSON object. Raise TypeError or ValueError if malformed.
 
     Invalid points and samples, such as non-finite predictions, are left out.
     """

@@ -51,7 +51,7 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
     """Return the defaults for the options of the run, or {} if they cannot be composed."""
     try:
         return dotted.flat(of_choices(list(filter(is_choice, overrides))))
-    except Exception:  # Hydra may raise anything, and the report does not need the defaults
+    except Exception:  # Hydra can raise any exception, and the report does not need the defaults
         return {}
 
 

@@ -120,7 +120,7 @@ def scores(run: Run) -> dict[str, float]:
     numbers = run.result.best_metrics().items()
     known = {name.removeprefix(start): value for name, value in numbers if is_number(value)}
     count: float = seen.samples
-    if seen.confusion is not None:  # the best metrics of a validation split may lack the accuracy
+    if seen.confusion is not None:  # the best metrics of a validation split might lack the accuracy
         count = sum(map(sum, seen.confusion))
         right = sum(row[i] for i, row in enumerate(seen.confusion))
         known["acc"] = right / max(1, count)
