@@ -155,12 +155,12 @@ def best(folder: str | Path) -> tuple[Path, State]:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # the error's advice is meant for training
         raise TrainingError(
-            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it has the "
+            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it contains the "
             "tested weights; model.md next to it explains how to load them."
         ) from None
     if found is None:
         raise UserError(
-            f"run={folder}: this run has no checkpoint. To continue it, repeat the command that "
+            f"run={folder}: this run has no checkpoint. To continue, repeat the command that "
             f"started it, with run_dir={folder}."
         )
     if finished(folder) is None:
@@ -190,7 +190,9 @@ def description(folder: str | Path, state: State) -> Description:
     """
     about: Description | None = resume.about(state).get("inputs")
     if about is None or not is_description(about):
-        raise UserError(f"run={folder}: its checkpoint has a malformed description of the inputs.")
+        raise UserError(
+            f"run={folder}: the description of the inputs in its checkpoint is malformed."
+        )
     return about
 
 
@@ -318,7 +320,7 @@ def image_batches(
 
     if is_empty:
         raise UserError(
-            f"input={printable(path)}: there is no readable image "
+            f"input={printable(path)}: no readable image was found "
             f"({', '.join(images.IMAGE_ENDINGS)}). Type input=FOLDER or input=IMAGE."
         )
     if broken:

@@ -78,7 +78,7 @@ def locked_file(folder: Path) -> FileIO:
             file.close()
             raise RunInUse(
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
-                " Wait until it ends, or choose a different run_dir."
+                " Wait until that process ends, or choose a different run_dir."
             ) from None
         except OSError as error:  # the file system might not support locks
             log.warning(

@@ -114,7 +114,7 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue the run, set dataset.root to the original data.  "
+            "To continue the run, set dataset.root to the original data. "
             "For a new run, choose a different run_dir."
         )
 
@@ -148,9 +148,9 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     if differences:
         raise UserError(
             f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"
-            "To continue it, use its settings. For a new run, choose a different run_dir.\n"
-            "To train it for longer, choose a different run_dir and set resume=FILE to one of its "
-            "checkpoints."
+            "To continue that run, use its settings. For a new run, choose a different run_dir.\n"
+            "To train that run for longer, choose a different run_dir and set resume=FILE to one "
+            "of its checkpoints."
         )
 
 

@@ -85,7 +85,7 @@ class Samples(JSONL):
         except Exception as error:  # the user's `generate` can raise any exception
             if not self.failed:
                 log.warning(
-                    "%s.generate failed (%s). Training continues without a sample. "
+                    "%s.generate failed (%s). Training continues without text samples. "
                     "See stoker.models.gpt.GPT for a method that works.",
                     type(trainer.module).__name__,
                     cause(error),

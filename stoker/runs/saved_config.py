@@ -128,7 +128,7 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     before = dotted.flat(saved)
     for key in sorted(arguments.typed_keys()):
         if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
-            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Leave this out.")
+            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Remove this setting.")
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
