@@ -102,7 +102,7 @@ def write(folder: Path, *, draws: bool = True) -> Path:
 
 
 def updated(folder: Path, lines: str) -> Iterator[str]:
-    """Yield a line for each run, reusing the one in `lines` if the run's files have not changed."""
+    """Yield a line for each run, reused from `lines` if the run's files have not changed."""
     known = {}
     for line in lines.splitlines(keepends=True):
         if "<" not in line:

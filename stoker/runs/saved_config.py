@@ -119,8 +119,8 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
 def check_typed(cfg: DictConfig, saved: Config) -> None:
     """Raise UserError if you typed a setting that the task takes from the run.
 
-    A value that the run took from the environment must be typed again. A prediction for a split of
-    the run's data accepts the same settings as an evaluation.
+    A value that the run took from the environment has to be typed again. A prediction for a split
+    of the run's data accepts the same settings as an evaluation.
     """
     tasks = {cfg.task}
     if cfg.task == "predict" and cfg.split is not None:

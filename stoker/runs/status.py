@@ -61,7 +61,7 @@ def end(folder: Path, doctor: list[str] | None = None) -> None:
 
 
 def state_of(folder: Path, result: RunResult | None) -> str:
-    """Return "running", "stopped", "failed" or "done"."""
+    """Return the state of a run: "running", "stopped", "failed" or "done"."""
     if result is None:
         return "running" if lock.is_held(folder) else "stopped"
     if result.has_failed:

@@ -51,7 +51,7 @@ def metrics_of(rows: list[Row], split: str) -> list[str]:
 
 
 def others(rows: list[Row], split: str) -> list[str]:
-    """Return the names of all other numbers: your own, and more validation sets and groups."""
+    """Return all other names: your own numbers, more validation sets, and parameter groups."""
     drawn = {*NUMBERS, f"{split}/loss", *metrics_of(rows, split)}
     drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
     names = [name for name in names_in(rows) if "/" in name and name not in drawn]
