@@ -431,7 +431,7 @@ def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
     for error, code, offered in (
         (TrainingError("the disk is full"), 3, ["Resume the run once the cause is fixed"]),
         (NotFinite("it is nan\nTo replay that step: stoker resume=x"), 3, [*slower, *replay]),
-        (UserError("no such file"), 2, ["Resume it once the cause is fixed"]),
+        (UserError("no such file"), 2, ["Resume the run once the cause is fixed"]),
     ):
         (tmp_path / "result.json").unlink(missing_ok=True)
         assert write_failure(tmp_path, error, code, ["dead: a\nuse GELU"])
