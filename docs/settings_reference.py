@@ -31,8 +31,8 @@ class Row:
 
     key: str
     value: Any  # the first default
-    defaults: dict[str, list[str]]  # {default: options that have it}
-    meanings: dict[str, list[str]]  # {comment: options that have it}
+    defaults: dict[str, list[str]]  # {default: options with this default}
+    meanings: dict[str, list[str]]  # {comment: options with this comment}
 
 
 def comments(text: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ def comments(text: str) -> dict[str, str]:
 
 
 def keys_of(text: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (key, default, comment) of a YAML file, without keys that repeat another setting."""
+    """Yield (key, default, comment) for a YAML file, skipping keys that repeat another setting."""
     values = OmegaConf.create(text)  # the command uses OmegaConf too, so 3e-3 is a number
     assert isinstance(values, DictConfig)
     meanings = comments(text)
@@ -138,7 +138,7 @@ def sentence(comment: str) -> str:
 
 
 def inline(text: str) -> list[nodes.Node]:
-    """Split text into nodes, with everything that a user types set as code."""
+    """Split text into nodes, formatting everything that a user types as code."""
     parts: list[nodes.Node] = []
     for i, part in enumerate(CODE.split(text)):
         if part:
@@ -150,7 +150,7 @@ def inline(text: str) -> list[nodes.Node]:
 
 
 def paragraphs(texts: dict[str, list[str]], count: int, *, code: bool) -> list[nodes.Node]:
-    """Return a paragraph for each text, which names its options unless it applies to all."""
+    """Return a paragraph per text, with the options that have the text unless all of them do."""
     result: list[nodes.Node] = []
     for text, names in texts.items():
         children = [nodes.literal(text=text)] if code else inline(sentence(text))

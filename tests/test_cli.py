@@ -882,8 +882,8 @@ def test_differences_are_shown_as_they_are_typed():
         "model.hidden=null (was [3,4])."
     )
     assert advice == [
-        "To continue it, use its settings. For a new run, choose a different run_dir.",
-        "To train it for longer, choose a different run_dir and set resume=FILE to one of its checkpoints.",
+        "To continue that run, use its settings. For a new run, choose a different run_dir.",
+        "To train that run for longer, choose a different run_dir and set resume=FILE to one of its checkpoints.",
     ]
 
 

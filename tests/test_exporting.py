@@ -366,7 +366,7 @@ def test_an_export_of_weights_that_the_run_has_not_tested_is_refused(run):
     name, weight = next(iter(model.module.named_parameters()))
     weight.data.view(-1)[3] += 1e-6
     with pytest.raises(
-        TrainingError, match=f"{name} in its best checkpoint differs from the tested"
+        TrainingError, match=f"{name} in the best checkpoint differs from the tested"
     ):
         exporting.export(model, run, "safetensors", inputs, "noise")
     assert not path.exists()

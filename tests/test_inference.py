@@ -633,7 +633,7 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     err = refused(
         forks, tmp_path, *arguments[:-2], "output=p.csv", "device=cpu", "dataset.on_bad_sample=skip"
     )
-    assert "input=cats: there is no readable image" in err
+    assert "input=cats: no readable image was found" in err
 
 
 def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path, monkeypatch):
@@ -642,7 +642,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
     folder, prices = (package.load(runs / name) for name in ("folder", "prices"))
     for model, path, message in (
         (folder, "nowhere", "nowhere: this image cannot be read"),
-        (folder, tmp_path / "empty", "there is no readable image"),
+        (folder, tmp_path / "empty", "no readable image was found"),
         (
             folder,
             "houses.csv",

@@ -40,7 +40,7 @@ def write(
     usual: bool = True,
     evaluation: Evaluation | None = None,
 ) -> None:
-    """Write the tested weights to model.safetensors, and a card that describes them to model.md.
+    """Write the tested weights to model.safetensors, and a card about these weights to model.md.
 
     `usual`: whether the module returns one number per class or target.
     """
@@ -89,7 +89,7 @@ def is_usual(outputs: Any, about: Description) -> bool:
 
 
 def load_arguments(folder: str | Path, typed: list[str]) -> str:
-    """Return the arguments of stoker.load for a run, with the packages trusted in `typed`."""
+    """Return the arguments to stoker.load as source text, with the packages trusted in `typed`."""
     arguments = json.dumps(str(folder))
     packages = sorted({*own_packages(typed), *of_project()})
     if packages:
@@ -117,7 +117,7 @@ def tested_split(result: RunResult) -> str | None:
 
 
 def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:
-    """Return the name of the task on the Hugging Face Hub, or None if it has no name there."""
+    """Return the name of the task on the Hugging Face Hub, or None if there is none."""
     kind = about["kind"]
     if about.get("tokens"):
         return "text-generation"

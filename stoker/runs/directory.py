@@ -25,7 +25,7 @@ CHANGES = "provenance/changes.diff"
 TYPED = "# typed: "  # the start of a config.yaml, before a JSON list of the typed settings
 # Files that describe how a run ended; they are removed when it resumes.
 ENDING = (RESULT, EVALUATION, REPORT)
-# Files that a run writes; a killed run may leave one of them incomplete.
+# Files that a run writes; a killed run can leave one of them incomplete.
 WRITTEN = (METRICS, SAMPLES, STATUS, *ENDING, WEIGHTS, "model.md", CHANGES)
 
 new: set[Path] = set()  # folders created by this process
@@ -48,10 +48,10 @@ def make_new(folder: Path, key: str = "run_dir") -> Path:
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:
-    """Create the folder and return whether it is new. Raise UserError if it is not writable.
+    """Create the folder if it is missing, and return whether it was created.
 
-    A folder that is still empty when the process ends is removed, so that a mistake found before
-    training leaves nothing behind.
+    A new folder that is still empty when the process ends is removed, so that a mistake found
+    before training leaves nothing behind. Raises UserError if the folder is not writable.
     """
     missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
     reason: object = "it is a file, or not writable"

@@ -32,8 +32,8 @@ class Sample:
 class Evaluation:
     """The contents of evaluation.json.
 
-    Only regression has `points`. Only classification has `classes`, `chance` and `confusion`; it
-    counts samples, tokens or pixels, as `unit` says.
+    Only regression has `points`. Only classification has `classes`, `chance` and `confusion`, which
+    counts samples, tokens or pixels; `unit` says which.
     """
 
     split: Literal["train", "val", "test"]
@@ -45,11 +45,11 @@ class Evaluation:
     classes: list[str] = field(default_factory=list)
     chance: float | None = None  # accuracy of always predicting the most frequent class
     confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class
-    # Two histograms over the probability of the predicted class, from 0 to 1: of all samples, and
-    # of the correct ones.
+    # Two histograms over the probability of the predicted class, from 0 to 1: all samples, and the
+    # correct ones.
     confidence: list[list[int]] | None = None
-    # For binary classification, two histograms over the probability of the second class: of all
-    # samples, and of the samples of that class.
+    # For binary classification, two histograms over the probability of the second class: all
+    # samples, and the samples that belong to the second class.
     second: list[list[int]] | None = None
     points: list[Any] = field(default_factory=list)  # [true numbers, predicted numbers]
     worst: list[Sample] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def class_colour(label: int) -> tuple[int, int, int]:
-    """Return the RGB color of a class in pictures of masks. Consecutive classes differ clearly.
+    """Return the RGB color of a class in pictures of masks. Colors of consecutive classes differ.
 
     The first class is gray, because it is often the background.
     """

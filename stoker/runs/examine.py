@@ -25,7 +25,7 @@ from stoker.trainer.trainer import Trainer
 
 NAME = "examined"  # name of the Examination among the trainer's metrics
 MOST_CLASSES = 1000  # maximum classes in a confusion matrix, whose size grows quadratically
-MOST_SAMPLES = 16  # samples in each list, such as the worst ones
+MOST_SAMPLES = 16  # samples in each list (worst, least certain, random)
 MOST_POINTS = 2000  # (true, predicted) pairs of a regression
 MOST_TARGETS = 8  # target values kept per sample of a regression
 MOST_COLUMNS = 12  # table columns shown per sample
@@ -38,11 +38,12 @@ Columns = dict[str, Tensor]  # {name: values}, with one row per sample
 
 
 class Examination:
-    """A metric without a value of its own, which collects samples for evaluation.json.
+    """A metric that has no value of its own, but collects samples for evaluation.json.
 
-    Its memory use does not depend on the number of samples, and it never waits for the device.
-    With several processes, `loader` splits each batch among them. A subclass describes samples as
-    `columns` of tensors, and can override `chosen`, which turns the selected rows into `Sample`s.
+    The memory use does not depend on the number of samples, and `update` never waits for the
+    device. With several processes, `loader` splits each batch among them. A subclass describes
+    samples as `columns` of tensors, and can override `chosen`, which turns the selected rows into
+    `Sample`s.
     """
 
     higher_is_better = None
@@ -151,7 +152,7 @@ class Highest:
         return rows_of(columns, order[: self.most])
 
     def over_ranks(self) -> Columns:
-        """Return the highest samples of all processes, on the CPU. All processes must call this."""
+        """Return the top samples of all processes, on the CPU. All processes must call this."""
         kept = {name: values.cpu() for name, values in self.kept.items()}
         columns = joined([part for part in parallel.from_all(kept) if part])
         columns = self.highest(rows_of(columns, columns["index"].argsort()))
@@ -168,7 +169,8 @@ def rows_of(columns: Columns, rows: Tensor) -> Columns:
 
 
 class Classes(Examination):
-    """The samples of a classification, and how often predictions of each probability are right.
+    """Samples of a classification, and how often predictions with a given probability are right.
+
 
     The loss is the negative log-probability of the true class, whatever loss the model was trained
     with.
@@ -182,9 +184,9 @@ class Classes(Examination):
 
     def reset(self) -> None:
         super().reset()
-        # Two pairs of histograms. Over the probability of the predicted class: of all samples,
-        # and of the correct ones. Over the probability of the last class: of all samples, and of
-        # the samples of the second class.
+        # Two pairs of histograms. The first pair is over the probability of the predicted class:
+        # all samples, and the correct ones. The second pair is over the probability of the last
+        # class: all samples, and the samples of the second class.
         self.bins: Tensor | None = None
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
@@ -217,7 +219,7 @@ class Classes(Examination):
 
 
 class Positions(Examination):
-    """The samples of a classification of tokens or pixels.
+    """Samples of a classification of tokens or pixels.
 
     Sequences are cut to their first tokens, and masks are reduced to the size of a picture.
     """
@@ -270,7 +272,7 @@ def mask_png(mask: Tensor, classes: int) -> str:
 
 
 class Numbers(Examination):
-    """The samples of a regression, and (true, predicted) pairs of many random ones.
+    """Samples of a regression, and (true, predicted) pairs for many random samples.
 
     The loss is the mean squared error. Samples have at most `MOST_TARGETS` targets, in the units of
     the data.
@@ -302,7 +304,7 @@ class Numbers(Examination):
         evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
-        """Expand a value, which may differ between targets, to all targets that are kept."""
+        """Return one value per kept target, given a single value or one for each target."""
         values = torch.as_tensor(value, dtype=torch.float64)
         return values.expand(self.data.num_classes)[:MOST_TARGETS]
 
@@ -312,7 +314,7 @@ def evaluate(
 ) -> tuple[dict[str, float], Evaluation | None]:
     """Return the results of `trainer.evaluate`, and the `Evaluation` for `write`.
 
-    The second result is None if a subclass of the Trainer may give the outputs a different meaning,
+    The second result is None if a subclass of the Trainer might interpret the outputs differently,
     or if the model or the loss has unusual outputs.
     """
     if not is_usual(trainer, data):
@@ -350,7 +352,7 @@ def write(path: Path, evaluation: Evaluation, data: Data) -> None:
 
 
 def place_of(split: Any, index: int) -> dict[str, Any]:
-    """Return the file or the line that a sample comes from, if its split knows it."""
+    """Return {"file": ...} or {"line": ...} of a sample, or {} if its split stores neither."""
     place: dict[str, Any] = {}
     files: Any = getattr(split, "files", None)
     if hasattr(files, "root"):
@@ -362,10 +364,10 @@ def place_of(split: Any, index: int) -> dict[str, Any]:
 
 
 def show(sample: Sample, split: Split, data: Data) -> None:
-    """Add the file, line, picture and table columns of a sample, where its split has them."""
+    """Add the file, line, picture and table columns that the split has for a sample."""
     index = sample.index
     vars(sample).update(place_of(split, index))
-    with torch.random.fork_rng(devices=[]):  # the user's own split may draw random numbers
+    with torch.random.fork_rng(devices=[]):  # the user's own split might draw random numbers
         inputs, _ = split[[index]]
     if not isinstance(inputs, Tensor):
         return

@@ -55,9 +55,9 @@ def check(form: str | None, output: str | None = None) -> None:
 def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     """Return inputs for comparing outputs, and a description of these inputs.
 
-    They come from the run's test data, or from the first rows of its table. If the data set that
-    the config node `dataset` describes cannot be read, they are generated. There are none for data
-    of unknown shape.
+    The inputs come from the run's test data, or from the first rows of its table. If the data set
+    that the config node `dataset` describes cannot be read, the inputs are generated. If the shape
+    of the data is unknown, there are no inputs.
     """
     if about["kind"] == "other":
         return torch.empty(0), ""
@@ -119,8 +119,8 @@ def export(
         The path, the largest difference between outputs, and the largest output.
 
     Raises:
-        TrainingError: the outputs differ by more than rounding errors, or these are not the weights
-            that the run tested. Nothing is written.
+        TrainingError: the outputs differ by more than rounding errors, or the model does not have
+            the weights that the run tested. Nothing is written.
         UserError: the model cannot be exported. Nothing is written.
     """
     check_tested(model, Path(folder))
@@ -172,7 +172,7 @@ def check_tested(model: Trained, folder: Path) -> None:
     for name, weight in model.module.state_dict().items():
         if name not in tested or not torch.equal(weight, tested[name]):
             raise TrainingError(
-                f"run={folder}: {name} in its best checkpoint differs from the tested weights "
+                f"run={folder}: {name} in the best checkpoint differs from the tested weights "
                 f"({directory.WEIGHTS}). Nothing was written.\n"
                 f"The tested weights are in {path}; model.md next to it explains how to load them."
             )
@@ -229,10 +229,10 @@ def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
 
 
 def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
-    """Return the largest difference between the outputs of both, and the largest output.
+    """Return the largest difference between the outputs of the two, and the largest output.
 
-    The size of a predicted target value is its distance from the training mean, and the largest is
-    at least one standard deviation. For other outputs, the largest is at least 1.
+    Predicted target values are measured from their training mean, and the largest is at least one
+    standard deviation. For other outputs, the largest is at least 1.
     """
     differences = []
     largest = [model.target_scale.max().item() if model.rescales else 1.0]
@@ -258,7 +258,7 @@ def outputs_of(run: Run, inputs: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what the exporters print and log; if something goes wrong, they raise an error."""
+    """Silence what the exporters print and log. If an export fails, they raise an error anyway."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     printed = io.StringIO()

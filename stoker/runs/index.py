@@ -1,7 +1,7 @@
-"""The index of a folder of runs: index.html, which lists the runs and sweeps in it and below it.
+"""The index of a folder of runs: index.html, which lists the runs and sweeps below the folder.
 
 A run in the project's runs folder updates the index of that folder; any run updates an existing
-index one or two folders above it. `python -m stoker.runs.index DIR` draws one for any folder.
+index one or two folders above it. `python -m stoker.runs.index DIR` writes the index of any folder.
 
 The page is its own cache: it has a line of JSON for each run, which starts with the state of the
 run's files. The files, which are untrusted, are read again only if their state has changed.
@@ -85,7 +85,7 @@ def is_index(folder: Path) -> bool:
 def write(folder: Path, *, draws: bool = True) -> Path:
     """Write the index of a folder and return its path. Raise OSError if that fails."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
-        with contextlib.suppress(OSError):  # the file system may not support locks
+        with contextlib.suppress(OSError):  # the file system might not support locks
             lock.wait_for(file, PATIENCE)
         before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, after = rest.partition(END)
@@ -102,7 +102,7 @@ def write(folder: Path, *, draws: bool = True) -> Path:
 
 
 def updated(folder: Path, lines: str) -> Iterator[str]:
-    """Yield a line for each run, reusing the one in `lines` if the run's files have not changed."""
+    """Yield a line for each run, reused from `lines` if the run's files have not changed."""
     known = {}
     for line in lines.splitlines(keepends=True):
         if "<" not in line:
@@ -141,7 +141,7 @@ def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
 
 
 def state_of(path: str, names: set[str]) -> list[Any]:
-    """Return the state of a run's or sweep's files, which changes whenever its entry does."""
+    """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
     kept = [name for name in STATE if name in names]
     times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
     ended = SWEEP in names or directory.RESULT in names
@@ -175,7 +175,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
-        "config": settings_of(run.config, None) if is_reproduced else {},  # also those not typed
+        "config": settings_of(run.config, None) if is_reproduced else {},  # all keys
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{folder / NAME} is not an index of runs. Move the file away first.")
         print(f"index    {write(folder)}")
 
-    usage = "python -m stoker.runs.index DIR, a folder of runs."
+    usage = "python -m stoker.runs.index DIR, where DIR is a folder of runs."
     return subcommand.run(arguments, usage, draw)
 
 

@@ -42,7 +42,7 @@ class Trained(torch.nn.Module):
     (N, columns), in the order of `columns` and in their original units, with 0 or 1 for each
     category; they are processed in float64. Other inputs reach the module unchanged. This model
     returns scores of shape (N, classes), or target values of shape (N, targets) in the units of the
-    data. If the format of the data is unknown, inputs and outputs are those of the module.
+    data. If the format of the data is unknown, inputs and outputs are passed through unchanged.
 
     Attributes:
         classes: the class names, in the order of the scores; None if there are no names.
@@ -107,7 +107,7 @@ class Trained(torch.nn.Module):
 
 
 def constants(about: Description) -> dict[str, Tensor]:
-    """Return the constants of the preprocessing by name, computed as in a loader."""
+    """Return the preprocessing constants by name, computed in the same way as in a loader."""
     numbers = {}
     if about["dtype"] == "uint8":
         numbers["scale"], numbers["offset"] = scaling(about["mean"], about["std"], "cpu")
@@ -149,18 +149,18 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
 def best(folder: str | Path) -> tuple[Path, State]:
     """Return the path and the state of a run's best checkpoint. Raise an error if there is none.
 
-    If the run has not finished, this is its best checkpoint so far, and you get a warning.
+    If the run has not finished, return its best checkpoint so far, with a warning.
     """
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
-    except TrainingError as error:  # its advice is meant for training
+    except TrainingError as error:  # the error's advice is meant for training
         raise TrainingError(
-            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it has the "
+            f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it contains the "
             "tested weights; model.md next to it explains how to load them."
         ) from None
     if found is None:
         raise UserError(
-            f"run={folder}: this run has no checkpoint. To continue it, repeat the command that "
+            f"run={folder}: this run has no checkpoint. To continue, repeat the command that "
             f"started it, with run_dir={folder}."
         )
     if finished(folder) is None:
@@ -171,7 +171,7 @@ def best(folder: str | Path) -> tuple[Path, State]:
 
 
 def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torch.nn.Module:
-    """Build the module, and load these weights into it."""
+    """Build the module that the config describes, and load these weights into it."""
     sizes = {}
     if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
@@ -186,11 +186,13 @@ def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torc
 def description(folder: str | Path, state: State) -> Description:
     """Return a checkpoint's description of the inputs and outputs.
 
-    Raises UserError if it is malformed.
+    Raises UserError if the description is malformed.
     """
     about: Description | None = resume.about(state).get("inputs")
     if about is None or not is_description(about):
-        raise UserError(f"run={folder}: its checkpoint has a malformed description of the inputs.")
+        raise UserError(
+            f"run={folder}: the description of the inputs in its checkpoint is malformed."
+        )
     return about
 
 
@@ -204,10 +206,10 @@ def predict(
 ) -> Iterator[Row]:
     """Yield the predictions for an image, the images below a folder, or the rows of a csv file.
 
-    Each row has "file" or "line", and the entries from `answers`. Only one batch is in memory at a
-    time. `reading` can replace `missing`, `delimiter`, `decimal` and `marks` of the run's table.
-    Raises UserError for input that cannot be read; with `skip`, such images are skipped with a
-    warning.
+    Each row has "file" or "line", plus the entries that `answers` yields. Only one batch is in
+    memory at a time. `reading` can override the settings `missing`, `delimiter`, `decimal` and
+    `marks` of the table. Raises UserError for input that cannot be read; with `skip`, such images
+    are skipped with a warning.
     """
     about = model.about
     path = os.path.expanduser(str(path))
@@ -223,9 +225,9 @@ def predict(
         batches = image_batches(path, about, size, skip)
     else:
         raise UserError(
-            f"input={printable(path)}: the run was trained on {about['dataset']}, "
-            "which is neither images nor a table.\nTo use one of its own splits, type split=test. "
-            "To continue a prompt, type task=generate prompt=TEXT."
+            f"input={printable(path)}: the model was trained on {about['dataset']}, "
+            "which is neither images nor a table.\nTo predict on the run's own data, type "
+            "split=test. To continue a prompt, type task=generate prompt=TEXT."
         )
     place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
@@ -318,7 +320,7 @@ def image_batches(
 
     if is_empty:
         raise UserError(
-            f"input={printable(path)}: there is no readable image "
+            f"input={printable(path)}: no readable image was found "
             f"({', '.join(images.IMAGE_ENDINGS)}). Type input=FOLDER or input=IMAGE."
         )
     if broken:
@@ -339,7 +341,7 @@ def images_below(folder: str) -> Iterator[str]:
 def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
     """Write what `predict` yields to a .csv or .jsonl file, and return the number of rows.
 
-    The file appears whole or not at all. Without `output`, print each row as a line of JSON.
+    The file is written atomically. Without `output`, print each row as a line of JSON.
     """
     count = 0
     if output is None:
@@ -365,7 +367,7 @@ def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
 
 
 def flat(row: Row) -> Row:
-    """Return {column: cell} of a row: P(class) for each class, and JSON for other nested values."""
+    """Return {column: cell} for a row, with P(class) per class and other nested values as JSON."""
     cells: Row = {}
     for key, value in row.items():
         if key == "probabilities":

@@ -1,4 +1,4 @@
-"""The lock of a run directory, which lets only one process use it at a time."""
+"""The lock on a run directory, which lets only one process use the directory at a time."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
-    """Close the lock files in a forked worker, which could outlive its run and keep it locked."""
+    """Close the lock files in a forked worker, which could outlive the run and keep its lock."""
     for file in locks:
         file.close()
 
@@ -37,13 +37,14 @@ if hasattr(os, "register_at_fork"):
 def held(folder: Path) -> Iterator[None]:
     """Create the folder and lock it. Raise RunInUse if another process holds the lock.
 
-    The system releases the lock however the process ends, so a leftover file locks nothing.
+    The system releases the lock even if the process is killed, so a leftover file locks nothing.
     """
     make(folder)
     for name in FOLDERS:
         if (folder / name).is_symlink():
             raise UserError(
-                f"run_dir={folder}: its {name} is a symbolic link. Choose a different run_dir."
+                f"run_dir={folder}: its {name} folder is a symbolic link. "
+                "Choose a different run_dir."
             )
     file = locked_file(folder)
     file.truncate(0)
@@ -71,15 +72,15 @@ def locked_file(folder: Path) -> FileIO:
                 continue
             raise UserError(f"run_dir={folder}: {error}. Choose a different run_dir.") from None
         try:
-            wait_for(file, 0.2)  # another process may be testing the lock with `is_held`
+            wait_for(file, 0.2)  # another process might be testing the lock with `is_held`
         except TimeoutError:
             owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
             file.close()
             raise RunInUse(
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
-                " Wait until it ends, or choose a different run_dir."
+                " Wait until that process ends, or choose a different run_dir."
             ) from None
-        except OSError as error:  # the file system may not support locks
+        except OSError as error:  # the file system might not support locks
             log.warning(
                 "run_dir=%s cannot be locked (%s): do not start a second run in it.",
                 folder,
@@ -88,7 +89,7 @@ def locked_file(folder: Path) -> FileIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 return file
-        file.close()  # the file was removed by the process that held it, which has just ended
+        file.close()  # the process that held the lock has just ended and removed the file
 
 
 def is_held(folder: str | Path) -> bool:
@@ -114,7 +115,7 @@ def wait_for(file: FileIO, seconds: float) -> None:
 
 
 def lock(file: FileIO) -> None:
-    """Take an exclusive lock on the file. Raise BlockingIOError if another process has one."""
+    """Take an exclusive lock on the file. Raise BlockingIOError if another process holds it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return

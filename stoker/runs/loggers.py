@@ -100,8 +100,8 @@ class Logger(Callback):
     """Send the numbers of a run to a tool. If the tool fails, warn once and continue without it.
 
     A subclass implements `begin`, which is called just before the first row, `write`, which is
-    called for each row, and `end`. It may also implement `add_result`, which receives the final
-    results. `begin` is called that late because all settings have been checked by then.
+    called for each row, and `end`. It can also implement `add_result`, which receives the final
+    results. `begin` waits for the first row because all settings have been checked by then.
     """
 
     first_rank_only = True
@@ -212,7 +212,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Hide what a killed run wrote after its last checkpoint, since it will be written again.
+        # Hide the rows that a killed run wrote after its last checkpoint: they are written again.
         self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
         # The HParams tab has a column per setting, so only pass settings that change the result.
         shown = {}
@@ -237,8 +237,8 @@ class TensorBoard(Logger):
 class WandB(Logger):
     """Send the run to Weights & Biases. Requires the extra `wandb`.
 
-    Its files are in `folder`/wandb. With `mode="auto"`, the run is online if you are logged in.
-    Otherwise it is offline, and `wandb sync` can upload it later.
+    W&B keeps its files in `folder`/wandb. With `mode="auto"`, the run is online if you are logged
+    in. Otherwise the run is offline, and `wandb sync` can upload it later.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class WandB(Logger):
         self.run.summary.update(numbers)
 
     def end(self, outcome: str) -> None:
-        # A run that was resumed has several of these folders.
+        # A resumed run has several offline-run folders.
         sync = f"wandb sync {shlex.quote(str(self.folder / 'wandb'))}/offline-run-*"
         where = sync if self.run.offline else self.run.url
         self.run.finish(WANDB_CODES[outcome])
@@ -307,11 +307,11 @@ class MLflow(Logger):
         need("mlflow", "MLflow")
 
     def begin(self, trainer: Trainer) -> None:
-        for name, value in MLFLOW_ENVIRONMENT.items():  # MLflow reads them when it is imported
+        for name, value in MLFLOW_ENVIRONMENT.items():  # read when MLflow is imported
             os.environ.setdefault(name, value)
         from mlflow.exceptions import MlflowException
 
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise it logs each table
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise, alembic logs each table
         uri = self.uri
         if uri == "auto":
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db"
@@ -352,7 +352,7 @@ class MLflow(Logger):
 
 
 def open_experiment(uri: str, name: str) -> tuple[Any, str]:
-    """Return MLflow's client and the experiment's id, creating what is missing under a lock."""
+    """Return MLflow's client and the id of the experiment, which is created if missing."""
     from mlflow import MlflowClient
 
     with contextlib.ExitStack() as stack:
@@ -396,8 +396,8 @@ class ConfigFile(Callback):
     """Write the config to `path` when training begins. List this after callbacks that may fail.
 
     A run that begins at step 0 removes the files of an older run from the same folder; a resumed
-    run removes the files that describe how it ended before. `beside` returns the text of more files
-    to write, by name.
+    run removes the files that describe how it last ended. `beside` returns {name: text} for
+    additional files to write.
     """
 
     first_rank_only = True

@@ -65,7 +65,7 @@ class Plot:
         return round(FOOT + (TOP - FOOT) * self.y.fraction(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
-        """Draw a path with an optional `colour`. The page shows its `name` and `points`, if any."""
+        """Draw a path with an optional `colour`. The page shows `name` and `points` if given."""
         self.marks.append({"kind": kind, "path": path, **attributes})
 
     def places(self, points: Points) -> list[str]:
@@ -83,7 +83,7 @@ class Plot:
         self.mark(kind, f"M{left} {FOOT}V{self.up(top)}H{right}V{FOOT}z")
 
     def line(self, name: str, points: Points, colour: str) -> None:
-        """Draw a curve. The page shows its values if it has a name."""
+        """Draw a curve. If `name` is not empty, the page shows the values."""
         values = [f"{x:.9g},{y:.6g}" for x, y in points]
         path = "L".join(self.places(points))
         self.mark("curve", f"M{path}", colour=colour, name=name, points=" ".join(values))
@@ -136,7 +136,7 @@ def labeled(ticks: list[float], notation: str, is_log: bool = False) -> Axis:
 
 
 def scale(values: Sequence[float], far: float) -> Axis:
-    """Return an axis. It is logarithmic if the largest value is over `far` times the smallest."""
+    """Return an axis, logarithmic if the largest value is over `far` times the smallest."""
     if min(values) < SMALLEST or max(values) <= far * min(values):
         return linear(values)
     first = exponent(min(values))
@@ -206,7 +206,7 @@ def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
 
 
 def against(points: Points, label: str) -> Markup:
-    """Draw (true, predicted) pairs as dots, with the line on which both are equal."""
+    """Draw (true, predicted) pairs as dots, and the line on which both are equal."""
     points = points[:: math.ceil(len(points) / MOST_DOTS)]
     axis = linear([value for point in points for value in point])
     plot = Plot(axis, axis, label, "true", "predicted")

@@ -1,7 +1,7 @@
 """What a result depends on besides its config: library versions and the project's code.
 
-A run directory stores them in result.json, in `provenance/packages.txt` (all installed packages)
-and, if the project has uncommitted changes, in `provenance/changes.diff`.
+A run directory stores this information in result.json, in `provenance/packages.txt` (all installed
+packages) and, if the project has uncommitted changes, in `provenance/changes.diff`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ SECONDS = 10  # seconds to wait for git
 
 @dataclasses.dataclass
 class Revision:
-    """A commit of a git repository; `dirty` if tracked files differ from it."""
+    """A commit of a git repository; `dirty` if tracked files differ from the commit."""
 
     revision: str
     dirty: bool
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Return {name: version} of all installed packages, from the names of .dist-info folders.
 
-    The names are standardized, and `importlib.metadata` takes 150 times as long for 200 packages.
+    The names are normalized. `importlib.metadata` would take 150 times as long for 200 packages.
     """
     versions: dict[str, str] = {}
     for place in sys.path:
@@ -55,13 +55,13 @@ def packages() -> dict[str, str]:
             continue
         for name in names:
             match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
-            if match is not None:  # keep the first one on sys.path, which is imported
+            if match is not None:  # Python imports the first one on sys.path
                 versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
     return dict(sorted(versions.items()))
 
 
 class Code:
-    """The state of a project's git repository. Git runs in threads while the run is built."""
+    """The state of a project's git repository, read by threads while the run is being built."""
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)
@@ -73,7 +73,7 @@ class Code:
 
     def revision(self) -> Revision | None:
         """Return the current revision, or None if there is none. Untracked files are ignored."""
-        # Wait for both, so that no thread or process is still running when training starts.
+        # Wait for both commands, so that none is still running when training starts.
         diff = self.diff.result()
         commit = self.commit.result().strip()
         return Revision(commit, dirty=diff != "") if commit else None

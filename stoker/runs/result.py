@@ -62,7 +62,7 @@ class RunResult:
     best: Best | None = None
     steps: int | None = None
     total_steps: int | None = None
-    stopped: StopReason | None = None  # why it stopped before `total_steps`
+    stopped: StopReason | None = None  # why the run stopped before `total_steps`
     device: str | None = None
     precision: str | None = None
     versions: dict[str, str] | None = None
@@ -83,7 +83,7 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: str | Path) -> "RunResult | None":
-        """Read the result of an untrusted run directory; None if there is none.
+        """Read the result of an untrusted run directory, or return None if there is none.
 
         If an entry has the wrong type, the file is treated as the result of a failed run.
         """
@@ -100,7 +100,7 @@ class RunResult:
         return result
 
     def write(self, folder: str | Path) -> None:
-        """Write result.json, whole or not at all."""
+        """Write result.json atomically."""
         contents = dataclasses.asdict(self)
         contents |= contents.pop("numbers")
         always = ALWAYS if self.error is None else ()
@@ -149,9 +149,9 @@ class RunResult:
         self.samples_per_second = training_speed(rows)
 
     def evaluated_again(self, before: "RunResult | None") -> "RunResult":
-        """Return this result, or `before` with the new numbers if that run had already ended.
+        """Return this result, or `before` with the new numbers if the run had already ended.
 
-        A run that resumes at its end only evaluates, so its own times say nothing about training.
+        A run that resumes at its last step only evaluates, so its times do not describe training.
         """
         is_same_end = before is not None and before.steps == self.steps == self.total_steps
         if before is None or before.seconds is None or not is_same_end:
@@ -167,7 +167,7 @@ def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
 
 
 def of_fit(trainer: Any, saver: Any) -> RunResult:
-    """Return the result of a fit without its metrics. `saver` is its `Checkpoint` callback."""
+    """Return the result of a fit, without metrics. `saver` is the `Checkpoint` callback."""
     from stoker.trainer import summary
 
     result = RunResult(
@@ -205,7 +205,7 @@ def write_failure(
     warnings: list[str] | None = None,
     script: str | None = None,
 ) -> bool:
-    """Write why a run failed, and its exit code. Return whether that was written.
+    """Record why a run failed, and its exit code. Return whether result.json was written.
 
     `warnings` come from the doctor. An existing result or failure is not overwritten.
     """
@@ -220,7 +220,7 @@ def write_failure(
         will_repeat=isinstance(error, NotFinite) or None,
         doctor=warnings,
     )
-    with contextlib.suppress(OSError):  # the disk may be full
+    with contextlib.suppress(OSError):  # the disk might be full
         result.write(folder)
         return True
     return False
@@ -265,7 +265,7 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
 
 
 def are_overrides(value: Any) -> bool:
-    """Return whether an entry of a file is a valid list of typed settings."""
+    """Return whether an entry in a file is a valid list of typed settings."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
         return False
     return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)

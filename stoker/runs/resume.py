@@ -23,9 +23,9 @@ def to_resume(
 ) -> tuple[Path, dict[str, Any], str | None] | None:
     """Return the checkpoint to resume from as (file, state, origin), or None to start at step 0.
 
-    The origin is the SHA-256 of the FILE with which `resume=FILE` started the run. If it matches,
-    repeating the command resumes the run instead of starting over from the file. Raises UserError
-    if the settings differ.
+    If `resume=FILE` started the run, the origin is the SHA-256 of FILE. If it matches the FILE of
+    this command, the run resumes instead of starting over from FILE. Raises UserError if the
+    settings differ.
     """
     from stoker.trainer import checkpoint
 
@@ -45,7 +45,8 @@ def to_resume(
         if newest is None or about(newest[1]).get("origin") != origin:
             if newest is not None and given.parent != (folder / "checkpoints").resolve():
                 raise UserError(
-                    f"run_dir={folder} has checkpoints of a run that did not start from {resume}.\n"
+                    f"run_dir={folder} contains checkpoints from a run that did not start "
+                    f"from {resume}.\n"
                     "Type resume=auto to continue that run, or choose a different run_dir."
                 )
             try:
@@ -79,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def check_beginning(folder: Path, cfg: Any) -> None:
-    """Check a folder without checkpoints: it has no run yet, or one that stopped very early."""
+    """Check a folder without checkpoints: it has no run yet, or the run stopped very early."""
     result = RunResult.read(folder) or RunResult()
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
@@ -100,7 +101,7 @@ def check_beginning(folder: Path, cfg: Any) -> None:
 
 
 def about(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run, or {} if that is missing or malformed."""
+    """Return what a checkpoint stores about its run, or {} if the entry is missing or malformed."""
     entry = state.get("about")
     if isinstance(entry, dict) and isinstance(entry.get("config"), dict):
         return entry
@@ -113,13 +114,13 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue it, set dataset.root to its data. "
+            "To continue the run, set dataset.root to the original data. "
             "For a new run, choose a different run_dir."
         )
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
-    """Raise UserError if two configs differ in settings that a resumed run may not change.
+    """Raise UserError if two configs differ in settings that must not change on resume.
 
     If the earlier config is unknown, nothing is compared.
     """
@@ -127,8 +128,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     now = dotted.flat(now)
     if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run that was started in a different way: one run is from a script, "
-            "the other is from the command. Choose a different run_dir."
+            f"{name} holds a run that was started in a different way: one of the two runs was "
+            "started by a script, the other from the command line. Choose a different run_dir."
         )
     followed = [for_reading(before), for_reading(now)]
     on = callbacks_on(followed[0]) | callbacks_on(followed[1])
@@ -147,16 +148,16 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     if differences:
         raise UserError(
             f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"
-            "To continue it, use its settings. For a new run, choose a different run_dir.\n"
-            "To train it for longer, choose a different run_dir and set resume=FILE to one of its "
-            "checkpoints."
+            "To continue that run, use its settings. For a new run, choose a different run_dir.\n"
+            "To train that run for longer, choose a different run_dir and set resume=FILE to one "
+            "of its checkpoints."
         )
 
 
 def callbacks_on(values: dict[str, Any]) -> set[str]:
     """Return the names of the callbacks that a run's settings, {dotted key: value}, turn on.
 
-    The settings of other callbacks are not compared, because an earlier version may lack them.
+    The settings of other callbacks are not compared, because an earlier version might lack them.
     """
     paths = {key: key.split(".") for key in values if key.startswith("callbacks.")}
     names = {path[1] for path in paths.values()}
@@ -165,9 +166,9 @@ def callbacks_on(values: dict[str, Any]) -> set[str]:
 
 
 def sha256_of(path: str | Path) -> str | None:
-    """Return the SHA-256 in the header of a checkpoint, or None if it has none.
+    """Return the SHA-256 in the header of a checkpoint, or None if the header has none.
 
-    It identifies the contents, which are verified against it when the checkpoint is loaded.
+    The SHA-256 identifies the contents; loading the checkpoint verifies them.
     """
     from stoker.trainer import checkpoint
 

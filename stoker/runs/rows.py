@@ -47,7 +47,7 @@ def training_speed(rows: list[Row]) -> int | None:
 def metrics_in(entries: Row) -> Row:
     """Return the entries of an untrusted row or result that are metrics.
 
-    A metric is a number, or null if the number was not finite. In an evaluation, it may be a list.
+    A metric is a number, or null if the number was not finite. Evaluation metrics can be lists.
     """
     return {name: value for name, value in entries.items() if is_metric(name, value)}
 

@@ -66,7 +66,7 @@ def write_on(
 class Samples(JSONL):
     """Append a sample of text to the file `path` at each evaluation.
 
-    The evaluated weights generate the text. The results of the run do not change.
+    The text is generated with the evaluated weights, and does not affect the results of the run.
     """
 
     def __init__(self, path: Path, about: Description) -> None:
@@ -76,16 +76,16 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # Weights with a loss of nan cannot generate text, and no process has all sharded weights.
+        # Weights with a loss of nan cannot generate text. With sharded weights, no process has all.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         try:
             with trainer.evaluating():
                 sample = write_on(trainer.module, self.about, seed=trainer.seed)
-        except Exception as error:  # the user's `generate` may raise anything
+        except Exception as error:  # the user's `generate` can raise any exception
             if not self.failed:
                 log.warning(
-                    "%s.generate failed (%s). Training continues without a sample. "
+                    "%s.generate failed (%s). Training continues without text samples. "
                     "See stoker.models.gpt.GPT for a method that works.",
                     type(trainer.module).__name__,
                     cause(error),

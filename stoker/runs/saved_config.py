@@ -31,7 +31,7 @@ MOST_LEVELS = 20
 MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
-SCRIPT = "script"  # marks a script's run, whose other keys are only informative
+SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
 # The setting for the folder of Stoker's own data sets, which differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
@@ -45,9 +45,9 @@ Config = dict[str, Any]
 def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task other than training.
 
-    On this machine, the data may be in a different folder, and an evaluation may use other data.
+    On this machine, the data can be in a different folder, and an evaluation can use other data.
     Settings that only training needs are left out, and so is anything that would write outside the
-    run directory. Loaders use their defaults, except for typed settings and for streamed data.
+    run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -119,8 +119,8 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
 def check_typed(cfg: DictConfig, saved: Config) -> None:
     """Raise UserError if you typed a setting that the task takes from the run.
 
-    A value that the run took from the environment must be typed again. A prediction for a split of
-    the run's data accepts the same settings as an evaluation.
+    A value that the run took from the environment has to be typed again. A prediction for a split
+    of the run's data accepts the same settings as an evaluation.
     """
     tasks = {cfg.task}
     if cfg.task == "predict" and cfg.split is not None:
@@ -128,11 +128,11 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     before = dotted.flat(saved)
     for key in sorted(arguments.typed_keys()):
         if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
-            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Leave this out.")
+            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Remove this setting.")
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
-    """Return a saved config with the changes for a task and the settings typed for it."""
+    """Return a saved config with the changes for a task and the settings typed for the task."""
     typed = arguments.typed_keys()
     of_the_task = [
         key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
@@ -258,7 +258,7 @@ def is_plain(text: str) -> bool:
     for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        # The event of an alias has an anchor too.
+        # An alias also has an anchor, so this rejects aliases.
         has_more = getattr(event, "anchor", None) or getattr(event, "tag", None)
         is_long = re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", ""))
         if depth > MOST_LEVELS or has_more or is_long:
@@ -283,7 +283,7 @@ def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
         if not dotted.is_interpolation(value) or (name, value) == DATA_ROOT:
             return value
         result = expanded(value, values)
-        # "$" and "{" may come from different keys; the next reader would then resolve the result.
+        # "$" and "{" can come from different keys; the next reader would then resolve the result.
         if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
                 f"{name} in its config.yaml is {value[:MOST_TEXT]}, "
@@ -299,7 +299,7 @@ def expanded(value: Any, values: Config) -> Any:
 
     A ${key} that is unknown is left unchanged, and the text is not expanded beyond `MOST_TEXT`.
     """
-    for _ in range(MOST_LEVELS):  # a key in an untrusted config may refer to itself
+    for _ in range(MOST_LEVELS):  # a key in an untrusted config can refer to itself
         if not dotted.is_interpolation(value) or len(value) > MOST_TEXT:
             break
         key = check.followed_key(value)

@@ -32,7 +32,7 @@ class Status:
 
     @classmethod
     def read(cls, folder: Path) -> "Status":
-        """Read the status of an untrusted run directory. Every field is None if it is malformed."""
+        """Read the untrusted status of a run directory. If it is malformed, every field is None."""
         return json_files.read_record(folder / STATUS, cls)
 
 
@@ -61,7 +61,7 @@ def end(folder: Path, doctor: list[str] | None = None) -> None:
 
 
 def state_of(folder: Path, result: RunResult | None) -> str:
-    """Return "running", "stopped", "failed" or "done"."""
+    """Return the state of a run: "running", "stopped", "failed" or "done"."""
     if result is None:
         return "running" if lock.is_held(folder) else "stopped"
     if result.has_failed:

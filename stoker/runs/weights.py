@@ -55,18 +55,18 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
 
     A tensor is loaded if the model has one with the same name and shape. The model's other tensors
     keep their values. A finished run provides its tested weights, and any other run its best
-    checkpoint. A checkpoint provides the weights that its run evaluates, which are the averages if
+    checkpoint. A checkpoint provides the weights that the run evaluates, which are the averages if
     the run uses an EMA. No optimizer state is loaded, and no code is run.
 
     Raises:
-        UserError: There is no such file, it cannot be read, or nothing in it fits the model.
+        UserError: The file does not exist or cannot be read, or none of its tensors fits the model.
     """
     try:
         weights, origin = read(Path(source).expanduser())
     except TrainingError as error:
         raise UserError(
-            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}, which "
-            "safetensors.torch.save_file(model.state_dict(), FILE) writes."
+            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}. To write a "
+            "safetensors file, call safetensors.torch.save_file(model.state_dict(), FILE)."
         ) from None
     current = model.state_dict()
     report = Loaded(origin, unused=[name for name in weights if name not in current])
@@ -115,9 +115,9 @@ def read(path: Path) -> tuple[Tensors, str]:
 
 
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
-    """Return the weights in a checkpoint that its run evaluates, and where they come from.
+    """Return the weights that the run of a checkpoint evaluates, and where they come from.
 
-    If callbacks evaluate with other weights, only the averages of `EMA` are known here.
+    Of the callbacks that evaluate with other weights, only `EMA` is supported here.
     """
     weights = entry(state, "model")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)

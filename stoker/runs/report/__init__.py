@@ -1,8 +1,8 @@
 """The report of a run: report.html, built only from the files in its directory.
 
-`python -m stoker.runs.report DIR` redraws it. templates/report.html has the parts in order, with
-the functions that most of them come from. The directory is untrusted, so all of its contents are
-escaped as text.
+`python -m stoker.runs.report DIR` redraws the page. templates/report.html has its parts in order,
+and names the functions that most of the parts come from. The directory is untrusted, so all of its
+contents are escaped as text.
 """
 
 import time
@@ -27,7 +27,7 @@ MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 def write(folder: str | Path, state: str | None = None) -> Path:
     """Write report.html in a run directory and return its path. Raise OSError if that fails.
 
-    The process that trains the run passes its `state`; otherwise, it is derived from the files.
+    The process that trains the run passes its `state`. Otherwise, the files determine the state.
     """
     path = Path(folder) / NAME
     files.write_text(path, html(folder, state))
@@ -66,9 +66,9 @@ def facts(run: inputs.Run) -> dict[str, Any]:
 
 
 def facts_of(seen: Evaluation | None) -> dict[str, Any]:
-    """Return what the template shows of an evaluation."""
+    """Return what the template shows about an evaluation."""
     if seen is None:
-        seen = Evaluation("test", "regression", 0)  # has nothing to show
+        seen = Evaluation("test", "regression", 0)  # an empty evaluation
     classes = classes_of(seen)
     return {
         "split": inputs.SPLITS[seen.split],
@@ -81,7 +81,7 @@ def facts_of(seen: Evaluation | None) -> dict[str, Any]:
 
 
 def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
-    """Return the positive values among these names, which are the parts of a bar."""
+    """Return {name: value} for the names with a positive value: the parts of a bar."""
     known = {name: (values or {}).get(name) or 0 for name in names}
     return {name: value for name, value in known.items() if value > 0}
 
@@ -96,4 +96,6 @@ def main(arguments: list[str]) -> int:
             raise UserError(str(error).replace("run_dir=", "")) from None
         print(f"report   {path}")
 
-    return subcommand.run(arguments, "python -m stoker.runs.report DIR, a run directory.", draw)
+    return subcommand.run(
+        arguments, "python -m stoker.runs.report DIR, where DIR is a run directory.", draw
+    )

@@ -9,7 +9,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # metrics drawn in addition to the loss, and numbers that you log yourself
+MOST_METRICS = 6  # maximum metrics drawn besides the loss; also the maximum of your own numbers
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -45,13 +45,13 @@ def frames(run: Run) -> list[dict[str, Any]]:
 
 
 def metrics_of(rows: list[Row], split: str) -> list[str]:
-    """Return the metrics of a validation split, without the loss, in the order they were logged."""
+    """Return the metrics of a validation split except the loss, in the order they were logged."""
     names = names_in(rows)
     return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
 
 
 def others(rows: list[Row], split: str) -> list[str]:
-    """Return the other numbers: your own, and those of further validation sets and groups."""
+    """Return all other names: your own numbers, more validation sets, and parameter groups."""
     drawn = {*NUMBERS, f"{split}/loss", *metrics_of(rows, split)}
     drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
     names = [name for name in names_in(rows) if "/" in name and name not in drawn]
@@ -59,7 +59,7 @@ def others(rows: list[Row], split: str) -> list[str]:
 
 
 def names_in(rows: list[Row]) -> list[str]:
-    """Return the names in the rows, in their order."""
+    """Return the names in the rows, in the order in which they first occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
@@ -112,7 +112,7 @@ def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
 def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
     """Return the series of a training metric, without the rows that cover few samples.
 
-    The row before an evaluation may cover only a batch or two, so its mean would be noisy.
+    The row before an evaluation can cover only a batch or two, so its mean would be noisy.
     """
     most = max((weight_of(row) for row in rows if name in row), default=0)
     return series([row for row in rows if weight_of(row) >= most / 4], name)

@@ -1,4 +1,4 @@
-"""How the report shows the evaluation of the best weights: plots, and the hardest samples."""
+"""The report's view of the evaluation of the best weights: plots, and the hardest samples."""
 
 import math
 from typing import Any
@@ -14,16 +14,16 @@ MOST_NUMBERS = 8  # target values shown per sample
 MOST_PICTURES = 200_000  # characters in all pictures together
 MOST_TOKENS = 200  # tokens shown per sequence
 FEWEST = 10  # minimum number of samples in a bin of the calibration
-HIGH_LOSS = 8.0  # loss of a token with the strongest color: its probability was 1 in 3,000
+HIGH_LOSS = 8.0  # loss from which a token has the strongest color: a probability of 1 in 3,000
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss, those with the highest entropy, and random ones.
+    """Return three groups of samples: highest loss, highest entropy, and random.
 
-    Each list of samples is {"title", "samples", "table"}.
+    Each group is {"title", "samples", "table"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
@@ -47,7 +47,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows of a sample. "cells" is its row in a table."""
+    """Return what the template shows about a sample. "cells" is the sample's row in a table."""
     labels = [sample.true, sample.predicted]
     if evaluation.kind == "regression":
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
@@ -75,7 +75,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def tokens_of(sample: Sample) -> list[tuple[str, int]]:
-    """Return the tokens of a sample, and the strength of each one's color, in percent."""
+    """Return (token, strength of its color in percent) for the tokens of a sample."""
     tokens = []
     for token, loss in zip(sample.tokens, sample.losses, strict=True):
         text = "↵" if token == "\n" else shortened(printable(token), 20)

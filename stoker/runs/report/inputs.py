@@ -1,7 +1,7 @@
 """Read the files of a run, and check them so that the rest of the report can trust their types.
 
 The files are untrusted. An entry that is missing or malformed becomes None or empty, and the page
-leaves its part out.
+omits the part that would show it.
 """
 
 import base64
@@ -41,7 +41,7 @@ MODES = {
     "val/loss": "min",
 }  # metrics that monitor=auto chooses from
 
-Row = dict[str, float]  # a row of metrics.jsonl, numbers only; it has a "step" and an "epoch"
+Row = dict[str, float]  # the numbers in a row of metrics.jsonl, including "step" and "epoch"
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def is_one_epoch(self) -> bool:
-        """Whether `max_steps` make a single epoch, as for a stream."""
+        """Whether the whole run of `max_steps` steps is a single epoch, as for a stream."""
         most = self.config.get("max_steps")
         last = self.rows[-1] if self.rows else None
         return bool(last and is_number(most) and abs(last["epoch"] * most - last["step"]) < 0.5)
@@ -117,12 +117,12 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return {step: path} of the checkpoints of a run."""
+    """Return {step: path} for the checkpoints of a run."""
     return checkpoint_names.files(folder / "checkpoints")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl that have a step and an epoch, with only their numbers."""
+    """Return the numbers in each row of a metrics.jsonl that has a step and an epoch."""
     rows = []
     for entries in read_lines(path):
         row = {name: value for name, value in entries.items() if is_number(value)}
@@ -141,7 +141,7 @@ def read_texts(path: Path) -> list[tuple[float, str]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file; from a long file, only some besides evaluations."""
+    """Yield the objects in a JSON Lines file. Of a long file, keep evaluations and some others."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
@@ -155,7 +155,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
-    """Return the best evaluation by the run's monitor, if it is known whether higher is better."""
+    """Return the best evaluation by the run's monitor, or None if its direction is unknown."""
     monitor = str(config.get("monitor"))
     for name in MODES if monitor == "auto" else [monitor]:
         evaluated = [row for row in rows if name in row]
@@ -170,7 +170,7 @@ def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """Return the evaluation in evaluation.json; None if it is malformed."""
+    """Return the evaluation in evaluation.json, or None if the file is malformed."""
     try:
         return evaluation_of(read_json(path))
     except (ValueError, TypeError):
@@ -178,9 +178,9 @@ def read_evaluation(path: Path) -> Evaluation | None:
 
 
 def evaluation_of(entries: Any) -> Evaluation:
-    """Return the evaluation in a JSON object. Raise TypeError or ValueError if it is malformed.
+    """Return the evaluation in a JSON object. Raise TypeError or ValueError if malformed.
 
-    Invalid points and samples are left out, such as non-finite predictions.
+    Invalid points and samples, such as non-finite predictions, are left out.
     """
     evaluation: Evaluation = typed(entries, Evaluation)
     evaluation.classes = [shortened(name, MOST_NAME) for name in evaluation.classes]

@@ -29,7 +29,7 @@ def settings(run: Run) -> dict[str, Any]:
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, MISSING)
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
-            continue  # only repeats another key, which has its own line
+            continue  # a reference to another key, which has its own line
         is_changed = bool(defaults) and value != default and key != "run_dir"
         rows.append((key, value, default, is_changed))
     return {
@@ -51,12 +51,12 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
     """Return the defaults for the options of the run, or {} if they cannot be composed."""
     try:
         return dotted.flat(of_choices(list(filter(is_choice, overrides))))
-    except Exception:  # Hydra may raise anything, and the report does not need the defaults
+    except Exception:  # Hydra can raise any exception, and the report does not need the defaults
         return {}
 
 
 def origin(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) for the command that started the run and those that continue it."""
+    """Return (purpose, command) pairs: how the run was started, and how to continue it."""
     script = saved_config.script_of(run.config)
     if script is not None:
         return [("Started by a script, which also resumes it", script)]

@@ -71,9 +71,9 @@ def target_name(run: Run, group: str) -> str:
 
 
 def data_name(run: Run) -> str:
-    """Return the name of the user's file or folder of data, or else the name of the data set."""
+    """Return the name of the user's data file or folder, or else the name of the data set."""
     name = target_name(run, "dataset")
-    # The root of another data set is only where it was downloaded to.
+    # For other data sets, the root is only the download folder.
     place = run.config.get("dataset.root" if name == "image_folder" else "dataset.path")
     if isinstance(place, str) and Path(place).name and "${" not in place:
         return one_line(Path(place).name)
@@ -109,9 +109,9 @@ def moment(run: Run, row: Row) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, as far as they are known.
+    """Return "acc", "r2" and "mae" of the evaluated weights, leaving out unknown ones.
 
-    "luck" is the accuracy that guessing might still reach: two standard errors above chance.
+    "luck" is the highest accuracy that guessing might reach: two standard errors above chance.
     """
     seen = run.evaluation
     if seen is None:
@@ -120,7 +120,7 @@ def scores(run: Run) -> dict[str, float]:
     numbers = run.result.best_metrics().items()
     known = {name.removeprefix(start): value for name, value in numbers if is_number(value)}
     count: float = seen.samples
-    if seen.confusion is not None:  # the best metrics of a validation split may lack the accuracy
+    if seen.confusion is not None:  # the best metrics of a validation split might lack the accuracy
         count = sum(map(sum, seen.confusion))
         right = sum(row[i] for i, row in enumerate(seen.confusion))
         known["acc"] = right / max(1, count)

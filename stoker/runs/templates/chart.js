@@ -12,7 +12,7 @@ function canvas(place, width, height, label) {
   return shape(place, "svg", {class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
 }
 
-// Return a scale for numbers. `at` maps a number to its share of the axis, from 0 to 1; `ticks` has pairs of a share and a label.
+// Return a scale for numbers. `at` maps a number to a fraction of the axis, from 0 to 1; `ticks` are [fraction, label] pairs.
 // The scale is logarithmic if the range is wide and most numbers are small. Ticks are at least `least` apart.
 function scale(numbers, steps, least = 0) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
@@ -47,7 +47,7 @@ function path(points) {
   return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
-// Draw grid lines and labels. `horizontal` and `vertical` are pairs of a share of the axis and a label.
+// Draw grid lines and labels. `horizontal` and `vertical` are [fraction of the axis, label] pairs.
 function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
   for (const [share, label] of vertical) {
     const y = top + height * (1 - share);

@@ -1,4 +1,4 @@
-// The index of runs, built from the JSON in the page, whose contents are shown only as text.
+// The index of runs, built from the JSON in the page. The contents of the JSON are shown only as text.
 const runs = [];
 for (const line of document.getElementById("runs").textContent.split("\n")) {
   try {

@@ -1,4 +1,4 @@
-// The plots of a sweep, drawn from the JSON in the page, whose contents are shown only as text.
+// The plots of a sweep, drawn from the JSON in the page. The contents of the JSON are shown only as text.
 const sweep = JSON.parse(document.getElementById("sweep").textContent);
 const rows = [...document.querySelectorAll("#jobs tbody tr")];
 const brushes = new Map(); // {axis: [low, high]}, the selected range as fractions of the axis
@@ -31,7 +31,7 @@ const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === 
 
 function isIn(job) {
   return [...brushes].every(([axis, [low, high]]) => {
-    const share = (axis.value ?? axis.at)(job), reach = axis.reach ?? 0; // select all jobs with the same value, or none
+    const share = (axis.value ?? axis.at)(job), reach = axis.reach ?? 0; // select all jobs with the same value, or none of them
     return share !== null && share >= low - reach && share <= high + reach;
   });
 }
