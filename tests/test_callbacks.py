@@ -290,7 +290,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     data = make_data()
     data.train.inputs[:] = math.inf
     trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
-    with pytest.raises(TrainingError, match="train/loss is nan at step 5: in step 1, batch"):
+    with pytest.raises(
+        TrainingError, match="train/loss is nan at step 5. What happened first: in step 1, batch"
+    ):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
     assert not checkpoint.files(tmp_path)
 
@@ -318,7 +320,7 @@ def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
     before = trainer.module.layer.weight.detach().clone()
     with pytest.raises(
         TrainingError,
-        match=r"is inf at step 3: in step 1, the gradient of layer.bias has norm inf",
+        match=r"is inf at step 3. What happened first: in step 1, the gradient of layer.bias has norm inf",
     ):
         trainer.fit(*loaders())
     assert torch.equal(trainer.module.layer.weight, before)
@@ -338,7 +340,7 @@ def test_an_overflow_in_fp16_says_bf16():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 1: in step 1, the loss is nan, .*\n.*or precision=bf16",
+        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan, .*\n.*or precision=bf16",
     ):
         trainer.fit(*loaders())
 

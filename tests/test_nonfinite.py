@@ -79,7 +79,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     guard = NaNGuard(tmp_path / "bad")
     first, second, third = failure(trainer(guard, Checkpoint(tmp_path / "run", every=2)), loader)
     assert first.endswith(
-        f": in step {step}, batch[0] has non-finite values in 1 of {len(inputs)} rows "
+        f". What happened first: in step {step}, batch[0] has non-finite values in 1 of {len(inputs)} rows "
         f"(the first is row {row})."
     )
     assert second == "Check these samples, or remove them."
@@ -104,7 +104,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     again = trainer(NaNGuard(), Checkpoint(tmp_path / "again"))
     again.log_every = 1
     assert failure(again, loader, resume=path)[0] == (
-        f"train/loss is nan at step {step}: {first.partition(': ')[2]}"
+        f"train/loss is nan at step {step}. What happened first: {first.partition(': ')[2]}"
     )
 
 
@@ -134,7 +134,7 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     trainer = make_trainer(optimizer=optimizer, scheduler=None, callbacks=callbacks)
     first, *_ = failure(trainer)
     assert first == (
-        "The weights of 0.weight are not finite at step 1: in step 1, 0.weight is not finite "
+        "The weights of 0.weight are not finite at step 1. What happened first: in step 1, 0.weight is not finite "
         "after the update (learning rate 1e39)."
     )
 
@@ -179,7 +179,7 @@ def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
     trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=SGD)
     first, *_ = failure(trainer)
     assert first.startswith(
-        "train/loss is nan at step 8: in step 6, 3.weight is not finite after the update "
+        "train/loss is nan at step 8. What happened first: in step 6, 3.weight is not finite after the update "
     )
 
 

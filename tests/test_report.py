@@ -219,8 +219,8 @@ def test_the_page_shows_these_numbers(run, tested):
     ]
     worst = seen["worst"][0]
     assert shown.all("span", "whole")[:2] == [
-        words.percent(worst["probability"]),
-        words.percent(math.exp(-worst["loss"])),
+        words.rounded_percent(worst["probability"]),
+        f"({words.rounded_percent(math.exp(-worst['loss']))})",
     ]
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 4
     commands = shown.all("pre")
@@ -951,6 +951,8 @@ def test_shares_in_words():
         0.142857: "14.3%",
     }
     assert {share: words.percent(share) for share in values} == values
+    rounded = {0: "0.0%", 0.0009: "<0.1%", 0.97236: "97.2%", 0.9995: ">99.9%", 1: "100.0%"}
+    assert {share: words.rounded_percent(share) for share in rounded} == rounded
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
     assert {value: readable.number(value) for value in numbers} == numbers
     assert (
@@ -1127,9 +1129,9 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shown = page_of(tmp_path / "run")
     boxes = [text for text in shown.all("span", "box") if text != "warmup"]
     assert boxes[:3] == [
-        "data 6.3 s, 63%",
-        "forward 1.7 s, 17%",
-        "optimizer 2.0 s, 20%",
+        "data 6.3 s, 63.0%",
+        "forward 1.7 s, 17.0%",
+        "optimizer 2.0 s, 20.0%",
     ]
     text = " ".join(shown.all("p"))
     assert (
@@ -1462,7 +1464,7 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
         line, true, _, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
         assert true == readable.number(float(price))
-        assert error == readable.number(sample.predicted[0] - float(price))
+        assert error == readable.brief(sample.predicted[0] - float(price))
         assert columns == [area.removesuffix(".0"), *others]
 
 

@@ -70,7 +70,8 @@ def show(text: str, style: str | None = None) -> None:
 def show_error(text: str) -> None:
     """Print an error message to standard error."""
     if is_terminal(sys.stderr):
-        text = wrapped(text, indent="       ")
+        first, *advice = text.split("\n")
+        text = "\n".join([wrapped(first, indent="       "), *(wrapped(a, "") for a in advice)])
         if text.startswith("error:"):
             text = styled("error:", "red") + text.removeprefix("error:")
     print(text, file=sys.stderr, flush=True)

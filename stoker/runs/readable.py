@@ -31,7 +31,7 @@ def seconds(value: float) -> str:
     if value < 100:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    if minutes < 100:
+    if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
 

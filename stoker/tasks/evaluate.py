@@ -1,6 +1,7 @@
 """task=evaluate: test the best weights of a run on its own data, or on other data."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building, by_split
+from stoker.trainer import terminal
 from stoker.trainer.errors import UserError, log
+from stoker.trainer.readable import number
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -18,7 +21,9 @@ def evaluate(cfg: DictConfig) -> None:
     with tested(cfg) as (path, parts, part, loader):
         split = "all" if cfg.split == "all" else part
         results = parts.trainer.evaluate(loader, split)
-    numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
+    # A person gets rounded numbers, a file or a pipe exact ones.
+    shown = number if terminal.is_terminal(sys.stdout) else str
+    numbers = [f"{name.removeprefix(f'{split}/')} {shown(v)}" for name, v in results.items()]
     print(f"weights  {path}")
     print(f"{split:<9}{'  '.join(numbers)}")
 

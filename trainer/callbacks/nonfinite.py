@@ -93,7 +93,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
             return error
         text, batch, state = first
         trainer.resume_from(state)
-        text = f"{error.symptom}: {text}"
+        text = f"{error.symptom}. What happened first: {text}"
         if guard.folder is None:
             return NotFinite(text)
         path = keep(trainer, batch, state, guard.folder)

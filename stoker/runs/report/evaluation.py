@@ -5,9 +5,9 @@ from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
-from stoker.runs.report.words import one_line, percent, shortened
+from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
+from stoker.trainer.readable import brief, number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
 MOST_NUMBERS = 8  # target values shown per sample
@@ -56,11 +56,11 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     line = f"index {sample.index:,}" if sample.line is None else f"line {sample.line:,}"
     cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
     if evaluation.kind == "regression" and evaluation.targets == 1:
-        cells["error"] = number(sample.predicted[0] - sample.true[0])
+        cells["error"] = brief(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
-        cells["probability"] = percent(sample.probability)
+        cells["probability"] = rounded_percent(sample.probability)
         if sample.loss is not None:
-            cells["of the true class"] = percent(math.exp(-max(sample.loss, 0)))
+            cells["of the true class"] = rounded_percent(math.exp(-max(sample.loss, 0)))
     for name, value in sample.columns.items():
         text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
         cells.setdefault(shortened(name), text)
@@ -101,7 +101,8 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
         svg = plots.fractions(
             "correct", points, "predicted probability", "fraction correct", ideal=diagonal
         )
-        drawn.append(figure("calibration", svg, "gray: perfect"))
+        note = f"gray: perfect; bins of at least {FEWEST} samples"
+        drawn.append(figure("calibration", svg, note))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2

@@ -49,6 +49,15 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.{digits}g}%"
 
 
+def rounded_percent(fraction: float) -> str:
+    """Format a fraction with one decimal, as '97.2%', '<0.1%' or '>99.9%'."""
+    if 0 < fraction < 0.001:
+        return "<0.1%"
+    if 0.999 < fraction < 1:
+        return ">99.9%"
+    return f"{100 * fraction:.1f}%"
+
+
 def flop(value: float) -> str:
     """Format a number of operations, like '474 kFLOP' or '1.20 MFLOP'."""
     from tqdm import tqdm

@@ -26,7 +26,7 @@ function scale(numbers, steps, least = 0) {
   step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
   if (log) step = Math.max(1, Math.round(step));
   else if (size >= least) step = Math.max(least, step);
-  if (!log && high > low) { // both ends have a tick
+  if (!log && high > low && steps > 1) { // both ends have a tick
     low = Math.floor(low / step + 1e-9) * step;
     high = Math.ceil(high / step - 1e-9) * step;
     size = high - low;
