@@ -261,8 +261,8 @@ def test_missing_data_is_said_at_once(tmp_path):
     ("arguments", "words"),
     [
         (["--contestants", "ideal:malloc"], "there is no variant malloc"),
-        (["--contestants", "mine"], "give ours, bare, ideal"),
-        (["--what", "startup", "--output", "nowhere/table.md"], "there is no such folder"),
+        (["--contestants", "mine"], "choose from ours, bare, ideal"),
+        (["--what", "startup", "--output", "nowhere/table.md"], "its folder does not exist"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_anything_is(arguments, words):
