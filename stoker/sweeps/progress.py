@@ -84,7 +84,7 @@ class Ends:
             each = (time.monotonic() - self.start) / ended
             left = f"{seconds(each * (total - count))} left" if count < total else ""
             parts.append(left.rjust(LEFT))
-        parts.append(" ".join([f"job {job.name}:", *typed_for(job, self.keys, short)]))
+        parts.append(" ".join([f"job {job.name}", *typed_for(job, self.keys, short)]))
         return printable("  ".join(parts))
 
 
