@@ -48,7 +48,7 @@ MODELS = {
     # 4.1e9 multiply-adds per image of 224x224 (He 2016, arXiv 1512.03385), times three for forward and backward.
     "ResNet-50": Model(25.6e6, 3 * 2 * 4.1e9 * 4096, "4,096 images", 10),
     # 6 P per token (Kaplan 2020, arXiv 2001.08361), plus 2 P because the blocks are recomputed.
-    "7 B": Model(7e9, 8 * 7e9 * 2**22, "4,194,304 tokens", 33),
+    "7B": Model(7e9, 8 * 7e9 * 2**22, "4,194,304 tokens", 33),
 }
 
 

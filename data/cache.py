@@ -33,9 +33,9 @@ def open_cache(
     """Open or create a cache, and return it with a phrase that says where it is.
 
     `place` is "auto" (under ~/.cache), a folder, or False for no cache. `source` identifies the
-    image folder and size, and `state` the current files; caches with the same source but another
-    state are deleted. If the cache cannot be created, for example because there is too little
-    space, return None and the reason; if `place` is a folder, raise UserError instead.
+    image folder and size, and `state` the current files; caches with the same source but a
+    different state are deleted. If the cache cannot be created, for example because there is too
+    little space, return None and the reason; if `place` is a folder, raise UserError instead.
     """
     if isinstance(place, bool):
         return None, ""

@@ -323,8 +323,8 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     is_empty = any(len(split) == 0 for split in readable.values())
     if is_empty or len(readable["train"].targets.unique()) < len(classes):
         raise UserError(
-            f"dataset.on_bad_sample=skip: a split or a class has no readable images ({shown}).\n"
-            "Replace or remove these files."
+            "dataset.on_bad_sample=skip: a split or a class has no readable images. "
+            f"These files cannot be read: {shown}.\nReplace or remove them."
         )
     total = sum(map(len, splits.values()))
     log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)

@@ -163,7 +163,7 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     raise UserError(
         f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
         f"batches of {size or 'unknown size'}.\n"
-        "A fraction needs a loader with a length. A number of samples needs a loader with a "
+        "A fraction requires a loader with a length; a number of samples requires a loader with a "
         "batch_size and at least that many samples."
     )
 

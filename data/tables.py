@@ -270,7 +270,7 @@ class Table:
                 f"{self.key}={self.shown}: cannot be read as a table "
                 f"({printable(error)[:300]}).\n"
                 "Expected a csv file in UTF-8 with a header line, or a parquet file. If its "
-                "separator is not a comma, type 'dataset.delimiter=;' or tab.\n"
+                "separator is not a comma, type 'dataset.delimiter=;' or dataset.delimiter=tab.\n"
                 "To convert another encoding, type iconv -f latin1 -t utf-8 OLD.csv > NEW.csv."
             ) from None
 
@@ -337,7 +337,8 @@ class Table:
                 raise UserError(
                     f"{where}{name}: {self.shown} has no such column."
                     f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}.\n"
-                    "If these are not separate columns, type 'dataset.delimiter=;' or tab."
+                    "If several columns were read as one, type 'dataset.delimiter=;' or "
+                    "dataset.delimiter=tab."
                 )
         return names
 
@@ -401,7 +402,7 @@ class Table:
             if amounts.isnan().sum() == values.null_count:
                 if not is_date and is_count(amounts):
                     log.warning(
-                        "%s: the column %r numbers the rows. If it is only an id, type %s.",
+                        "%s: the column %r looks like a row number. If it is only an id, type %s.",
                         self.shown,
                         name,
                         self.adding("ignore", name),

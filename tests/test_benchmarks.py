@@ -286,7 +286,7 @@ def test_the_tables_of_the_costs_are_those_of_the_formulas():
         and scale.held("fsdp", 1000, 8, 10) == 0.5 * four + 0.3 * four
     )
     one, two = (
-        scale.seconds("ddp", scale.MODELS["7 B"], world, scale.Cluster()) for world in (1, 2)
+        scale.seconds("ddp", scale.MODELS["7B"], world, scale.Cluster()) for world in (1, 2)
     )
     assert one[0] == 2 * two[0] and one[1] == 0 < two[1]
 

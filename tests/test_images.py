@@ -326,7 +326,9 @@ def test_what_skipping_cannot_leave_out(tmp_path):
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
     with pytest.raises(
-        UserError, match=r"skip: a split or a class has no readable images \(.*a/0.png, .*b/0.png\)"
+        UserError,
+        match=r"skip: a split or a class has no readable images. These files cannot be read: "
+        r".*a/0.png, .*b/0.png\.\nReplace or remove them\.$",
     ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)

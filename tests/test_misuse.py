@@ -279,7 +279,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
         (lambda x: None, "outputs is a NoneType, not one value per sample"),
         (
             lambda x: {"y": x} if x.sum() > 0 else (x,),
-            "the outputs are outputs['y'] for one batch and outputs[0] for another",
+            "the model returned outputs['y'] for one batch and outputs[0] for another",
         ),
         (
             lambda x: {"y": x if x.sum() > 0 else None},

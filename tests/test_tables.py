@@ -405,7 +405,7 @@ def test_advice_is_to_be_typed_as_it_is_and_keeps_what_is_ignored(table, caplog)
     table(text, target="y", ignore=["Umsatz 'netto' (EUR)"])
     [warning] = caplog.messages
     assert warning == (
-        f"{table.path}: the column 'nr' numbers the rows. If it is only an id, type "
+        f"{table.path}: the column 'nr' looks like a row number. If it is only an id, type "
         "'dataset.ignore=[\"Umsatz '\"'\"'netto'\"'\"' (EUR)\",nr]'."
     )
 

@@ -68,7 +68,8 @@ def replacing(path: str | Path) -> Iterator[str]:
     """Yield the path of a temporary file, which replaces `path` atomically at the end.
 
     The file is flushed to disk first. It is in the same folder, because a rename is atomic only
-    within a file system. Its name is random, because an attacker could put a link at a known name.
+    within a file system. Its name is random, because an attacker could create a link with a
+    predictable name.
     """
     path = Path(path)
     try:

@@ -212,7 +212,7 @@ def autocasting(module: Any, device_type: str) -> Any:
 
 
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Shard the module's parameters over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
+    """Shard the module's parameters across the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
 
     Items of a Sequential or ModuleList with at least BLOCK parameters are gathered separately.
     """
@@ -372,7 +372,9 @@ def plain_text(module: torch.nn.Module) -> str:
 
 
 def description(trainer: Any) -> str:
-    """Return ", 16 on each of 4 processes (ddp)" for the plan of a run, "" for one process."""
+    """Return text such as ", 16 on each of 4 processes (ddp)" for the plan of a run, or "" for a
+    single process.
+    """
     if process_count == 1:
         return ""
     size = getattr(trainer.train_loader, "batch_size", None)
@@ -486,11 +488,11 @@ def check_sampler(loader: Any) -> None:
 
 
 def check_size(samples: int) -> None:
-    """Raise UserError for a batch with fewer samples than processes."""
+    """Raise UserError if a batch has fewer samples than processes."""
     if samples < process_count:
         raise UserError(
             f"A batch of {samples} is too small to split among {process_count} processes.\n"
-            "Type a larger batch_size."
+            "Increase batch_size."
         )
 
 
@@ -563,7 +565,7 @@ class Agreement:
         self.agreed = 0.0  # longest time since the start on any process, as of the last exchange
         self.calls = 0  # number of calls since the last exchange
         self.soonest = 1  # number of the call at which to exchange
-        # A single process has nothing to exchange, and only calls a C function per step.
+        # A single process has nothing to exchange, and `bool` is its cheapest call in each step.
         self.is_asked: Callable[[Any], bool] = bool if process_count == 1 else self.any_is_asked
 
     def now(self) -> float:

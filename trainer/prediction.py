@@ -94,7 +94,7 @@ def combined(nestings: list[Any], combine: Combine) -> Any:
     for leaves in flat:
         if leaves.keys() != flat[0].keys():
             raise UserError(
-                f"predict: the outputs are {', '.join(flat[0])} for one batch and "
+                f"predict: the model returned {', '.join(flat[0])} for one batch and "
                 f"{', '.join(leaves)} for another.\n"
                 f"Override predict_batch to return the same structure each time; {misuse.HOW}."
             )

@@ -1,4 +1,4 @@
-"""Read the options and settings on the command line, and check how they are written."""
+"""Read the options and settings on the command line, and check their syntax."""
 
 import contextvars
 import re
@@ -109,7 +109,7 @@ def of_project(arguments: Sequence[str]) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return a list with the override that adds the project's `configs/`, if there are any."""
+    """Return a list with the override that adds the project's `configs/` folders, if it has any."""
     added = [quoted(f"file://{folder}") for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 

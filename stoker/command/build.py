@@ -24,8 +24,8 @@ from stoker.trainer.errors import (
     kind_of,
 )
 
-# The special Hydra keys that a node may contain. The others change how Hydra builds objects, or
-# what Hydra allows.
+# The special Hydra keys that a node may contain. Hydra's other special keys change how it builds
+# objects, or what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
 # The classes allowed for each part of a run: the second check, after trust.py. A target of any

@@ -17,7 +17,7 @@ from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # consecutive samples that must share a problem before it is reported
-FEWEST = 20  # samples per run, if the run has enough steps
+FEWEST = 20  # minimum number of samples per run, if it has enough steps
 DEAD = 0.5  # more than this fraction of a layer's units has no gradient
 VANISHED = 1e-6  # gradient below this fraction of the largest, both relative to the weight
 EXPLODED = 100.0  # gradient larger than this many times the weight

@@ -83,7 +83,9 @@ class Examination:
         self.samples += count
 
     def fit(self, outputs: Any, targets: Any) -> bool:
-        """Return whether each sample, token or pixel has one output per class or target."""
+        """Return whether each sample, token or pixel has one output per class, or per target for a
+        regression.
+        """
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return False
         positions = targets.shape[1:] if self.data.target_shape else ()

@@ -53,7 +53,7 @@ class RunResult:
     """The result of a run. An entry that the file lacks is None or empty."""
 
     overrides: list[str] | None = None  # the typed settings
-    script: str | None = None  # the command of the script that started the run
+    script: str | None = None  # the command line of the script that started the run
     # why the run failed; if set, all other entries except those from `write_failure` are empty
     error: str | None = None
     code: int | None = None  # the exit code of a failed run

@@ -86,7 +86,7 @@ class Samples(JSONL):
             if not self.failed:
                 log.warning(
                     "%s.generate failed (%s). Training continues without text samples. "
-                    "See stoker.models.gpt.GPT for a method that works.",
+                    "For a working example, see stoker.models.gpt.GPT.",
                     type(trainer.module).__name__,
                     cause(error),
                 )

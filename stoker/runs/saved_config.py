@@ -223,7 +223,7 @@ def load_config(key: str, folder: str | Path) -> Config:
 
 
 def script_of(config: Config) -> str | None:
-    """Return the command of the script that started a run, or None for other runs."""
+    """Return the command line of the script that started a run, or None for other runs."""
     script = config.get(SCRIPT)
     return printable(script) if isinstance(script, str) else None
 

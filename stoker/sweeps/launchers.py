@@ -154,7 +154,7 @@ class Jobs(Callback):
             if value not in ("auto", 1) and launcher not in SIDE_BY_SIDE:
                 raise UserError(
                     f"{key}={value}: hydra/launcher={launcher} does not support this key. "
-                    "Type hydra/launcher=joblib to run jobs side by side on this machine."
+                    "Type hydra/launcher=joblib to run jobs in parallel on this machine."
                 )
         check_installed(launcher)
 

@@ -204,7 +204,7 @@ class OptunaSearch(Sweeper):
 
 
 def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
-    """Return the overrides for the values of a trial."""
+    """Return a trial's parameter values as overrides."""
     return [f"{key}={value}" for key, value in trial.params.items()]
 
 

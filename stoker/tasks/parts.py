@@ -178,8 +178,8 @@ def build_loaders(
     )
     if only == "train" and length_of(train) is None:
         raise UserError(
-            f"split=train: the training split of {data.name} has no length, so it might not "
-            "end. Type split=val or split=test."
+            f"split=train: the training split of {data.name} has no length, so the "
+            "evaluation might never end. Type split=val or split=test."
         )
     if only is None and cfg.steps_per_epoch is not None:
         train = in_epochs(train, cfg.steps_per_epoch)
@@ -272,7 +272,7 @@ def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Ca
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the config's callbacks that are on, then `more`, then Timing, which measures them.
+    """Return the config's enabled callbacks, then `more`, then Timing, which measures them.
 
     debug=true also adds a DeviceAudit.
     """

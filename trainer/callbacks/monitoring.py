@@ -79,7 +79,7 @@ class Monitor(Callback):
         self.is_missing = self.best is None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Warn if the number was never logged in a complete fit."""
+        """Warn if the number was never logged during a complete fit."""
         if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
             launch.warn(
                 f"{type(self).__name__}: monitor={self.name} was never logged, "

@@ -134,7 +134,7 @@ class Progress(Callback):
         self.write("  ".join(parts))
 
     def write(self, text: str) -> None:
-        """Print a line, above the line of the current step if there is a table."""
+        """Print a line of text. If there is a table, print it above the current step's line."""
         if self.table is None:
             print(text, flush=True)
         else:
