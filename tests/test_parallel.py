@@ -350,7 +350,7 @@ def test_plain_data_loaders_in_a_notebook(forks, tmp_path, strategy):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("with_distributed_sampler", ["DistributedSampler", "total of all processes"]),
+        ("with_distributed_sampler", ["DistributedSampler", "total for all processes"]),
         ("with_a_median", ["median"]),
         ("small_batches", ["batch", "2"]),
     ],

@@ -1142,7 +1142,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
         "the GPU waited 63% of the time for data" in text
         and "0123abc, with uncommitted changes" in text
     )
-    assert "25% of 1.00 TFLOP/s" in text and "1.20 MFLOPs per sample" in text
+    assert "25.0% of 1.00 TFLOP/s" in text and "1.20 MFLOPs per sample" in text
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
     text = " ".join(page_of(tmp_path / "run").all("p"))
     assert "250 GFLOP/s" in text and "MFU" not in text
