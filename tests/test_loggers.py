@@ -587,7 +587,7 @@ def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_to
             and run.data.params["seed"] == str(i)
         )
         assert run.data.params["ema"] == "${oc.decode:${oc.env:SECRET}}"
-        assert run.data.params["callbacks.jsonl.path"] == "${run_dir}/metrics.jsonl"
+        assert run.data.params["callbacks.jsonl.path"] == f"mine/{i}/metrics.jsonl"
         assert run.data.params["callbacks.ema.decay"] == "${oc.decode:${oc.env:SECRET}}"
         assert run.data.params["callbacks.time_limit.minutes"] == "null"
         [wandb_run] = [
