@@ -280,6 +280,8 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 def warn_of_own_step(trainer: "Trainer") -> None:
     """Warn about settings that your own train_step ignores, because its code never uses them."""
     kind = type(trainer)
+    if is_usual(kind, "train_step"):
+        return
     cut = "micro_batch" if trainer.micro_batch.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
     schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
@@ -289,7 +291,7 @@ def warn_of_own_step(trainer: "Trainer") -> None:
         cast: trainer.dtype and f"precision={summary.precision(trainer)}",
         "scheduler": schedule != "constant" and f"scheduler ({schedule})",
     }
-    if is_usual(kind, "train_step") or not any(uses.values()):
+    if not any(uses.values()):
         return
     names = names_in(kind)
     for name, setting in uses.items():
