@@ -95,14 +95,14 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
 
 
 def ending(loader: Any, split: str) -> Iterator[Any]:
-    """Yield the batches of a loader for an evaluation, which must end.
+    """Yield the batches of a loader without a length for an evaluation, which must end.
 
     Raises:
-        UserError: The loader has no length, and more than MOST samples.
+        UserError: The loader has more than MOST samples.
     """
     most = MOST // (getattr(loader, "batch_size", None) or 100)
     for number, batch in enumerate(loader):
-        if number == most and length_of(loader) is None:
+        if number == most:
             raise UserError(
                 f"{split}: this loader has no len(), and has not ended after {most:,} batches.\n"
                 "Type limit_val=N for validation; in a script, pass "
