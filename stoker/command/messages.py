@@ -160,7 +160,8 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
-    if group in ("metrics", settings.GROUP_OF_MANY):
+    takes_more = group in ("metrics", settings.GROUP_OF_MANY)
+    if takes_more:
         to_add = f" Type +{key}._target_=... to add your own."
         anywhere = siblings
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
@@ -171,4 +172,4 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) or anywhere is siblings else ""
+    return to_add if f"{group}._target_" in flat(config) or takes_more else ""
