@@ -82,25 +82,36 @@ def whole_store() -> "Store":
     Raises:
         LostContact: Rank 0 cannot be reached.
     """
-    from torch.distributed import TCPStore
-
     if not hasattr(connections, "store"):
-        address = os.environ.get("MASTER_ADDR", "localhost")
-        port = int(os.environ.get("MASTER_PORT", 29500))
-        try:
-            connections.store = TCPStore(
-                address,
-                port,
-                is_master=is_first() and not store_is_torchruns(),
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=timedelta(seconds=timeout),
-            )
-        except RuntimeError as error:
-            place = f"rank 0 at {address}:{port}"
-            raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
+        connections.store = connect()
     shared: Store = connections.store
     return shared
+
+
+def connect() -> "Store":
+    """Connect to the store in short attempts, because a signal has no effect during an attempt."""
+    from torch.distributed import TCPStore
+
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    port = int(os.environ.get("MASTER_PORT", 29500))
+    is_host = is_first() and not store_is_torchruns()
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            store = TCPStore(
+                address,
+                port,
+                is_master=is_host,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=min(2, timeout)),
+            )
+            store.set_timeout(timedelta(seconds=timeout))
+            return store
+        except RuntimeError as error:
+            if is_host or time.monotonic() > end:
+                place = f"rank 0 at {address}:{port}"
+                raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
 
 
 def store_is_torchruns() -> bool:
@@ -129,6 +140,16 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
             raise LostContact(f"rank {by} did not answer: timed out after {timeout:g} s.")
         time.sleep(0.02)
     return json.loads(store().get(key))
+
+
+def wait_for_ranks(name: str) -> None:
+    """Wait until all ranks have called this with the same `name`.
+
+    Unlike a collective operation, it lets a signal interrupt the wait.
+    """
+    publish(f"{name}/{rank()}", True)
+    for peer in range(world_size()):
+        receive(f"{name}/{peer}", by=peer)
 
 
 def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:

@@ -62,6 +62,7 @@ def start(strategy: str, device: torch.device) -> str:
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{exchange_for(strategy, device)}"
+        launch.wait_for_ranks("starts")  # init_process_group would ignore signals meanwhile
         dist.init_process_group(
             backend,
             store=launch.store(),
