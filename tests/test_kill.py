@@ -220,6 +220,37 @@ except stopping.Interrupted:
         assert (done.returncode, done.stderr) == (143, err)
 
 
+def test_a_signal_that_a_finalizer_swallowed_ends_the_program_without_a_traceback():
+    code = """
+import signal
+import sys
+from stoker.command import exit_codes, signals
+
+class Finalized:
+    def __del__(self):
+        {action}
+
+def main():
+    Finalized()
+    print("goes on")
+
+sys.argv = ["stoker"]
+signals.install()
+exit_codes.run(main)
+"""
+    advice = "Type the same command again to resume, or to start over if nothing was saved."
+    for action, expected in [
+        ("signal.raise_signal(signal.SIGTERM)", (143, f"\ninterrupted. {advice}\n")),
+        ("raise ValueError('its own')", (0, "ValueError: its own\n")),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(action=action)], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (expected[0], "goes on\n")
+        assert done.stderr.endswith(expected[1])
+        assert ("Traceback" in done.stderr) == (expected[0] == 0)
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     """By one signal or two, to the process or to its workers as well."""

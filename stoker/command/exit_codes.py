@@ -65,6 +65,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         logging.lastResort.setFormatter(terminal.Wrapping())
     try:
         signals.can_raise = True
+        sys.unraisablehook = signals.show_unraisable
         project.enter()
         arguments.check(sys.argv[1:])
         if "-h" in sys.argv or "--help" in sys.argv:

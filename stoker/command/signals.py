@@ -28,6 +28,12 @@ def install() -> None:
             signal.signal(number, handle)
 
 
+def show_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Print an exception that a finalizer swallowed, except Interrupted, which is raised later."""
+    if not isinstance(unraisable.exc_value, Interrupted):
+        sys.__unraisablehook__(unraisable)
+
+
 @contextlib.contextmanager
 def for_script(resume: str) -> Iterator[None]:
     """Handle a script's signals within this context; the command `resume` resumes the script."""
@@ -56,7 +62,6 @@ def handle(number: int, _: FrameType | None) -> None:
     With several ranks, a second signal within one second is a copy of the first, because torchrun
     forwards signals that the ranks have already received.
     """
-    global received_at
     is_first = stopping.received is None
     if not is_first and "RANK" in os.environ and time.monotonic() < received_at + 1:
         return
@@ -66,11 +71,17 @@ def handle(number: int, _: FrameType | None) -> None:
             os.write(2, f"ended immediately.{advice}\n".encode())
         # No cleanup, because the cleanup may be what hangs. Files are written atomically.
         os._exit(128 + number)
-    stopping.received = number
-    received_at = time.monotonic()
+    record(number)
     if stopping.on_signal is None:
         raise Interrupted
     stopping.on_signal(signal.Signals(number).name)
+
+
+def record(number: int) -> None:
+    """Record the first signal, which this process or another rank has received."""
+    global received_at
+    stopping.received = number
+    received_at = time.monotonic()
 
 
 def print_advice(text: str) -> None:

@@ -100,9 +100,10 @@ class Run:
         train_loader, val_loader, _ = self.parts.loaders
         with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
-        if parallel.add_up(int(stopping.received is not None)):
-            if stopping.received is None:  # another process got the signal
-                stopping.received = signal.SIGTERM
+            signaled_ranks = parallel.add_up(int(stopping.received is not None))
+        if signaled_ranks and stopping.received is None:
+            signals.record(signal.SIGTERM)
+        if stopping.received is not None:
             raise stopping.Interrupted
 
     def finish(self) -> RunResult | None:
