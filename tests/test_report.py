@@ -292,8 +292,25 @@ def test_an_evaluation_keeps_the_same_memory_for_any_number_of_samples(kind):
 
 def some(samples):
     """Return the places of the points among so many samples."""
-    order = torch.arange(samples) * 7919 % 10007
+    order = torch.tensor([murmur(i + 1) for i in range(samples)])
     return order.argsort(descending=True, stable=True)[: examine.MOST_POINTS]
+
+
+def murmur(number):
+    """Return the hash that orders the samples, with Python's integers."""
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        number = (number ^ number >> 16) * factor % 2**32
+    return number ^ number >> 16
+
+
+def test_random_samples_are_not_evenly_spaced():
+    order = examine.scrambled(torch.arange(10_000))
+    chosen = order.argsort(descending=True)[:2000].sort().values
+    assert len(order.unique()) == 10_000
+    # In a random choice of a fifth, each gap is geometric: 1 with probability 0.2, and so on.
+    shares = chosen.diff().bincount() / 1999
+    expected = 0.2 * 0.8 ** torch.arange(6)
+    assert shares[1:7].tolist() == pytest.approx(expected.tolist(), abs=0.03)
 
 
 class PerPosition(torch.nn.Module):

@@ -75,7 +75,7 @@ class Examination:
         count = len(targets)
         columns = self.columns(outputs.detach(), targets)
         columns["index"] = self.indices(count, outputs.device)
-        columns["order"] = columns["index"] * 7919 % 10007  # a pseudorandom order of the samples
+        columns["order"] = scrambled(columns["index"])
         for highest in self.lists.values():
             highest.update(columns)
         if self.confusion is not None:
@@ -160,6 +160,18 @@ class Highest:
         columns = self.highest(rows_of(columns, columns["index"].argsort()))
         del columns["order"]
         return columns
+
+
+def scrambled(indices: Tensor) -> Tensor:
+    """Return a hash of each index: the finalizer of MurmurHash3, below 2**32.
+
+    The highest hashes are a random choice of the samples that does not depend on their number, and
+    that is the same in every run.
+    """
+    mixed = indices + 1
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = (mixed ^ mixed >> 16) * factor & 0xFFFFFFFF
+    return mixed ^ mixed >> 16
 
 
 def joined(parts: list[Columns]) -> Columns:
