@@ -410,12 +410,12 @@ LATE = [
     (
         "loss=mse",
         "error: loss=MSELoss is for regression, but digits is data for classification.",
-        "Type loss=cross_entropy",
+        "Type loss=cross_entropy.",
     ),
     (
         "dataset=synthetic dataset.kind=regression",
         "error: loss=CrossEntropyLoss is for classification",
-        "Type loss=cross_entropy for classes, loss=mse (or l1, huber) for numbers",
+        "Type loss=mse (or l1, huber). If each sample has several labels, type loss._target_=",
     ),
     (
         "model=cnn dataset=synthetic",

@@ -815,12 +815,18 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
         (
             "auto",
             torch.nn.MSELoss(),
-            "MSELoss is for regression, but .* is data for classification",
+            (
+                "MSELoss is for regression, but .* is data for classification.\n"
+                "Type loss=cross_entropy. If y is a number, type dataset.kind=regression."
+            ),
         ),
         (
             "regression",
             torch.nn.CrossEntropyLoss(),
-            "CrossEntropyLoss is for classification, but .* is data for regression",
+            (
+                "CrossEntropyLoss is for classification, but .* is data for regression.\n"
+                r"Type loss=mse \(or l1, huber\). If y is a class, type dataset.kind=classification."
+            ),
         ),
     ):
         with pytest.raises(UserError, match=words):

@@ -19,6 +19,8 @@ LOSSES_OF_LOGITS = (
     nn.KLDivLoss,
     nn.BCELoss,
 )
+SUITED = {"classification": "loss=cross_entropy", "regression": "loss=mse (or l1, huber)"}
+TARGETS = {"classification": "a class", "regression": "a number"}
 REFUSALS = (RuntimeError, ValueError, TypeError)  # raised by `forward` for unsuitable inputs
 
 
@@ -29,11 +31,16 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
     other = {"classification": "regression", "regression": "classification"}
     unsuited = {"classification": LOSSES_OF_NUMBERS, "regression": (nn.CrossEntropyLoss,)}
     if isinstance(loss, unsuited[data.kind]):
+        advice = f"Type {SUITED[data.kind]}."
+        if data.table is not None:
+            kind = other[data.kind]
+            advice += f" If {data.table['target']} is {TARGETS[kind]}, type dataset.kind={kind}."
+        elif data.kind == "regression":
+            several = "loss._target_=torch.nn.BCEWithLogitsLoss"
+            advice += f" If each sample has several labels, type {several}."
         raise UserError(
             f"loss={name} is for {other[data.kind]}, but {data.name} is data for {data.kind}.\n"
-            "Type loss=cross_entropy for classes, loss=mse (or l1, huber) for numbers, or "
-            "loss._target_=torch.nn.BCEWithLogitsLoss for several labels per sample. For a table, "
-            "dataset.kind says whether the target is a class or a number."
+            f"{advice}"
         )
     outputs, targets = outputs_for(model, data)
     try:
