@@ -64,6 +64,7 @@ def test_a_peak_that_the_training_exceeds_is_not_shown():
         assert told["flops_per_second"] == pytest.approx(share * peak)
         assert told["mfu"] == (pytest.approx(share) if known else None)
         assert told["peak_flops"] == (peak if known else None)
+        assert told["peak_threads"] == (torch.get_num_threads() if known else None)
 
 
 class Products(TorchDispatchMode):
@@ -72,10 +73,12 @@ class Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.matrices = []
+        self.threads = []  # during each product
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.mm.default:
             self.matrices.append(args[0])
+            self.threads.append(torch.get_num_threads())
         return function(*args, **(kwargs or {}))
 
 
@@ -85,10 +88,12 @@ def test_the_peak_is_that_of_random_matrices_and_draws_from_no_global_generator(
     monkeypatch.setattr(flops, "WIDTH_CPU", 256)
     flops.peak.cache_clear()
     before = torch.get_rng_state()
+    threads = torch.get_num_threads()
     with Products() as products:
         assert flops.peak(torch.device("cpu"), dtype) > 0
     flops.peak.cache_clear()
     assert torch.equal(torch.get_rng_state(), before)
+    assert set(products.threads) == {1} and torch.get_num_threads() == threads
     assert len(products.matrices) >= 2
     for matrix in products.matrices:
         assert matrix.dtype is (dtype or torch.float32)
@@ -104,6 +109,7 @@ def test_where_there_is_no_memory_for_the_matrices_there_is_no_peak(monkeypatch)
         "flops_per_sample": 96,
         "flops_per_second": 9600.0,
         "peak_flops": None,
+        "peak_threads": None,
         "mfu": None,
     }
 

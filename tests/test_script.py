@@ -145,6 +145,7 @@ def test_a_script_and_the_command_write_the_same_result(forks, tmp_path):
     assert rows == expected
     own = {"script", "overrides", "git", "versions"}  # of the two folders
     measured = {"time", "speed", "flops_per_sample", "flops_per_second", "peak_flops", "mfu"}
+    measured.add("peak_threads")
     assert by_script.keys() - own == by_command.keys() - own - measured
     for name in by_script.keys() - own:
         assert by_script[name] == by_command[name], name

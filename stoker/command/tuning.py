@@ -95,9 +95,15 @@ def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[Non
     longer than a small step. Only models of dense layers on the CPU are affected, and only if
     OMP_NUM_THREADS is not set.
     """
+    with one_thread() if is_small(module, batch_size) else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Make operators on the CPU use one thread within this context."""
     threads = torch.get_num_threads()
-    if is_small(module, batch_size):
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

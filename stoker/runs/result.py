@@ -77,6 +77,7 @@ class RunResult:
     flops_per_sample: float | None = None
     flops_per_second: float | None = None
     peak_flops: float | None = None
+    peak_threads: int | None = None  # on the CPU, the threads that `peak_flops` is for
     mfu: float | None = None
     # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
