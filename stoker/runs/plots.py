@@ -102,14 +102,14 @@ class Plot:
         return Markup(text.replace("\n", ""))
 
 
-def linear(values: Sequence[float]) -> Axis:
-    """Return a linear axis with about five round ticks."""
+def linear(values: Sequence[float], parts: int = 4) -> Axis:
+    """Return a linear axis with round ticks, which divide the range into at most about `parts`."""
     low = min(values)
     high = max(values)
     most = max(abs(low), abs(high), SMALLEST)
     if high - low <= 1e-9 * most:
         high = low + (most / 10 if most > SMALLEST else 1)
-    least = (high - low) / 4
+    least = (high - low) / parts
     power = 10.0 ** exponent(least)
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= least * 0.999)
     first = math.floor(round(low / step, 6))
@@ -150,6 +150,7 @@ def curves(
     lines: Mapping[str, Points],
     label: str,
     colours: Mapping[str, str],
+    end: float = 0,
     best: tuple[float, float] | None = None,
     warmup: float = 0,
     far: float = math.inf,
@@ -157,14 +158,16 @@ def curves(
 ) -> Markup:
     """Draw named curves over the steps, with a mark at `best` and a band over the `warmup`.
 
+    The steps go from 0 to `end`, or further if a curve does.
+
     `colours` maps each curve to a CSS variable of the page. The axis is logarithmic if the largest
     value is over `far` times the smallest. `epochs` is the number of epochs per step.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
     values = [y for points in drawn.values() for _, y in points]
-    x = linear([0, *steps])
-    last = float(max(0, *steps)) or x.high
+    x = linear([0, end, *steps], 5)
+    last = float(max(0, end, *steps)) or x.high
     x = replace(x, high=last, ticks=[tick for tick in x.ticks if tick[0] <= last])
     plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
     if warmup:

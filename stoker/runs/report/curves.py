@@ -37,7 +37,10 @@ def frames(run: Run) -> list[dict[str, Any]]:
         far = LOSS_FAR if metric == "loss" else math.inf
         drawn.append(frame(run, shortened(metric), lines, far))
     for name, title in MEASURED.items():
-        drawn.append(frame(run, title, {title: series(rows, name)}))
+        points = series(rows, name)
+        if name == "train/lr":
+            points = [*ramp(run, points), *points]
+        drawn.append(frame(run, title, {title: points}))
     for name in others(rows, split)[:MOST_METRICS]:
         title = shortened(name)
         drawn.append(frame(run, title, {title: series(rows, name)}))
@@ -80,6 +83,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
         lines,
         f"{title} over the steps",
         colours,
+        end=last["step"],
         best=best,
         warmup=warmup,
         far=far,
@@ -103,6 +107,20 @@ def warmup_of(run: Run) -> int:
         return 0
     steps = warmup * total if warmup < 1 else warmup
     return round(min(max(0, steps), total))
+
+
+def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the ends of the learning rate's rise, if the first of these points comes after it."""
+    warmup = warmup_of(run)
+    rate = run.config.get("optimizer.lr")
+    start = run.config.get("scheduler.start", 0)
+    if not warmup or not points or not is_number(rate) or not is_number(start):
+        return []
+    # With groups, the first group might have another rate.
+    if points[0][0] <= warmup + 1 or run.config.get("groups"):
+        return []
+    first = rate * (start + (1 - start) / (warmup + 1))
+    return [(1, first), (warmup + 1, rate)]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
