@@ -50,7 +50,7 @@ from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
-from stoker.trainer import readable
+from stoker.trainer import readable, schedules
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1091,6 +1091,24 @@ def test_the_warmup_is_that_of_our_schedules():
         assert curves.warmup_of(run_with(config=config | odd, result=result)) == 0
 
 
+def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
+    warmup = {"scheduler.warmup": 4, "scheduler.start": 0.2, "optimizer.lr": 0.1}
+    config = {"scheduler._target_": "stoker.trainer.schedules.linear", **warmup}
+    run = run_with(config=config, result=RunResult(total_steps=100))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = schedules.linear(optimizer, 100, warmup=4, start=0.2)
+    rates = [(1, schedule.get_last_lr()[0])]
+    for step in range(2, 6):
+        schedule.step()
+        rates.append((step, schedule.get_last_lr()[0]))
+    [first, last] = curves.ramp(run, [(10, 0.09)])
+    assert first == (1, pytest.approx(rates[0][1]))
+    assert last == (5, pytest.approx(rates[4][1]))
+    assert curves.ramp(run, [(5, 0.1)]) == curves.ramp(run, []) == []
+    run.config["groups"] = [{"match": "x", "lr": 1}]
+    assert curves.ramp(run, [(10, 0.09)]) == []
+
+
 def test_a_stream_s_verdict_names_steps():
     best = Best("val/loss", "min", 40, 1.0)
     rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
@@ -1139,6 +1157,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
         "git": {"revision": "0123abc", "dirty": True},
         "mfu": 0.25,
         "peak_flops": 1e12,
+        "peak_threads": None,
         "flops_per_second": 2.5e11,
         "flops_per_sample": 1.2e6,
     }
@@ -1152,19 +1171,26 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     ]
     text = " ".join(shown.all("p"))
     assert (
-        "10.0 s of training, including evaluations and checkpoints, out of 12.5 s since the run was last star"
-        in text
-    )
+        "Training took 10.0 s, including evaluations and checkpoints, out of 12.5 s since the run was "
+        "last started. The rest was startup and the final evaluation."
+    ) in text
     assert (
-        "the GPU waited 63% of the time for data" in text
+        "The GPU waited 63% of the time for data." in text
         and "0123abc, with uncommitted changes" in text
     )
-    assert "25.0% of 1.00 TFLOP/s" in text and "1.20 MFLOPs per sample" in text
+    assert "250 GFLOP/s in training, 25.0% of the peak of 1.00 TFLOP/s" in text
+    assert "The peak is the fastest matrix product at the end of this run." in text
+    assert "1.20 MFLOPs per sample" in text
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
     text = " ".join(page_of(tmp_path / "run").all("p"))
     assert "250 GFLOP/s" in text and "MFU" not in text
     time = {stage: 1.0 for stage in report.STAGES if stage != "step"}  # drawn like forward
-    (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"time": time}))
+    result |= {"time": time, "peak_threads": 2}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+    text = " ".join(page_of(tmp_path / "run").all("p"))
+    assert "including evaluations, checkpoints and updates of this page (report), out of" in text
+    assert "The peak is the fastest matrix product at the end of this run, in one thread" in text
+    assert "in one thread, times 2 threads." in text
     bar = report.html(tmp_path / "run").partition('<div class="bar">')[2].partition("</div>")[0]
     assert len(set(re.findall(r"--c\d", bar))) == len(time)
 
@@ -1186,6 +1212,9 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         [names[3], names[7], "8 of 18"],
         [names[9], names[1], "5 of 15"],
     ]
+    assert confusion.digits(classes) == 2
+    [row] = [row for row in classes if row.name == names[9]]
+    assert (row.shades[1], row.shades[9], row.shades[2]) == (79, 67, 0)  # 15 + 85 * 0.75, 10 / 15
     shown = page_of(tmp_path / "run")
     heads = [
         (attributes["title"], text)

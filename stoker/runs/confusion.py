@@ -1,9 +1,12 @@
 """Scores for each class of an evaluation, and the pairs of classes that are often confused."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from stoker.runs.evaluation import Evaluation, class_colour
 
+VISIBLE = {" ": "(space)", "\n": "↵"}  # how to show these classes
+FAINTEST = 15  # percent; the color of the rarest errors
 MOST_PAIRS = 20  # maximum pairs of confused classes to list
 
 
@@ -18,6 +21,7 @@ class Class:
     colour: str  # CSS color of the class in pictures of masks
     count: int
     counts: list[int]  # by predicted class
+    shades: list[int]  # strengths of the colors of these counts, in percent
 
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
@@ -27,6 +31,7 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
     if evaluation.confusion is None:
         return []
     matrix = numpy.array(evaluation.confusion)
+    shades = shades_of(matrix)
     classes = []
     for i, name in enumerate(evaluation.classes):
         right = matrix[i, i]
@@ -34,16 +39,36 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
         predicted = matrix[:, i].sum()
         classes.append(
             Class(
-                name="(space)" if name == " " else name,
+                name=VISIBLE.get(name, name),
                 precision=fraction(right, predicted),
                 recall=fraction(right, total),
                 iou=fraction(right, total + predicted - right),
                 colour="#{:02x}{:02x}{:02x}".format(*class_colour(i)),
                 count=int(total),
                 counts=evaluation.confusion[i],
+                shades=shades[i].tolist(),
             )
         )
     return classes
+
+
+def shades_of(matrix: Any) -> Any:
+    """Return the strength of each color in percent: shares of the class, and of the worst error."""
+    import numpy
+
+    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
+    errors = shares.copy()
+    numpy.fill_diagonal(errors, 0)
+    shades = FAINTEST + (100 - FAINTEST) * errors / max(errors.max(), 1e-9)
+    numpy.fill_diagonal(shades, 100 * shares.diagonal())
+    return (shades * (matrix > 0)).round().astype(int)
+
+
+def digits(classes: list[Class]) -> float:
+    """Return the width of the largest count, in digits; a comma takes half of one."""
+    most = max((count for row in classes for count in row.counts), default=0)
+    text = f"{most:,}"
+    return len(text) - text.count(",") / 2
 
 
 def fraction(count: int, total: int) -> str:
