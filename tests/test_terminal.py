@@ -177,10 +177,13 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
     for command in (
         "         python train.py evaluate run=x",
         "resume   python train.py run_dir=x",
-        "Replay: python3.12 train.py x=1",
+        "Do: python3.12 train.py x=1234",
         "run      runs/the_name_of_a_long_run",
     ):
         assert terminal.wrapped(command) == command
+    assert terminal.wrapped("To replay the step: python3.12 train.py x=1 and=more") == (
+        "To replay the step:\npython3.12 train.py x=1 and=more"
+    )
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert terminal.styled("x", "bold") == "\033[1mx\033[0m"
 

@@ -26,21 +26,37 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: str = INDENT) -> str:
-    """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped."""
+    """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped.
+
+    A command that does not fit after its text starts on a line of its own.
+    """
     lines = []
     for line in text.split("\n"):
-        is_text = not line.startswith(" ") and not COMMAND.search(line)
-        # A line of one or two words is a path, perhaps with a label.
-        if len(line) > width() and is_text and len(line.split()) > 2:
-            line = textwrap.fill(
-                line,
-                width(),
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        lines.append(line)
+        if len(line) <= width() or line.startswith(" "):
+            lines.append(line)
+            continue
+        command = COMMAND.search(line)
+        if command is None:
+            lines.append(filled(line, indent))
+        elif command[1] == ": ":
+            start = command.start(2)
+            lines += [filled(line[:start].rstrip(), indent), line[start:]]
+        else:
+            lines.append(line)
     return "\n".join(lines)
+
+
+def filled(line: str, indent: str) -> str:
+    """Wrap one line of text. A line of one or two words is a path, perhaps with a label."""
+    if len(line) <= width() or len(line.split()) <= 2:
+        return line
+    return textwrap.fill(
+        line,
+        width(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def styled(text: str, style: str) -> str:
