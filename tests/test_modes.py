@@ -118,7 +118,7 @@ def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
     assert "error: overfit=1: the model does not learn, after 30 steps on 64 samples" in failed.err
     assert failed.err.rstrip().endswith(
         "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, "
-        "and whether the targets are right; 0 weights are frozen."
+        "and whether the targets are right; 0 parameters are frozen."
     )
 
 

@@ -122,7 +122,7 @@ def test_weights_that_are_frozen_or_dead(caplog):
     model = make_model()
     model.requires_grad_(False)
     model[3].bias.requires_grad_(True)
-    with pytest.raises(TrainingError, match=r"160 weights are frozen"):
+    with pytest.raises(TrainingError, match=r"160 parameters are frozen"):
         learn(model, steps=50)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.constant_(model[0].bias, -1000.0)

@@ -190,8 +190,8 @@ class Doctor(Callback):
         """Return the line to print at the end of the run."""
         kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
         return (
-            f"doctor   checked {len(self.samples[-1].updates)} weights in {self.count} of "
-            f"{trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"
+            f"doctor   checked {len(self.samples[-1].updates)} weight tensors in {self.count} "
+            f"of {trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"
         )
 
 

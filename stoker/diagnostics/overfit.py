@@ -107,7 +107,7 @@ def learn(
     raise TrainingError(
         f"overfit={count}: the model does not learn, {facts}.\n"
         "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, and whether "
-        f"the targets are right; {frozen:,} weights are frozen."
+        f"the targets are right; {frozen:,} parameters are frozen."
     )
 
 

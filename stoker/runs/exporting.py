@@ -269,6 +269,11 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+def match(difference: float) -> str:
+    """Say how well the outputs match, given the largest difference."""
+    return f"match PyTorch's to within {difference:.2g}" if difference else "are PyTorch's exactly"
+
+
 def write_card(
     path: Path,
     model: Trained,
@@ -292,7 +297,7 @@ def write_card(
         outputs=outputs,
         date=time.strftime("%Y-%m-%d"),
         versions={"python": platform.python_version(), "torch": torch.__version__},
-        difference=difference,
+        match=match(difference),
         checked=whose,
     )
     write_text(path.with_name(f"{path.name}.md"), f"{text}\n")

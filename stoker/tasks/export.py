@@ -35,7 +35,5 @@ def export(cfg: DictConfig) -> None:
     )
     terminal.show(f"export   {path}; {path.name}.md says how to use it")
     if len(inputs):
-        terminal.show(
-            f"check    on {whose}, the outputs match PyTorch's to within {difference:.2g} "
-            f"(largest output: {largest:.2g})"
-        )
+        match = exporting.match(difference)
+        terminal.show(f"check    on {whose}, the outputs {match} (largest output: {largest:.2g})")
