@@ -587,7 +587,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50% of the variance of 3,500 validation samples, where always predicting their mean "
+        "The model explains 50.0% of the variance of 3,500 validation samples, where always predicting their mean "
         f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
     assert "The loss is computed on standardized targets." in shown.all("p", "soft")
@@ -806,17 +806,17 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         "chance": 0.5,
         "samples": 20,
     }
-    chance = "no better than always predicting the most frequent class (50%)"
-    usual = "(always predicting the most frequent class: 50%)"
+    chance = "no better than always predicting the most frequent class (50.0%)"
+    usual = "(always predicting the most frequent class: 50.0%)"
     luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
-    half = "50% of 20 test samples right"
+    half = "50.0% of 20 test samples right"
     numbers, then = (
         {"kind": "regression", "split": "test", "samples": 9},
         "after epoch 1 to 1.5000 after epoch 2.",
     )
     mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
     worse = "The model is no better on 9 validation samples than always predicting their mean (r2 -0.2500)"
-    price = "The model explains 50% of the variance of price in 9 test samples, where always predicting their mean"
+    price = "The model explains 50.0% of the variance of price in 9 test samples, where always predicting their mean"
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
@@ -838,8 +838,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             f"The model gets {half}, {chance}; val/loss was 2.0000 after epoch 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
-        ({}, [], luck, None, f"The model gets 60% of 20 test samples right, {chance}."),
-        ({}, [], good, None, f"The model gets 90% of 20 test samples right {usual}."),
+        ({}, [], luck, None, f"The model gets 60.0% of 20 test samples right, {chance}."),
+        ({}, [], good, None, f"The model gets 90.0% of 20 test samples right {usual}."),
         (
             {"test/loss": 2.0, "test/acc": 0.5},
             [],
@@ -871,7 +871,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
-        ({"a": 1}, [], even, None, f"The model gets 50% of 20 test samples right, {chance}."),
+        ({"a": 1}, [], even, None, f"The model gets 50.0% of 20 test samples right, {chance}."),
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
         ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
         (
@@ -959,7 +959,8 @@ def test_the_defaults_are_those_of_the_users_own_experiment(tmp_path, monkeypatc
 
 def test_shares_in_words():
     values = {
-        0.5: "50%",
+        0.5: "50.0%",
+        0.9795: "98.0%",
         0.972: "97.2%",
         0.9994: "99.94%",
         1.0: "100%",
@@ -1104,7 +1105,8 @@ def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     [first, last] = curves.ramp(run, [(10, 0.09)])
     assert first == (1, pytest.approx(rates[0][1]))
     assert last == (5, pytest.approx(rates[4][1]))
-    assert curves.ramp(run, [(5, 0.1)]) == curves.ramp(run, []) == []
+    assert curves.ramp(run, [(5, 0.1)]) == [first]
+    assert curves.ramp(run, [(1, 0.036)]) == curves.ramp(run, []) == []
     run.config["groups"] = [{"match": "x", "lr": 1}]
     assert curves.ramp(run, [(10, 0.09)]) == []
 

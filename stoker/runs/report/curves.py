@@ -110,17 +110,17 @@ def warmup_of(run: Run) -> int:
 
 
 def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the ends of the learning rate's rise, if the first of these points comes after it."""
+    """Return the ends of the learning rate's rise, as far as they come before these points."""
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
     start = run.config.get("scheduler.start", 0)
     if not warmup or not points or not is_number(rate) or not is_number(start):
         return []
     # With groups, the first group might have another rate.
-    if points[0][0] <= warmup + 1 or run.config.get("groups"):
+    if run.config.get("groups"):
         return []
     first = rate * (start + (1 - start) / (warmup + 1))
-    return [(1, first), (warmup + 1, rate)]
+    return [point for point in ((1, first), (warmup + 1, rate)) if point[0] < points[0][0]]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:

@@ -44,7 +44,9 @@ def setting(value: object) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction as '97.2%' or '0.0123%', with more digits from 99%: '99.94%'."""
+    """Format a fraction as '98.0%', with more digits below 1% and above 99%: '99.94%'."""
+    if 0.01 <= fraction <= 0.99:
+        return f"{100 * fraction:.1f}%"
     digits = 4 if fraction > 0.99 else 3
     return f"{100 * fraction:.{digits}g}%"
 
