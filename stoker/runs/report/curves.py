@@ -38,7 +38,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
         drawn.append(frame(run, shortened(metric), lines, far))
     for name, title in MEASURED.items():
         points = series(rows, name)
-        if name == "train/lr":
+        if name == "train/lr" and len(points) > 1:
             points = [*ramp(run, points), *points]
         drawn.append(frame(run, title, {title: points}))
     for name in others(rows, split)[:MOST_METRICS]:
@@ -114,7 +114,7 @@ def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
     start = run.config.get("scheduler.start", 0)
-    if not warmup or not points or not is_number(rate) or not is_number(start):
+    if not warmup or not is_number(rate) or not is_number(start):
         return []
     # With groups, the first group might have another rate.
     if run.config.get("groups"):

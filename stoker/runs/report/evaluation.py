@@ -58,9 +58,9 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     if evaluation.kind == "regression" and evaluation.targets == 1:
         cells["error"] = brief(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
-        cells["probability"] = rounded_percent(sample.probability)
+        cells["P(predicted)"] = rounded_percent(sample.probability)
         if sample.loss is not None:
-            cells["of the true class"] = rounded_percent(math.exp(-max(sample.loss, 0)))
+            cells["P(true)"] = rounded_percent(math.exp(-max(sample.loss, 0)))
     for name, value in sample.columns.items():
         text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
         cells.setdefault(shortened(name), text)
@@ -106,7 +106,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
-        note = f"for {evaluation.classes[1]}, AUC {areas.sum():.3f}; gray: guessing"
+        note = f"for class {evaluation.classes[1]}, AUC {areas.sum():.3f}; gray: guessing"
         svg = plots.fractions(
             "recall", roc.tolist(), "false positive rate", "recall", ideal=diagonal
         )
