@@ -215,6 +215,12 @@ def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
     assert [readable.brief(value) for value in values] == shown
 
 
+def test_a_size_is_never_zero():
+    sizes = [1, 7200, 100_000, 2**20 // 10 + 1, 2.44 * 2**20, 20_004 * 2**20]
+    shown = ["1 KiB", "8 KiB", "98 KiB", "0.1 MiB", "2.4 MiB", "20,004 MiB"]
+    assert [readable.size_of(size) for size in sizes] == shown
+
+
 def test_large_counts_of_epochs_have_separators():
     place = types.SimpleNamespace(total_steps=6000, steps_per_epoch=4, max_steps=None, step=4800)
     assert progress.place(place) == {"epoch": "1,200/1,500", "step": "4,800/6,000"}
