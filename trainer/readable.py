@@ -22,6 +22,11 @@ def brief(value: float) -> str:
     return significant(value, 3)
 
 
+def counted(count: float, unit: str) -> str:
+    """Format a count with its unit: "1 step", "1,000 steps", "2.5 epochs"."""
+    return f"{count:,.10g} {unit}{'' if count == 1 else 's'}"
+
+
 def size_of(count: int) -> str:
     """Format a number of bytes: "12 KiB", "2.4 MiB", "20,004 MiB"."""
     mib = count / 2**20

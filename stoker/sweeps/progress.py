@@ -14,7 +14,7 @@ from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
 from stoker.sweeps.table import short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
+from stoker.trainer.readable import counted, number
 
 # The minimum widths of the columns of a line.
 OUTCOME = 14
@@ -114,7 +114,7 @@ def announce(
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them already done" if ends.earlier else ""
-    jobs = "1 job" if count == 1 else f"{count or 'several'} jobs"
+    jobs = counted(count, "job") if count else "several jobs"
     terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
 
 
