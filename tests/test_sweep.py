@@ -586,7 +586,10 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["0", "unfinished"],
         ["2", "unfinished"],
     ]
-    assert rows[1].endswith("seed=1: at step 20") and "seed=2: nothing logged yet" in rows[3]
+    assert (
+        rows[1].endswith("seed=1: last logged at step 20")
+        and "seed=2: nothing logged yet" in rows[3]
+    )
     assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))

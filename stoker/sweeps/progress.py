@@ -91,12 +91,13 @@ class Ends:
 
 
 def outcome(job: Job) -> str:
-    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, The loss is nan.'."""
+    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'."""
     if job.status == "pruned":
         return job.note
     if job.best:
         return f"{job.best.name} {number(job.best.value)}"
-    return ", ".join(filter(None, [job.status, job.reason]))
+    sentence = re.sub(r"(?<=\.) .*", "", job.reason)
+    return ", ".join(filter(None, [job.status, sentence]))
 
 
 ends: Ends | None = None  # set once this process has checked its sweep against the directory
