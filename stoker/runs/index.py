@@ -240,7 +240,7 @@ def entry_of_sweep(path: Path) -> Entry:
         "job": shown(best.name) if best else None,
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(result.seconds or 0 for result in ended),
+        "seconds": sum(result.seconds or 0 for result in ended) or None,
         "since": None,
         "settings": settings_of({}, command if are_overrides(command) else []),
         "note": note,

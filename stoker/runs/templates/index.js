@@ -85,7 +85,10 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     if (run.note) cell.title = run.note;
   }, run => run.status],
   ["started", (cell, run) => cell.append(date(run.time)), run => run.time, true],
-  ["time", (cell, run) => cell.append(duration(secondsOf(run))), secondsOf, true],
+  ["time", (cell, run) => {
+    cell.append(duration(secondsOf(run)));
+    if (run.sweep) cell.title = "of all its jobs together";
+  }, secondsOf, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
   ["best", (cell, run) => run.best && showMetric(cell, run.best, run.job), run => run.best?.[1], true],

@@ -51,12 +51,12 @@ function add(i, made) {
   drawn[i].push(made);
 }
 
-// Draw a value of a choice as a box, in which the lines of its jobs meet.
-function addChoice(svg, x, y, height, label) {
-  const text = shape(svg, "text", {y: y + 4, "text-anchor": "middle", class: "choice"}, label);
-  const half = text.getComputedTextLength() / 2 + 7, middle = Math.max(half + 1, x);
+// Label a value on an axis: a choice in a box, in which the lines of its jobs meet, or a number beside the axis.
+function addLabel(svg, kind, x, y, height, label) {
+  const text = shape(svg, "text", {y: y + 4, "text-anchor": "middle", class: kind}, label);
+  const half = text.getComputedTextLength() / 2 + (kind === "choice" ? 7 : 3), middle = kind === "choice" ? Math.max(half + 1, x) : x + half + 2;
   text.setAttribute("x", middle);
-  text.before(shape(svg, "rect", {class: "choice", x: middle - half, y: y - height / 2, width: 2 * half, height, rx: 4}));
+  text.before(shape(svg, "rect", {class: kind, x: middle - half, y: y - height / 2, width: 2 * half, height, rx: 4}));
 }
 
 // Return the distance from a point to a polyline.
@@ -130,11 +130,11 @@ function drawParallel(place) {
     const title = shape(svg, "g", {class: "name"}), start = Math.min(x, width - 8 * name.length);
     shape(title, "title", {}, axis.name);
     shape(title, "text", {x: start, y: 14}, short(names.join("."), letters));
-    shape(title, "text", {x: start, y: 30, class: "strong"}, short(name, Math.floor(gap / 8) - 1));
+    shape(title, "text", {x: start, y: 30, class: "strong"}, short(name, Math.floor(gap / 8)));
     shape(svg, "path", {class: "axis", d: `M${x} ${top}V${bottom}`});
     for (const [share, label] of axis.ticks) {
-      if (axis.value) addChoice(svg, x, y(share), Math.max(20, 2 * axis.reach * (bottom - top) + 8), short(label, Math.max(6, Math.floor(gap / 12))));
-      else shape(svg, "text", {x: x + 6, y: y(share) + 4, class: "halo"}, short(label, Math.max(6, letters - 1)));
+      if (axis.value) addLabel(svg, "choice", x, y(share), Math.max(20, 2 * axis.reach * (bottom - top) + 8), short(label, Math.max(6, Math.floor(gap / 12))));
+      else addLabel(svg, "number", x, y(share), 16, short(label, Math.max(6, letters - 1)));
     }
     const brush = shape(svg, "rect", {class: "brush", x: x - 7, width: 14, rx: 3});
     const show = () => {
