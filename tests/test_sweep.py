@@ -777,6 +777,10 @@ def test_the_line_of_a_job_has_its_settings_by_the_last_part_of_their_keys(tmp_p
         lines.append(ends.line(jobs.Job(str(i), typed, best=Best("val/loss", "max", 1, value))))
     assert re.fullmatch(rf"1/2  val/loss 0.5000 \(best\) {{4}}\d s left  job 0 {shown}", lines[0])
     assert lines[1] == f"2/2  val/loss 0.2500{' ' * 21}job 1 {shown}"
+    failed = jobs.Job(
+        "2", [], "failed", note="The loss is 0.5 nan. What happened first: no.\nType x."
+    )
+    assert progress.outcome(failed) == "failed, The loss is 0.5 nan."
 
 
 def test_two_sweeps_of_the_same_second_have_two_folders(forks, tmp_path):
