@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
+from stoker.trainer.readable import size_of
 
 VERSION = 4  # file format version, part of every file name
 # Maximum number of mapped bytes. Without a limit, the whole file would count toward the memory of
@@ -59,7 +60,7 @@ def open_cache(
             f"dataset.cache={place}: decoded images cannot be cached there ({error}).\n"
             "Type dataset.cache=DIR for another folder, or dataset.cache=false."
         ) from None
-    return cache, f"decoded pixels in {path} ({len(cache.map) / MIB:,.0f} MiB)"
+    return cache, f"decoded pixels in {path} ({size_of(len(cache.map))})"
 
 
 def default_place() -> Path:
@@ -156,8 +157,7 @@ def create(path: Path, size: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free / 2:
         raise OSError(
-            f"{size / MIB:,.0f} MiB is more than half of the {free / MIB:,.0f} MiB free in "
-            f"{path.parent}"
+            f"{size_of(size)} is more than half of the {size_of(free)} free in {path.parent}"
         )
     with replacing(path) as partial, open(partial, "r+b", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):

@@ -20,6 +20,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
+from stoker.trainer.readable import size_of
 from stoker.trainer.seeding import mix_seed, random_stream
 from stoker.trainer.transfer import move, to_device
 
@@ -186,7 +187,7 @@ def _choose_place(
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
-    return size <= free / 2 / sharing, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
+    return size <= free / 2 / sharing, f"{size_of(size)} of {size_of(free)} free"
 
 
 def bytes_to_decode(split: Split) -> int:
@@ -350,7 +351,7 @@ class DeviceLoader(Loader):
             reason = f"cannot be read: {cause(error)}."
             if is_out_of_memory(error):
                 reason = (
-                    f"({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}.\n"
+                    f"({size_of(self.nbytes)}) does not fit in the memory of {self.device}.\n"
                     "Type dataset.resident=false."
                 )
             raise TrainingError(f"The {split} split of {data.name} {reason}") from error

@@ -199,7 +199,7 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     data = open_folder(folder, cache="auto")
     key = data.train.cache.path.name
-    assert data.train.place == f"decoded pixels in {tmp_path}/xdg/stoker/images/{key} (0 MiB)"
+    assert data.train.place == f"decoded pixels in {tmp_path}/xdg/stoker/images/{key} (4 KiB)"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_folder(folder, cache="auto").train.place.startswith(
@@ -221,7 +221,7 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
         caches.shutil, "disk_usage", lambda path: usage._replace(free=2 * 40 * 94 - 1)
     )
     split = open_folder(folder, cache="auto").train
-    assert split.cache is None and "more than half of the" in split.place
+    assert split.cache is None and "4 KiB is more than half of the 8 KiB free in" in split.place
     assert (
         torch.equal(split.tensors()[0], decoded(folder))
         and os.listdir(tmp_path / "full/stoker/images") == []
@@ -326,7 +326,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     list(test)
     # A cache is filled once, so workers that are asked for are no mistake afterwards.
     (train, _, _), why = make_loaders(open_folder(folder), workers=2, **OPTIONS)
-    assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 0.0 MiB of ")
+    assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 4 KiB of ")
     same(epochs(train), reference)
     with pytest.raises(UserError, match="does not use workers"):
         make_loaders(data, batch_size=5, workers=2, resident=True)

@@ -33,7 +33,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     make_run(runs / "c", status="failed", data="csv, path: data/houses.csv")
     make_run(runs / "group" / "d", status="stopped")
     (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.5}')
-    (runs / "group/d/status.json").write_text('{"resumed": 1000.0}')  # killed
+    (runs / "group/d/status.json").write_text('{"started": 500.0, "resumed": 1000.0}')  # killed
     index.update(runs / "b")
     listed = read(runs)
     assert list(listed) == ["group/d", "c", "b"]
@@ -46,6 +46,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
         "status": "done",
         "time": 1_700_000_000,
         "seconds": 3.0,
+        "since": None,
         "data": "digits",
         "model": "MLP",
         "settings": {"seed": "3", "model": "mlp"},
@@ -60,9 +61,11 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     assert listed["c"]["note"] == "The loss is nan. Lower the rate."
     assert (listed["c"]["seconds"], listed["group/d"]["seconds"]) == (7.5, None)
     assert listed["group/d"]["status"] == "stopped" and listed["group/d"]["report"] is None
+    assert listed["group/d"]["since"] is None
     with lock.held(runs / "group" / "d"):
         index.update(runs / "b")
-        assert read(runs)["group/d"]["status"] == "running"
+        running = read(runs)["group/d"]
+        assert (running["status"], running["time"], running["since"]) == ("running", 500, 1000)
 
 
 def test_a_run_that_has_not_ended_has_its_best_value_so_far(runs):

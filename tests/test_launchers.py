@@ -211,10 +211,10 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
     assert lines[1] == f"jobs     {at_once} at once; threads per job: 1"
-    assert lines[0] == "sweep    3 jobs; their output is in all/jobs"
+    assert lines[0] == "sweep    3 jobs; output in all/jobs"
     told = [re.split(" {2,}", line) for line in lines[2:5]]
     assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]
-    results = {line[-1].split()[-1]: line[1] for line in told}
+    results = {line[-1].split()[-1]: line[1].removesuffix(" (best)") for line in told}
     assert results.pop("seed=-1") == "failed, seed=-1: give a whole number of at least 0."
     assert sorted(results) == ["seed=0", "seed=1"]
     assert all(re.fullmatch(r"val/acc 0\.\d+", result) for result in results.values())

@@ -586,7 +586,10 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["0", "unfinished"],
         ["2", "unfinished"],
     ]
-    assert rows[1].endswith("seed=1: at step 20") and "seed=2: nothing logged yet" in rows[3]
+    assert (
+        rows[1].endswith("seed=1: last logged at step 20")
+        and "seed=2: nothing logged yet" in rows[3]
+    )
     assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))
@@ -751,11 +754,33 @@ def test_a_pruned_job_has_a_cross(tmp_path):
         ("pruned", None),
     ]
     ends = progress.Ends(tmp_path, 6, ["seed"])
-    assert ends.line(jobs.read_job(tmp_path / "3")).startswith(
-        "4/6  pruned at evaluation 1  best 1.0000 (job 1)"
+    assert re.fullmatch(
+        r"4/6  pruned at evaluation 1 {11}\d s left  job 3 seed=3",
+        ends.line(jobs.read_job(tmp_path / "3")),
     )
     ends.line(jobs.Job("4", [], best=Best("val/f1", "max", 1, 9.0)))
     assert ends.best.name == "1"  # the numbers of two metrics are not compared
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        (["optimizer.lr", "seed"], "lr=0.001 seed=2"),
+        (["optimizer.lr", "groups.0.lr"], "optimizer.lr=0.001 groups.0.lr=1e-4"),
+    ],
+)
+def test_the_line_of_a_job_has_its_settings_by_the_last_part_of_their_keys(tmp_path, keys, shown):
+    typed = ["optimizer.lr=0.001", "groups.0.lr=1e-4", "seed=2"]
+    ends = progress.Ends(tmp_path, 2, keys)
+    lines = []
+    for i, value in enumerate([0.5, 0.25]):
+        lines.append(ends.line(jobs.Job(str(i), typed, best=Best("val/loss", "max", 1, value))))
+    assert re.fullmatch(rf"1/2  val/loss 0.5000 \(best\) {{4}}\d s left  job 0 {shown}", lines[0])
+    assert lines[1] == f"2/2  val/loss 0.2500{' ' * 21}job 1 {shown}"
+    failed = jobs.Job(
+        "2", [], "failed", note="The loss is 0.5 nan. What happened first: no.\nType x."
+    )
+    assert progress.outcome(failed) == "failed, The loss is 0.5 nan."
 
 
 def test_two_sweeps_of_the_same_second_have_two_folders(forks, tmp_path):

@@ -16,7 +16,7 @@ from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import readable, terminal
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress, table
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
 
@@ -99,10 +99,34 @@ def test_epochs_are_rows_of_a_table_with_a_mark_at_a_new_best(monkeypatch, tmp_p
         mean = sum(row["train/loss"] * row["train/samples"] for row in trained) / total
         assert cell["loss"] == f"{mean:.4f}"
         assert cell["best"] == ("*" if 8 * epoch in watch.best else "")
+        assert re.fullmatch(r"\d\d:\d\d", cell["left"]) and (epoch < 4 or cell["left"] == "00:00")
     assert all(len(line) <= 80 for line in lines)
     # The last drawing of a step before the end of the epoch has the best so far, and a time left.
     drawn = [one.split() for one in text.split("\r") if one.strip().startswith("2/4")]
     assert any(re.fullmatch(r"\d\d:\d\d", cells[-1]) and len(cells) == 9 for cells in drawn)
+
+
+@pytest.mark.parametrize(
+    ("metric", "names"),
+    [
+        ("perplexity", ["epoch", "loss", "val/loss", "val/perplexity", "best", "samples/s"]),
+        ("perplexity_of_words", ["epoch", "loss", "val/loss", "val/perplexity_of_words", "best"]),
+    ],
+)
+def test_a_table_that_is_too_wide_loses_its_least_useful_columns(
+    monkeypatch, tmp_path, metric, names
+):
+    screen = open_screen(monkeypatch, 72)
+    monkeypatch.setattr(table, "EVERY", -1)
+    fit(tmp_path, epochs=2, metrics={metric: Accuracy()})
+    lines = left(screen)
+    (start,) = [i for i, line in enumerate(lines) if line.startswith(" epoch ")]
+    assert lines[start].split() == [*names, "left"]
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["1/2", "2/2"]
+    assert all(len(line) <= 72 for line in lines)
+    # Below the first row, the line of the current step has the same columns.
+    drawn = [one for one in screen.getvalue().split("\r") if one.strip().startswith("1.12/2")]
+    assert drawn and all(len(one.split()) == len(names) + 1 for one in drawn)
 
 
 def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_path):
@@ -192,6 +216,12 @@ def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
     values = [0.003, 3.2e-5, 999.9, 5450, 54321.0, -5450, 3.17e28]
     shown = ["0.003", "3.2e-05", "1,000", "5,450", "54,321", "-5,450", "3.17e28"]
     assert [readable.brief(value) for value in values] == shown
+
+
+def test_a_size_is_never_zero():
+    sizes = [1, 7200, 100_000, 2**20 // 10 + 1, 2.44 * 2**20, 20_004 * 2**20]
+    shown = ["1 KiB", "8 KiB", "98 KiB", "0.1 MiB", "2.4 MiB", "20,004 MiB"]
+    assert [readable.size_of(size) for size in sizes] == shown
 
 
 def test_large_counts_of_epochs_have_separators():

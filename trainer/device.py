@@ -15,6 +15,7 @@ import torch
 
 from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line
+from stoker.trainer.readable import counted
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
@@ -95,8 +96,7 @@ def make_current(device: torch.device) -> None:
 def describe(device: torch.device) -> str:
     """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100, 39.1 GiB free)"."""
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
+        return f"cpu, {counted(torch.get_num_threads(), 'thread')}"
     backend = torch.get_device_module(device)
     facts = [backend.get_device_name(device)] if hasattr(backend, "get_device_name") else []
     free, _ = memory.memory_info(device)

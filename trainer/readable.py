@@ -1,4 +1,4 @@
-"""Format numbers for people: 0.9861, 1,234.5, 3e7."""
+"""Format numbers and sizes for people: 0.9861, 1,234.5, 3e7, 2.4 MiB."""
 
 import math
 
@@ -20,6 +20,19 @@ def brief(value: float) -> str:
     if 999.5 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return significant(value, 3)
+
+
+def counted(count: float, unit: str) -> str:
+    """Format a count with its unit: "1 step", "1,000 steps", "2.5 epochs"."""
+    return f"{count:,.10g} {unit}{'' if count == 1 else 's'}"
+
+
+def size_of(count: int) -> str:
+    """Format a number of bytes: "12 KiB", "2.4 MiB", "20,004 MiB"."""
+    mib = count / 2**20
+    if mib < 0.1:
+        return f"{math.ceil(count / 1024)} KiB"
+    return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:,.1f} MiB"
 
 
 def significant(value: float, digits: int) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 from stoker.trainer.groups import rule_of
+from stoker.trainer.readable import counted
 
 Shape = Callable[[float], float]  # maps the progress (0 to 1) to a factor
 
@@ -118,7 +119,7 @@ def schedule(
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     if warmup_steps:
-        name += f" after {warmup_steps:,} step{'' if warmup_steps == 1 else 's'} of warmup"
+        name += f" after {counted(warmup_steps, 'step')} of warmup"
     return Schedule(optimizer, factor, name)
 
 

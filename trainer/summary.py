@@ -8,6 +8,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import memory, parallel
 from stoker.trainer.combined import parts
+from stoker.trainer.readable import counted
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -53,11 +54,6 @@ def length(trainer: "Trainer") -> str:
         return f"{trainer.total_steps:,} of {counted(trainer.steps_per_epoch, 'step')}"
     epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
     return f"{counted(epochs, 'epoch')} of {counted(trainer.steps_per_epoch, 'step')} = {total}"
-
-
-def counted(number: float, unit: str) -> str:
-    """Return "1 step", "1,000 steps" or "2.5 epochs"."""
-    return f"{number:,.10g} {unit}{'' if number == 1 else 's'}"
 
 
 def precision(trainer: "Trainer") -> str:

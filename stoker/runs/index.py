@@ -24,6 +24,7 @@ from stoker.runs.readable import natural
 from stoker.runs.result import RunResult, are_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
+from stoker.trainer.readable import counted
 
 NAME = "index.html"
 LOCK = ".index.lock"
@@ -171,6 +172,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     return {
         "status": run.state,
         "seconds": seconds,
+        "since": times.resumed if run.state == "running" else None,
         "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
@@ -190,7 +192,8 @@ def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, st
     if typed is not None:
         split = (override.lstrip("+").partition("=") for override in typed)
         pairs = {key: value for key, equals, value in split if equals}
-    pairs.pop("run_dir", None)
+    for place in ("run_dir", "hydra.sweep.dir"):
+        pairs.pop(place, None)
     return {shown(key): shown(pairs[key]) for key in list(pairs)[:MOST_SETTINGS]}
 
 
@@ -227,6 +230,9 @@ def entry_of_sweep(path: Path) -> Entry:
     state = "failed" if failed else "done"
     if len(ended) < total:
         state = "running" if "running" in states else "stopped"
+    note = f"{len(ended)} of {counted(total, 'job')}"
+    if failed:
+        note += f", {failed} failed"
     best = best_of(results)
     example = best or next(iter(jobs), path)
     return entry_of_run(example, set()) | {
@@ -234,9 +240,10 @@ def entry_of_sweep(path: Path) -> Entry:
         "job": shown(best.name) if best else None,
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(result.seconds or 0 for result in ended),
+        "seconds": sum(result.seconds or 0 for result in ended) or None,
+        "since": None,
         "settings": settings_of({}, command if are_overrides(command) else []),
-        "note": f"{len(ended)} of {total} jobs" + (f", {failed} failed" if failed else ""),
+        "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }
 

@@ -124,10 +124,10 @@ def overrides_in(folder: Path) -> list[str] | None:
 
 
 def progress(folder: Path) -> str:
-    """Return 'at step 140', from the last row of a job."""
+    """Return 'last logged at step 140', from the last row of a job."""
     with contextlib.suppress(OSError):
         for row in reversed(read_rows(folder / METRICS)):
-            return f"at step {row['step']}"
+            return f"last logged at step {row['step']:,}"
     return "nothing logged yet"
 
 

@@ -88,7 +88,8 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             search.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            progress.announce(self.folder, self.trials, keys, keys)
+            varied = list(jobs.settings_of(example))
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)

@@ -19,7 +19,7 @@ from stoker.sweeps import table
 from stoker.sweeps.jobs import DEFAULT, Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
+from stoker.trainer.readable import counted, number
 from stoker.trainer.typed import is_number
 
 MOST_SETTINGS = 24  # settings in the plots
@@ -40,6 +40,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         table=table,
         tests=table.tests_of(sweep),
         numeric=[key["name"] for key in shown["keys"] if key["numbers"]],
+        count=counted(len(sweep.jobs) + sweep.missing, "job"),
         counts=counts,
         best=best,
         again=again,

@@ -1,6 +1,7 @@
 """Show the progress of a sweep: print a line for each job that ends, and save the jobs' output."""
 
 import contextlib
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,17 +9,16 @@ from pathlib import Path
 from stoker.command import arguments
 from stoker.runs import index
 from stoker.runs.directory import RESULT
-from stoker.runs.readable import seconds
+from stoker.runs.readable import estimate
 from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
 from stoker.sweeps.table import short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
+from stoker.trainer.readable import counted, number
 
 # The minimum widths of the columns of a line.
 OUTCOME = 14
-BEST = 21
-LEFT = 12
+LEFT = 10
 OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
 
 
@@ -33,6 +33,8 @@ class Ends:
         self.folder = folder
         self.total = total
         self.keys = keys
+        lasts = {key.rpartition(".")[2] for key in keys}
+        self.prefix = r"^[\w.]+\." if len(lasts) == len(keys) else "^"  # not shown before a key
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
@@ -67,34 +69,35 @@ class Ends:
         return self.jobs[pick(values, key=values.__getitem__)]
 
     def line(self, job: Job) -> str:
-        """Return the line for a job that has ended: '7/12  val/acc 0.98  best 0.99 (job 3)'."""
+        """Return the line for a job that has ended: '7/12  val/acc 0.98 (best)  3 min left  job 6'.
+
+        If possible, it shows only the last part of each key, so that it fits on a terminal.
+        """
         self.jobs[job.name] = job
         count = len(self.jobs)
         total = self.total or count
         width = len(str(total))
         of_total = f"/{total}" if self.total else ""
-        parts = [f"{count:>{width}}{of_total}", outcome(job).ljust(OUTCOME)]
-        best = self.best
-        if best is job:
-            parts.append("the best so far".ljust(BEST))
-        elif best is not None and best.best is not None:
-            parts.append(f"best {number(best.best.value)} (job {best.name})".ljust(BEST))
+        mark = "(best)" if self.best is job else ""
+        parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
         if self.total:
             ended = max(1, count - self.earlier)  # a job may end more than once
             each = (time.monotonic() - self.start) / ended
-            left = f"{seconds(each * (total - count))} left" if count < total else ""
+            left = f"{estimate(each * (total - count))} left" if count < total else ""
             parts.append(left.rjust(LEFT))
-        parts.append(" ".join([f"job {job.name}", *typed_for(job, self.keys, short)]))
+        typed = [re.sub(self.prefix, "", one) for one in typed_for(job, self.keys, short)]
+        parts.append(" ".join([f"job {job.name}", *typed]))
         return printable("  ".join(parts))
 
 
 def outcome(job: Job) -> str:
-    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, The loss is nan.'."""
+    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'."""
     if job.status == "pruned":
         return job.note
     if job.best:
         return f"{job.best.name} {number(job.best.value)}"
-    return ", ".join(filter(None, [job.status, job.reason]))
+    sentence = re.sub(r"(?<=\.) .*", "", job.reason)
+    return ", ".join(filter(None, [job.status, sentence]))
 
 
 ends: Ends | None = None  # set once this process has checked its sweep against the directory
@@ -112,7 +115,8 @@ def announce(
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them already done" if ends.earlier else ""
-    terminal.show(f"sweep    {count or ''} jobs{done}; their output is in {folder / OUTPUT}")
+    jobs = counted(count, "job") if count else "several jobs"
+    terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
 
 
 def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:

@@ -11,6 +11,7 @@ from stoker.command import arguments
 from stoker.runs import saved_config
 from stoker.tasks.evaluate import tested
 from stoker.trainer.errors import UserError
+from stoker.trainer.readable import counted
 
 
 def predict(cfg: DictConfig) -> None:
@@ -30,7 +31,7 @@ def predict(cfg: DictConfig) -> None:
     rows = for_split(cfg) if cfg.input is None else for_input(cfg)
     count = inference.write(rows, cfg.output)
     if cfg.output is not None:
-        print(f"output   {cfg.output}: {count:,} row{'' if count == 1 else 's'}")
+        print(f"output   {cfg.output}: {counted(count, 'row')}")
 
 
 def for_input(cfg: DictConfig) -> Iterator[Any]:

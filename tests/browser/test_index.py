@@ -2,11 +2,12 @@
 
 import json
 import re
+import time
 
 import pytest
 from made_runs import make_run
 
-from stoker.runs import index
+from stoker.runs import index, lock
 
 RATES = (0.1, 0.02, 0.005)
 BAD = "<img src=x onerror=alert(1)>"
@@ -117,6 +118,35 @@ def test_it_opens_soon(open_page, folder):
     opened.page.goto((folder / "index.html").as_uri())
     values = session.send("Performance.getMetrics")["metrics"]
     assert {value["name"]: value["value"] for value in values}["TaskDuration"] < 1
+
+
+def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(open_page, tmp_path):
+    typed = ["dataset=csv", "dataset.path=data/houses.csv", "model=mlp", "seed=3"]
+    make_run(tmp_path / "a", typed, data="csv, path: data/houses.csv")
+    make_run(tmp_path / "b", ["model=cnn,mlp", "hydra.sweep.dir=runs/b"], status="stopped")
+    now = time.time()
+    (tmp_path / "b/status.json").write_text(json.dumps({"started": 1, "resumed": now - 600}))
+    with lock.held(tmp_path / "b"):
+        index.write(tmp_path)
+    page = open_page(tmp_path / "index.html").page
+    settings = page.locator("#list td.settings")
+    by_name = dict(
+        zip(
+            page.locator("#list td.name").all_inner_texts(), settings.all_inner_texts(), strict=True
+        )
+    )
+    assert by_name == {"a": "seed=3", "b": "model=cnn,mlp"}
+    assert " ".join(typed) in settings.evaluate_all("cells => cells.map(cell => cell.title)")
+    assert sorted(page.locator("#list td.seconds").all_inner_texts()) == ["10 min", "6.0 s"]
+    page.fill("#filter", "dataset=csv")
+    assert page.locator("#list tbody tr:not([hidden]) .name").all_inner_texts() == ["a"]
+    assert page.locator("#hint").inner_text() == "Tick runs to compare their curves and settings."
+    place = page.locator("#list").bounding_box()
+    page.get_by_label("Compare a", exact=True).check()
+    assert page.locator("#list").bounding_box() == place
+    assert page.locator("#hint").is_hidden()
+    assert page.get_by_role("link", name="Comparison of 1 run").is_visible()
+    assert page.locator("#legend .key").all_inner_texts() == ["a"]
 
 
 def test_names_stay_whole_and_a_reproduced_run_has_its_settings(open_page, tmp_path):

@@ -129,7 +129,10 @@ def test_jobs_are_brushed_sorted_and_copied(folder, open_page, serve):
     values = [done[name]["best"]["value"] for name in names[: len(done)]]
     assert [round(v, 4) for v in values] == sorted((round(v, 4) for v in values), reverse=True)
 
+    spread = page.locator("#spread")
+    assert spread.inner_text() == ""
     page.select_option("#setting", label="model.hidden")
+    assert spread.inner_text() == "Jobs with the same value are spread out sideways."
     ticks = page.locator("#scatter text").all_text_contents()
     places = [ticks.index(name) for name in ("[128]", "[256]", "[256,256]")]
     assert places == sorted(places)
@@ -147,3 +150,11 @@ def test_it_stands_alone_and_is_legible(folder, open_page, width, scheme):
     assert opened.pale() == [] and opened.overflowing() == []
     inside = "place => place.scrollWidth <= place.clientWidth"
     assert opened.page.locator("#parallel").evaluate(inside)
+    outside = """svg => {
+      const {left, right} = svg.getBoundingClientRect();
+      const boxes = [...svg.querySelectorAll("text, rect.choice")].map(part => part.getBoundingClientRect());
+      return boxes.filter(box => box.left < left || box.right > right).length;
+    }"""
+    assert opened.page.locator("#parallel svg").evaluate(outside) == 0
+    # The box of a value covers the ends of the lines of its jobs.
+    assert opened.page.locator("rect.choice").count() == 5

@@ -112,7 +112,11 @@ class Progress(Callback):
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     def line(self, trainer: "Trainer") -> None:
-        """Print a line with the new values, as a row of the table if it fits."""
+        """Print a line with the new values, as a row of the table if it fits.
+
+        A table that is too wide loses the learning rate, the step (if there is an epoch) and the
+        speed, one after the other.
+        """
         cells = place(trainer)
         for name, text in self.cells.items():
             cells[name] = text if name in self.fresh else ""
@@ -122,10 +126,13 @@ class Progress(Callback):
         self.last_line = time.monotonic()
         if self.table is not None:
             mark = "*" if self.best is not None and self.best["step"] == trainer.step else ""
-            row = {**cells, "best": mark}
             rates = {"lr": self.rates.get("lr", ""), "samples/s": speed}
-            if self.table.row({**row, **rates}) or self.table.row(row):
-                return
+            row = {**cells, "best": mark, **rates}
+            less = ["lr", "step", "samples/s"] if "epoch" in cells else ["lr", "samples/s"]
+            for name in ("", *less):
+                row.pop(name, None)
+                if self.table.row(trainer.step, row):
+                    return
         if "epoch" in cells:
             cells.pop("step")
         parts = [f"{name} {text}" for name, text in cells.items() if text]

@@ -40,8 +40,14 @@ class Table:
         self.bar.clear()
         return True
 
-    def row(self, cells: Cells) -> bool:
+    @property
+    def left(self) -> str:
+        """The time left, such as "01:30"."""
+        return str(self.bar.format_meter(**{**self.bar.format_dict, "bar_format": "{remaining}"}))
+
+    def row(self, step: int, cells: Cells) -> bool:
         """Print a row of the table; return False if it is too wide."""
+        self.bar.n = step
         widths = {}
         for name, text in cells.items():
             widths[name] = max(LEAST, len(name), len(text), self.widths.get(name, 0))
@@ -53,7 +59,7 @@ class Table:
             self.rows = 0
             header = self.aligned({name: name for name in cells})
             self.bar.write(terminal.styled(f"{header.ljust(room)}  left", "bold"))
-        self.bar.write(self.aligned(cells).rstrip())
+        self.bar.write(f"{self.aligned(cells).ljust(room)} {self.left}")
         self.rows += 1
         return True
 
@@ -65,12 +71,11 @@ class Table:
         return time.monotonic() > self.drawn + EVERY
 
     def draw(self, step: int, cells: Cells) -> None:
-        """Draw the line of the current step: as a row, or else as many names and values as fit."""
+        """Draw the line of the current step: as a row, or without a table as names and values."""
         self.drawn = time.monotonic()
         room = terminal.width() - LEFT
         text = self.aligned(cells)
-        if not self.widths.keys() >= cells.keys():
-            text = ""
+        if not self.widths:
             for name, value in cells.items():
                 part = f"{name} {value}{GAP}"
                 if value and len(text) + len(part) + len("left") <= room:

@@ -3,15 +3,21 @@ const runs = [];
 for (const line of document.getElementById("runs").textContent.split("\n")) {
   try {
     const [[name], run] = JSON.parse(line);
-    runs.push({...run, name, curves: {__proto__: null, ...run.curves}, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run)]).toLowerCase()});
+    runs.push({...run, name, curves: {__proto__: null, ...run.curves}, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run.settings)]).toLowerCase()});
   } catch { /* skip the empty first and last lines, and any malformed line */ }
 }
 const list = document.getElementById("list"), filter = document.getElementById("filter");
 const bar = document.getElementById("ticked");
 const ticked = []; // the selected runs; a run's index here is also the index of its color
 
-function pairs(run) {
-  return Object.entries(run.settings).map(([key, value]) => `${key}=${value}`).join(" ");
+function pairs(settings) {
+  return Object.entries(settings).map(([key, value]) => `${key}=${value}`).join(" ");
+}
+
+// Return the settings that the columns for data and model do not show.
+function more(run) {
+  const isShown = ([key, value]) => (["dataset", "model"].includes(key) && !value.includes(",")) || value.split("/").pop() === run.data;
+  return Object.fromEntries(Object.entries(run.settings).filter(pair => !isShown(pair)));
 }
 
 function put(parent, tag, name, text) {
@@ -33,6 +39,10 @@ function duration(seconds) {
   if (seconds < 100) return `${seconds.toFixed(1)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function secondsOf(run) { // of a run in progress, the time so far
+  return run.since ? Math.max(0, Date.now() / 1000 - run.since) : run.seconds;
 }
 
 function date(seconds) {
@@ -75,7 +85,10 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     if (run.note) cell.title = run.note;
   }, run => run.status],
   ["started", (cell, run) => cell.append(date(run.time)), run => run.time, true],
-  ["time", (cell, run) => cell.append(duration(run.seconds)), run => run.seconds, true],
+  ["time", (cell, run) => {
+    cell.append(duration(secondsOf(run)));
+    if (run.sweep) cell.title = "of all its jobs together";
+  }, secondsOf, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
   ["best", (cell, run) => run.best && showMetric(cell, run.best, run.job), run => run.best?.[1], true],
@@ -86,7 +99,10 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     const svg = shape(cell, "svg", {width: 84, height: 22, viewBox: "0 0 84 22", "aria-hidden": true});
     shape(svg, "path", {d: path(placed(curve, 84, 22))});
   }],
-  ["settings", (cell, run) => { cell.textContent = cell.title = pairs(run); }, run => pairs(run)],
+  ["settings", (cell, run) => {
+    cell.textContent = pairs(more(run));
+    cell.title = pairs(run.settings);
+  }, run => pairs(more(run))],
 ];
 const classes = {started: "time", time: "seconds"};
 
@@ -156,7 +172,11 @@ function colour(i) {
 function compare() {
   const chosen = ticked.filter(Boolean);
   document.getElementById("compared").hidden = bar.hidden = !chosen.length;
-  bar.firstChild.textContent = `${chosen.length} selected`;
+  document.getElementById("hint").hidden = !bar.hidden;
+  bar.firstChild.textContent = `Comparison of ${counted(chosen.length, "run")} ↓`;
+  const legend = document.getElementById("legend");
+  legend.replaceChildren();
+  for (const run of chosen) addKey(legend, run);
   const names = new Set(chosen.flatMap(run => Object.keys(run.curves)));
   const place = document.getElementById("overlays");
   place.replaceChildren();
@@ -195,14 +215,18 @@ function drawOverlay(place, name, shown) {
   svg.onpointerleave = () => { tip.style.display = "none"; };
 }
 
+function addKey(parent, run) {
+  put(parent, "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
+}
+
 function tabulate(chosen) {
   const table = document.getElementById("differences");
   table.replaceChildren();
   const head = put(table, "tr");
   put(head, "th");
-  for (const run of chosen) put(put(head, "th"), "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
+  for (const run of chosen) addKey(put(head, "th"), run);
   const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
-  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? run.config[key] ?? "(default)";
+  for (const key of new Set(chosen.flatMap(run => Object.keys(more(run))))) values[key] ??= run => run.settings[key] ?? run.config[key] ?? "(default)";
   for (const key in values) {
     const texts = chosen.map(values[key]);
     const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 equals 0.002

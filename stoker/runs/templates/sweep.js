@@ -19,7 +19,7 @@ function axisOf(key, i) {
   const sorted = key.values.map((_, j) => j), count = sorted.length, every = Math.ceil(count / 12);
   if (key.numbers) sorted.sort((a, b) => key.numbers[b] - key.numbers[a]);
   const place = sorted.map((_, j) => 1 - (sorted.indexOf(j) + 0.5) / count);
-  const room = Math.min(0.5, sweep.jobs.length / 200) / count; // the lines of jobs with the same value are spread out, so that fewer overlap
+  const jobs = sweep.jobs.length, room = jobs > 30 ? Math.min(0.5, jobs / 200) / count : 0; // many jobs with the same value are spread out, so that fewer overlap
   const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * room;
   const ticks = key.values.map((value, j) => [place[j], value]).filter((_, j) => j % every === 0);
   return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
@@ -49,6 +49,14 @@ function add(i, made) {
   made.classList.add("job");
   if (isBest(i)) made.classList.add("best");
   drawn[i].push(made);
+}
+
+// Label a value on an axis: a choice in a box, in which the lines of its jobs meet, or a number beside the axis.
+function addLabel(svg, kind, x, y, height, label) {
+  const text = shape(svg, "text", {y: y + 4, "text-anchor": "middle", class: kind}, label);
+  const half = text.getComputedTextLength() / 2 + (kind === "choice" ? 7 : 3), middle = kind === "choice" ? Math.max(half + 1, x) : x + half + 2;
+  text.setAttribute("x", middle);
+  text.before(shape(svg, "rect", {class: kind, x: middle - half, y: y - height / 2, width: 2 * half, height, rx: 4}));
 }
 
 // Return the distance from a point to a polyline.
@@ -107,7 +115,7 @@ function say(job, event) {
 function drawParallel(place) {
   const all = ranks.length ? [...axes, last] : axes;
   const width = Math.max(place.clientWidth, 84 * all.length + 6), height = 330, top = 48, bottom = height - 14;
-  const gap = (width - 90) / Math.max(1, all.length - 1), left = i => 14 + i * gap;
+  const gap = (width - 106) / Math.max(1, all.length - 1), left = i => 30 + i * gap;
   const y = share => bottom - (bottom - top) * share;
   const svg = canvas(place, width, height, "the settings and the result of each job");
   const plot = shape(svg, "g", {}), lines = [];
@@ -119,12 +127,15 @@ function drawParallel(place) {
   });
   all.forEach((axis, i) => {
     const x = left(i), names = axis.name.split("."), name = names.pop(), letters = Math.floor(gap / 7);
-    const title = shape(svg, "g", {class: "name"});
+    const title = shape(svg, "g", {class: "name"}), start = Math.min(x, width - 8 * name.length);
     shape(title, "title", {}, axis.name);
-    shape(title, "text", {x, y: 14}, short(names.join("."), letters));
-    shape(title, "text", {x, y: 30, class: "strong"}, short(name, letters));
+    shape(title, "text", {x: start, y: 14}, short(names.join("."), letters));
+    shape(title, "text", {x: start, y: 30, class: "strong"}, short(name, Math.floor(gap / 8)));
     shape(svg, "path", {class: "axis", d: `M${x} ${top}V${bottom}`});
-    for (const [share, label] of axis.ticks) shape(svg, "text", {x: x + 6, y: y(share) + 4, class: "halo"}, short(label, Math.max(6, letters - 1)));
+    for (const [share, label] of axis.ticks) {
+      if (axis.value) addLabel(svg, "choice", x, y(share), Math.max(20, 2 * axis.reach * (bottom - top) + 8), short(label, Math.max(6, Math.floor(gap / 12))));
+      else addLabel(svg, "number", x, y(share), 16, short(label, Math.max(6, letters - 1)));
+    }
     const brush = shape(svg, "rect", {class: "brush", x: x - 7, width: 14, rx: 3});
     const show = () => {
       const [low, high] = brushes.get(axis) || [0, 0];
@@ -157,6 +168,7 @@ function drawScatter(place) {
   const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
   const axis = axes[+document.getElementById("setting").value];
   const svg = canvas(place, width, height, `${sweep.metric} against ${axis.name}`);
+  document.getElementById("spread").textContent = axis.reach ? "Jobs with the same value are spread out sideways." : "";
   const across = axis.rises ? share => share : share => 1 - share; // choices are listed from left to right
   drawAxes(svg, left, top, wide, high, axis.ticks.map(([share, label]) => [across(share), label]), metric.ticks, axis.name);
   const plot = shape(svg, "g", {}), lines = [];
