@@ -5,7 +5,6 @@ pyarrow reads the file; columns are converted to numbers one at a time.
 
 import contextlib
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,15 @@ from torch import Tensor
 from stoker.data.description import Column, Description, names_of
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import TensorSplit, check_fractions, divide
-from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
+from stoker.trainer.errors import (
+    UserError,
+    as_typed,
+    check_choice,
+    did_you_mean,
+    first_few,
+    log,
+    printable,
+)
 from stoker.trainer.files import open_plain
 
 try:
@@ -349,11 +356,7 @@ class Table:
 
     def adding(self, key: str, name: str) -> str:
         """Return the setting that adds a column to the list `key`, as typed in a shell."""
-        names = []
-        for one in (*self.lists[key], name):
-            is_plain = re.fullmatch(r"[A-Za-z_]\w*", one, re.ASCII)
-            names.append(one if is_plain else '"' + one.replace('"', '\\"') + '"')
-        return shlex.quote(f"dataset.{key}=[{','.join(names)}]")
+        return shlex.quote(f"dataset.{key}={as_typed([*self.lists[key], name])}")
 
     def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
         """Return the indices of the rows to use: all, or those without missing values."""

@@ -24,7 +24,7 @@ from stoker.runs.inference import Trained
 from stoker.runs.samples import Samples, can_write, write_on
 from stoker.trainer import checkpoint, losses
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.metrics import default_metrics
 
 WORDS = "the cat sat on a mat, and zoë saw it.\nthen they went home\n"
@@ -392,6 +392,16 @@ def test_any_prompt_is_text():
         [override, *_] = arguments.for_hydra([typed])
         assert override == "dataset.delimiter=';'"
     assert shell.setting("run_dir", "a/b c") == "run_dir=a/b c"
+
+
+@pytest.mark.parametrize(
+    "text", ["id", "null", "NaN", "2024", "it's", 'a "b" (c)', "back\\", "größe", "a,b", "x: y", ""]
+)
+def test_a_list_is_shown_as_hydra_reads_it(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = f"key={as_typed([text, {'a': text}])}"
+    assert OverridesParser.create().parse_override(override).value() == [text, {"a": text}]
 
 
 @pytest.mark.slow

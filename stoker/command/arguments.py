@@ -11,9 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from stoker import configs, project
 from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
-from stoker.command.shell import quoted, setting
+from stoker.command.shell import setting
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, quoted
 
 # Hydra's command-line options: FLAGS take no value, VALUED take one.
 FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
