@@ -85,7 +85,10 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
-    for argument in arguments:
+    experiments = [i for i, one in enumerate(arguments) if one.startswith("experiment=")]
+    for i, argument in enumerate(arguments):
+        if i in experiments[:-1]:
+            continue  # Hydra would delete the experiment, even if `experiment=null` came first
         key, _, value = argument.partition("=")
         if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"
