@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import by_name, dealt, ending, length_of
+from stoker.trainer.loading import by_name, dealt, ending
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import EvaluationInterrupted
@@ -42,7 +42,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         # Not inference_mode, which forbids in-place copies of sharded parameters.
         with eval_mode(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
-            for batch in ending(loader, split) if length_of(loader) is None else loader:
+            for batch in ending(loader, split):
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)

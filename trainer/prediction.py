@@ -10,7 +10,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
-from stoker.trainer.loading import dealt
+from stoker.trainer.loading import dealt, ending
 from stoker.trainer.spans import Spans
 
 Combine = Callable[[list[Any]], Any]  # maps the same leaf of several nestings to one leaf
@@ -61,7 +61,7 @@ class Predicting(Batching):
 
         try:
             with evaluation.eval_mode(trainer):
-                for batch in loader:
+                for batch in ending(loader, "predict"):
                     batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_micro_batch.work(compute, batch)
                     outputs = combined(parts, joined)
