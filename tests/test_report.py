@@ -1074,17 +1074,22 @@ def test_the_warmup_is_that_of_our_schedules():
         assert curves.warmup_of(run_with(config=config | odd, result=result)) == 0
 
 
-def test_a_stream_s_verdict_names_steps():
+def test_a_stream_s_verdict_names_steps(tmp_path):
+    """So do the texts that its model generated."""
     best = Best("val/loss", "min", 40, 1.0)
     rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
+    texts = [json.dumps({**row, "text": "a"}) for row in rows]
+    (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
     fields = {"result": RunResult(best=best), "has_ended": True}
     for config, moments in (
         ({"max_steps": 40}, ("step 10", "step 40")),
         ({}, ("epoch 0.25", "epoch 1")),
     ):
-        verdict = report.summary.quality_verdict(run_with(rows, config=config, **fields))
+        run = run_with(rows, config=config, folder=tmp_path, **fields)
+        verdict = report.summary.quality_verdict(run)
         first, last = moments
         assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
+        assert [report.summary.moment(run, row) for row, _ in run.texts] == [first, last]
 
 
 def test_a_step_near_zero_leaves_the_time_unknown():
