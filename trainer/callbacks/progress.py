@@ -14,7 +14,7 @@ from stoker.trainer.loading import by_name
 from stoker.trainer.readable import number
 
 if TYPE_CHECKING:
-    from stoker.trainer.callbacks.table import Table
+    from stoker.trainer.callbacks.progress_table import Table
     from stoker.trainer.trainer import Trainer
 
 SILENCE = 30  # maximum seconds without a line
@@ -36,7 +36,7 @@ class Progress(Callback):
         for line in summary.plan(trainer):
             terminal.show(line)
         if terminal.is_terminal(sys.stdout):
-            from stoker.trainer.callbacks.table import Table
+            from stoker.trainer.callbacks.progress_table import Table
 
             self.table = Table(trainer.step, trainer.total_steps)
         for callback in trainer.callbacks:
