@@ -50,7 +50,7 @@ from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
-from stoker.trainer import readable
+from stoker.trainer import number_format
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -579,7 +579,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
     figures = evaluation.regression(report.inputs.evaluation_of(seen))
     assert [figure["note"] for figure in figures if figure["note"]] == [
-        f"{readable.number(value)} on average" for value in off
+        f"{number_format.number(value)} on average" for value in off
     ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
     assert [figure["title"] for figure in figures] == expected
@@ -954,10 +954,10 @@ def test_shares_in_words():
     rounded = {0: "0.0%", 0.0009: "<0.1%", 0.97236: "97.2%", 0.9995: ">99.9%", 1: "100.0%"}
     assert {share: words.rounded_percent(share) for share in rounded} == rounded
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
-    assert {value: readable.number(value) for value in numbers} == numbers
+    assert {value: number_format.number(value) for value in numbers} == numbers
     assert (
-        readable.number(1e99) == "1e99"
-        and readable.number(-123456789012345.0) == "-123,456,789,012,345"
+        number_format.number(1e99) == "1e99"
+        and number_format.number(-123456789012345.0) == "-123,456,789,012,345"
     )
     assert words.flop(1.2e6) == "1.20 MFLOP"
 
@@ -1468,8 +1468,8 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
         shown = evaluation.shown(sample, seen)
         line, true, _, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
-        assert true == readable.number(float(price))
-        assert error == readable.brief(sample.predicted[0] - float(price))
+        assert true == number_format.number(float(price))
+        assert error == number_format.brief(sample.predicted[0] - float(price))
         assert columns == [area.removesuffix(".0"), *others]
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.trainer import readable, terminal
+from stoker.trainer import number_format, terminal
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
@@ -188,7 +188,7 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
 def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
     values = [0.003, 3.2e-5, 999.9, 5450, 54321.0, -5450, 3.17e28]
     shown = ["0.003", "3.2e-05", "1,000", "5,450", "54,321", "-5,450", "3.17e28"]
-    assert [readable.brief(value) for value in values] == shown
+    assert [number_format.brief(value) for value in values] == shown
 
 
 def test_large_counts_of_epochs_have_separators():

@@ -12,7 +12,7 @@ import torch
 
 from stoker.trainer import graph, losses, optimizers, parallel, schedules
 from stoker.trainer.errors import NotFinite, UserError
-from stoker.trainer.readable import brief
+from stoker.trainer.number_format import brief
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

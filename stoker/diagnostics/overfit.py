@@ -13,7 +13,7 @@ from stoker.trainer import schedules, summary, terminal
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import length_of, seekable
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 

@@ -18,7 +18,7 @@ from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
 from stoker.trainer.callbacks.saving import Checkpoint
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
-from stoker.trainer.readable import brief
+from stoker.trainer.number_format import brief
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

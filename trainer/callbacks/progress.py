@@ -11,7 +11,7 @@ from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 
 if TYPE_CHECKING:
     from stoker.trainer.callbacks.progress_table import Table
