@@ -75,7 +75,7 @@ def fit(
         except Exception as error:
             is_begun = running.begun == folder and (folder / directory.CONFIG).is_file()
             if launch.is_first() and is_begun:
-                code = exit_codes.exit_code(error)
+                code = exit_codes.code_of(error)
                 running.leave_reason(folder, error, code, draws=True, script=command())
             raise
         finally:
