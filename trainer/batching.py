@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import losses, parallel
+from stoker.trainer import batches, losses, parallel
 from stoker.trainer.micro_batch import MicroBatch
 
 # (micro-batch, its fraction of the batch's weight); the fraction of a whole batch is None

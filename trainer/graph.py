@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches, overrides, seeding
 from stoker.trainer import device as devices
-from stoker.trainer import overrides, seeding
 from stoker.trainer.errors import UserError, first_line, log
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from stoker.trainer import batch as batches
-from stoker.trainer import launch, parallel, settings
-from stoker.trainer.batch import SampleDimOf
+from stoker.trainer import batches, launch, parallel, settings
+from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import memory, parallel, settings
+from stoker.trainer import batches, memory, parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, log
 
 Result = TypeVar("Result")

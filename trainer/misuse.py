@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import device as devices
 from stoker.trainer import (
+    batches,
     graph,
     launch,
     losses,
@@ -24,6 +23,7 @@ from stoker.trainer import (
     steps,
     summary,
 )
+from stoker.trainer import device as devices
 from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import evaluation, misuse, parallel, transfer
+from stoker.trainer import batches, evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt, ending

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from stoker.diagnostics.doctor import Doctor
-from stoker.trainer import batch as batches
-from stoker.trainer import schedules, summary, terminal
+from stoker.trainer import batches, schedules, summary, terminal
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import length_of, seekable

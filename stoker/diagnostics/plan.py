@@ -12,7 +12,7 @@ from stoker.diagnostics.activations import Saved, can_be_counted
 from stoker.runs.page import render
 from stoker.trainer import checkpoint, graph, schedules, summary, terminal
 from stoker.trainer import device as devices
-from stoker.trainer.batch import entries
+from stoker.trainer.batches import entries
 from stoker.trainer.callbacks import EMA, Callback, Freeze, Lookahead, NaNGuard
 from stoker.trainer.loading import by_name, length_of, resident_bytes
 from stoker.trainer.memory import MIB

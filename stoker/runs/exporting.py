@@ -26,7 +26,7 @@ from stoker.runs.inference import Trained, check_output, constants
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
-from stoker.trainer.batch import entries
+from stoker.trainer.batches import entries
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import replacing, write_text
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, launch, parallel, transfer
+from stoker.trainer import batches, checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
 from stoker.trainer.callbacks.saving import Checkpoint
