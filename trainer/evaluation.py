@@ -46,7 +46,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(compute, batch)
+                results = trainer.eval_splitter.work(compute, batch)
                 if not parallel.has_samples(loader):
                     continue
                 for part, loss, outputs in results:
@@ -54,7 +54,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                     trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")

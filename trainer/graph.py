@@ -154,7 +154,7 @@ def check(trainer: "Trainer") -> None:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":
         reason = "graphs support only one GPU. Type strategy=single."
-    elif trainer.micro_batch.adapts:
+    elif trainer.splitter.adapts:
         reason = (
             "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
         )

@@ -62,7 +62,7 @@ class Predicting(Batching):
             with evaluation.eval_mode(trainer):
                 for batch in ending(loader, "predict"):
                     batch = transfer.move(batch, trainer.device)
-                    parts = trainer.eval_micro_batch.work(compute, batch)
+                    parts = trainer.eval_splitter.work(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
                         # Outputs of a rank without samples do not count: its sample is a copy.
@@ -73,7 +73,7 @@ class Predicting(Batching):
                         outputs = combined(of_ranks, interleaved)
                     yield outputs
         except Exception as error:
-            misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
+            misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
             raise
 
     def predict_batch(self, batch: Any) -> Any:

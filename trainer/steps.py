@@ -35,7 +35,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
     if compile == "graph":
         graph.check(trainer)
         step = GraphStep()
-    elif trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
+    elif trainer.scaler.is_enabled() or trainer.splitter.adapts:
         step = adaptive_step
     if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
         return step
@@ -55,7 +55,7 @@ def captures(trainer: "Trainer") -> bool:
 def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     """Take a step with micro_batch=auto, or with the fp16 scaler, which may skip the update."""
     scaler = trainer.scaler
-    loss = trainer.micro_batch.work(
+    loss = trainer.splitter.work(
         functools.partial(accumulate, trainer),
         batch,
         trainer.module,
@@ -76,7 +76,7 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     """Take a step with an optimizer that requires a closure, such as LBFGS."""
-    parts = trainer.micro_batch.split(batch)
+    parts = trainer.splitter.split(batch)
     norms = []
     carried = trainer.carried
 
@@ -160,7 +160,7 @@ class GraphStep:
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do the part of a step that a graph can capture; return (mean loss, gradient norm)."""
     with graph.without_clock(trainer):
-        loss = accumulate(trainer, trainer.micro_batch.split(batch))
+        loss = accumulate(trainer, trainer.splitter.split(batch))
         norm = clip(trainer)
         trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)

@@ -36,7 +36,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
-        f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate}, "
+        f"{trainer.splitter.description()}, {kinds}{fused} lr {rate}, "
         f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
     )
     if trainer.step:

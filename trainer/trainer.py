@@ -26,10 +26,10 @@ from stoker.trainer.callback import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks
-from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import silent_spans
+from stoker.trainer.splitter import Splitter
 from stoker.trainer.stopping import EvaluationInterrupted, Stoppable
 from stoker.trainer.window import Window
 
@@ -109,9 +109,9 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
-        self.micro_batch = MicroBatch(self.device, self.sample_dims, micro_batch, grad_accum_steps)
+        self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
         # Evaluations need less memory: with micro_batch="auto", their size adapts separately.
-        self.eval_micro_batch = self.micro_batch.for_evaluation()
+        self.eval_splitter = self.splitter.for_evaluation()
         self.agreement = parallel.Agreement()
         settings.check("compile", compile)
 
@@ -190,7 +190,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 pass
             except BaseException as error:
                 self.failed = True
-                misuse.raise_if_explained(self, error, batch, self.micro_batch)
+                misuse.raise_if_explained(self, error, batch, self.splitter)
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks

@@ -12,7 +12,7 @@ from stoker.trainer.errors import TrainingError, UserError, log
 Result = TypeVar("Result")
 
 
-class MicroBatch:
+class Splitter:
     """Splits batches into micro-batches.
 
     Args:
@@ -62,10 +62,10 @@ class MicroBatch:
             return f"micro_batch={self.size}"
         return "micro_batch=auto" if self.adapts else None
 
-    def for_evaluation(self) -> "MicroBatch":
-        """Return the MicroBatch for evaluations, which splits batches only if the size adapts."""
+    def for_evaluation(self) -> "Splitter":
+        """Return the Splitter for evaluations, which splits batches only if the size adapts."""
         size = "auto" if self.adapts else None
-        return MicroBatch(self.device, self.sample_dim, size, key="eval_batch_size")
+        return Splitter(self.device, self.sample_dim, size, key="eval_batch_size")
 
     def split(self, batch: Any) -> list[Any]:
         """Split a batch into the same number of micro-batches on every process."""
