@@ -278,7 +278,7 @@ class Loader(Ordered):
             self.share = len(self.mine(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
         # For each sample, whether `flip: alternate` flips it in even or in odd epochs.
-        self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
+        self.flip_parity = torch.rand(self.split_size, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
         """Return the loader's generator, seeded for the stream that `parts` identify."""

@@ -176,8 +176,8 @@ def csv(
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
     pieces = []
-    for whole in (inputs, targets[order], rows[order] + FIRST):
-        pieces.append(whole.split([len(part) for part in parts]))
+    for tensor in (inputs, targets[order], rows[order] + FIRST):
+        pieces.append(tensor.split([len(part) for part in parts]))
     splits = [TensorSplit(*part) if len(part[0]) else None for part in zip(*pieces, strict=True)]
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
@@ -558,9 +558,9 @@ def _read_target(
     rows = len(texts) - texts.null_count
     if kind == "auto":
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
-        whole = (numbers == numbers.floor()) | numbers.isnan()
+        is_integer = (numbers == numbers.floor()) | numbers.isnan()
         has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
-        is_class = is_text or has_codes or (few and whole.all())
+        is_class = is_text or has_codes or (few and is_integer.all())
         kind = "classification" if is_class else "regression"
     if kind == "regression":
         return kind, None, numbers

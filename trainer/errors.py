@@ -60,13 +60,13 @@ def explanation_of(error: BaseException) -> str | None:
     return getattr(error, "where_and_what", None)
 
 
-def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
+def did_you_mean(name: Any, choices: Iterable[Any], shown: Callable[[str], str] = str) -> str:
     """Return " Did you mean 'X'?" for the choice closest to `name`, or "" if none is close.
 
-    `whole` maps the choice to the text to show.
+    `shown` maps the choice to the text to show.
     """
     choice = nearest(name, choices)
-    return "" if choice is None else f" Did you mean {whole(choice)!r}?"
+    return "" if choice is None else f" Did you mean {shown(choice)!r}?"
 
 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:

@@ -162,12 +162,12 @@ def joined(leaves: list[Any]) -> Any:
 def interleaved(leaves: list[Any]) -> Any:
     """Join the leaves of all ranks, with the samples back in the order of the batch."""
     total = sum(map(len, leaves))
-    whole: Any = [None] * total
+    merged: Any = [None] * total
     if are_uniform(leaves):
-        whole = leaves[0].new_empty(total, *leaves[0].shape[1:])
+        merged = leaves[0].new_empty(total, *leaves[0].shape[1:])
     for rank, leaf in enumerate(leaves):
-        whole[rank :: len(leaves)] = leaf
-    return whole
+        merged[rank :: len(leaves)] = leaf
+    return merged
 
 
 def samples_of(outputs: Any) -> Iterator[Any]:

@@ -120,7 +120,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
     trainer.scaler.update()
     is_skipped = scale < before
     trainer.window.add_skipped(is_skipped)
-    return None if norm is None else torch.where(is_skipped, 0.0, parallel.whole(norm))
+    return None if norm is None else torch.where(is_skipped, 0.0, parallel.unsharded(norm))
 
 
 def check_scale(trainer: "Trainer") -> None:

@@ -148,8 +148,8 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     code = code_of(error)
     text: str | None = message(error)
     if code == INTERNAL_ERROR or "debug=true" in sys.argv:
-        whole = "".join(traceback.format_exception(error)).rstrip()
-        text = whole if code == INTERNAL_ERROR else f"{whole}\n{text}"
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        text = trace if code == INTERNAL_ERROR else f"{trace}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
         lost = ranks.is_lost(error)
