@@ -16,7 +16,7 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None = None  # maps targets to the divisor of their mean loss
+    divisor: losses.Divisor | None = None  # maps targets to what the loss divides by
     device: torch.device
     train_loader: Any
     splitter: Splitter

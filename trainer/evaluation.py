@@ -46,8 +46,8 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)
-                results = trainer.eval_splitter.work(compute, batch)
-                if not parallel.has_samples(loader):
+                results = trainer.eval_splitter.apply(compute, batch)
+                if not parallel.has_samples(loader):  # do not count a copy of a sample
                     continue
                 for part, loss, outputs in results:
                     if loss is not None:
@@ -105,8 +105,10 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
     carried = trainer.carried
     trainer.carried = {}
     try:
-        with random_states_kept, modes_restored(trainer.model), hooks(trainer):
-            yield
+        with random_states_kept, modes_restored(trainer.model):
+            trainer.model.eval()
+            with hooks(trainer):
+                yield
     finally:
         trainer.carried = carried
         if not within_fit:
@@ -115,8 +117,10 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks(trainer: "Trainer") -> Iterator[None]:
-    """Call the hooks before and after an evaluation, unless it is inside another one."""
-    trainer.model.eval()
+    """Call the hooks before and after an evaluation, unless it is inside another one.
+
+    In between, an optimizer with averaged weights, such as Schedule-Free, uses those.
+    """
     if trainer.is_evaluating:
         yield
         return

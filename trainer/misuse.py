@@ -169,7 +169,7 @@ def check_loss(trainer: "Trainer", use: str) -> None:
         )
 
 
-def check_uncut(trainer: "Trainer", loader: Any) -> None:
+def check_whole_batches(trainer: "Trainer", loader: Any) -> None:
     """Raise UserError for a setting that splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]

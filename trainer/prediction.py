@@ -62,7 +62,7 @@ class Predicting(Batching):
             with evaluation.eval_mode(trainer):
                 for batch in ending(loader, "predict"):
                     batch = transfer.move(batch, trainer.device)
-                    parts = trainer.eval_splitter.work(compute, batch)
+                    parts = trainer.eval_splitter.apply(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
                         # Outputs of a rank without samples do not count: its sample is a copy.

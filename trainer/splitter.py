@@ -81,7 +81,7 @@ class Splitter:
             parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 
-    def work(
+    def apply(
         self,
         function: Callable[[list[Any]], Result],
         batch: Any,

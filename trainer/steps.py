@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # the smallest normal float16 number, the scale cannot be the reason why a gradient overflows.
 LOWEST_SCALE = 2.0**-14
 
-
+# Takes one step, given the Trainer and a batch, and returns the mean loss of the batch.
 Step = Callable[["Trainer", Any], torch.Tensor]
 
 
@@ -55,11 +55,11 @@ def captures(trainer: "Trainer") -> bool:
 def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     """Take a step with micro_batch=auto, or with the fp16 scaler, which may skip the update."""
     scaler = trainer.scaler
-    loss = trainer.splitter.work(
+    loss = trainer.splitter.apply(
         functools.partial(accumulate, trainer),
         batch,
         trainer.module,
-        undo=functools.partial(undo, trainer),
+        undo=functools.partial(start_over, trainer),
     )
     with trainer.spans["optimizer"]:
         if trainer.max_grad_norm is not None and scaler.is_enabled():
@@ -81,7 +81,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     carried = trainer.carried
 
     def evaluate() -> torch.Tensor:
-        undo(trainer)  # every evaluation of the loss must use the same dropout
+        start_over(trainer)  # every evaluation of the loss must use the same dropout
         trainer.carried = carried
         loss = accumulate(trainer, parts)
         norms.append(clip(trainer))
@@ -89,7 +89,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
     loss: torch.Tensor = trainer.optimizer.step(evaluate)
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norms[0])
+    finish(trainer, norms[0])  # the norm at the weights before the step
     return loss
 
 
@@ -152,12 +152,12 @@ class GraphStep:
         if trainer.optimizer.state is not self.captured.state:  # a callback loaded a checkpoint
             self.begin_fit(trainer)
         loss: torch.Tensor
-        loss, norm = self.captured(functools.partial(update, trainer), batch)
+        loss, norm = self.captured(functools.partial(capturable_part, trainer), batch)
         finish(trainer, norm)
         return loss
 
 
-def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def capturable_part(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do the part of a step that a graph can capture; return (mean loss, gradient norm)."""
     with graph.without_clock(trainer):
         loss = accumulate(trainer, trainer.splitter.split(batch))
@@ -191,7 +191,7 @@ def clip(trainer: "Trainer") -> torch.Tensor | None:
     return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
 
 
-def undo(trainer: "Trainer") -> None:
+def start_over(trainer: "Trainer") -> None:
     """Drop the gradients and reseed the generators, so that the step can be repeated."""
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     trainer.seed_generators("step")
