@@ -93,7 +93,7 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
     return IterableLoader(loader, seed, sample_dim)
 
 
-def ending(loader: Any, use: str) -> Iterable[Any]:
+def ending(loader: Iterable[Any], use: str) -> Iterable[Any]:
     """Return the loader, or if it has no length, an iterable of its batches that must end.
 
     The iteration raises UserError if such a loader has more than MOST samples.
