@@ -18,7 +18,7 @@ from torch import Tensor
 from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain, replacing
 from stoker.trainer.memory import MIB
-from stoker.trainer.readable import size_of
+from stoker.trainer.number_format import size_of
 
 VERSION = 4  # file format version, part of every file name
 # Maximum number of mapped bytes. Without a limit, the whole file would count toward the memory of

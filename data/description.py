@@ -160,17 +160,17 @@ def samples_in(loader: Any) -> int | None:
     return length_of(getattr(loader, "dataset", None))
 
 
-def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
-    """Return the line that describes the data; `whole` means that one split holds all samples."""
+def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool = False) -> str:
+    """Return the line that describes the data; `undivided`: one split holds all samples."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
         if samples is None:
             continue
         count = f"{samples:,}"
-        if getattr(loader, "whole", samples) != samples:
-            count += f" of {loader.whole:,}"
-        counts.append(f"all {count}" if whole else f"{count} {name}")
+        if getattr(loader, "split_size", samples) != samples:
+            count += f" of {loader.split_size:,}"
+        counts.append(f"all {count}" if undivided else f"{count} {name}")
     line = f"data     {data.name}"
     if counts:
         line += f": {', '.join(counts)} samples"

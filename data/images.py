@@ -138,11 +138,11 @@ def image_folder(
         splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, own, place)
     if skip:
         splits = _without_broken(splits, classes)
-    whole = splits["train"]
-    parts = split_indices(whole.targets, fractions, split_seed)
+    undivided = splits["train"]
+    parts = split_indices(undivided.targets, fractions, split_seed)
     for name, indices in zip(("train", "val", "test"), parts, strict=True):
         if len(indices) > 0:
-            splits[name] = whole.take(indices)
+            splits[name] = undivided.take(indices)
     train = splits["train"]
     if mean is None or std is None:
         measured_mean, measured_std = _mean_and_std(train, split_seed)

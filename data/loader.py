@@ -20,7 +20,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
-from stoker.trainer.readable import size_of
+from stoker.trainer.number_format import size_of
 from stoker.trainer.seeding import mix_seed, random_stream
 from stoker.trainer.transfer import move, to_device
 
@@ -279,7 +279,7 @@ class Loader(Ordered):
             self.share = len(self.mine(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
         # For each sample, whether `flip: alternate` flips it in even or in odd epochs.
-        self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
+        self.flip_parity = torch.rand(self.split_size, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
         """Return the loader's generator, seeded for the stream that `parts` identify."""

@@ -59,8 +59,8 @@ class Ordered(Seekable):
         limit: Limit = None,
     ) -> None:
         self.split = split
-        self.whole = len(split)
-        self.samples = limited(self.whole, limit, "train" if shuffle else "val")
+        self.split_size = len(split)
+        self.samples = limited(self.split_size, limit, "train" if shuffle else "val")
         settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
         if shuffle and batch_size > self.samples:
             if drop_last:
@@ -92,10 +92,10 @@ class Ordered(Seekable):
     def order(self, epoch: int) -> Tensor:
         """Return the sample indices in the order of this epoch, int64 on the CPU."""
         if self.shuffle:
-            return permutation(self.whole, self.seed, epoch)[: self.samples]
-        if self.samples < self.whole:
-            return permutation(self.whole, self.seed, 0)[: self.samples].sort().values
-        return torch.arange(self.whole)
+            return permutation(self.split_size, self.seed, epoch)[: self.samples]
+        if self.samples < self.split_size:
+            return permutation(self.split_size, self.seed, 0)[: self.samples].sort().values
+        return torch.arange(self.split_size)
 
     def whole_batches(self, epoch: int, position: int) -> Sequence[Tensor]:
         """Return the sample indices of this epoch's batches, starting at batch `position`."""

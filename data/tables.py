@@ -5,7 +5,6 @@ pyarrow reads the file; columns are converted to numbers one at a time.
 
 import contextlib
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,15 @@ from torch import Tensor
 from stoker.data.description import Column, Description, names_of
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import TensorSplit, check_fractions, divide
-from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
+from stoker.trainer.errors import (
+    UserError,
+    as_typed,
+    check_choice,
+    did_you_mean,
+    first_few,
+    log,
+    printable,
+)
 from stoker.trainer.files import open_plain
 
 try:
@@ -169,8 +176,8 @@ def csv(
     order = torch.cat(parts)
     inputs = _encoded(table, columns, values, rows[order])
     pieces = []
-    for whole in (inputs, targets[order], rows[order] + FIRST):
-        pieces.append(whole.split([len(part) for part in parts]))
+    for tensor in (inputs, targets[order], rows[order] + FIRST):
+        pieces.append(tensor.split([len(part) for part in parts]))
     splits = [TensorSplit(*part) if len(part[0]) else None for part in zip(*pieces, strict=True)]
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
@@ -349,11 +356,7 @@ class Table:
 
     def adding(self, key: str, name: str) -> str:
         """Return the setting that adds a column to the list `key`, as typed in a shell."""
-        names = []
-        for one in (*self.lists[key], name):
-            is_plain = re.fullmatch(r"[A-Za-z_]\w*", one, re.ASCII)
-            names.append(one if is_plain else '"' + one.replace('"', '\\"') + '"')
-        return shlex.quote(f"dataset.{key}=[{','.join(names)}]")
+        return shlex.quote(f"dataset.{key}={as_typed([*self.lists[key], name])}")
 
     def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
         """Return the indices of the rows to use: all, or those without missing values."""
@@ -555,9 +558,9 @@ def _read_target(
     rows = len(texts) - texts.null_count
     if kind == "auto":
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
-        whole = (numbers == numbers.floor()) | numbers.isnan()
+        is_integer = (numbers == numbers.floor()) | numbers.isnan()
         has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
-        is_class = is_text or has_codes or (few and whole.all())
+        is_class = is_text or has_codes or (few and is_integer.all())
         kind = "classification" if is_class else "regression"
     if kind == "regression":
         return kind, None, numbers

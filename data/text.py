@@ -56,8 +56,8 @@ class TextSplit:
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return all inputs and targets, as views of the same tokens."""
-        whole = torch.from_numpy(self.tokens.astype(np.int64))
-        windows = whole.unfold(0, self.length + 1, self.stride)
+        tokens = torch.from_numpy(self.tokens.astype(np.int64))
+        windows = tokens.unfold(0, self.length + 1, self.stride)
         return windows[:, :-1], windows[:, 1:]
 
     def feed(self, state: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches
 from stoker.trainer.errors import UserError
 
 

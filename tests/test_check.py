@@ -52,6 +52,9 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
     project("size/small", "# @package _global_\nepochs: 2\n")
     assert processed("+size=small").epochs == 2
     assert processed("experiment=null").epochs == 10
+    project("experiment/short", "# @package _global_\nepochs: 3\n")
+    assert processed("experiment=null", "experiment=short").epochs == 3
+    assert processed("experiment=short", "experiment=null").epochs == 10
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
@@ -100,14 +103,14 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
         (b"epochs: [1\n", "experiment=mine: these settings cannot be read (while parsing a flow"),
         (b"run_dir: t\xe4st\n", "experiment=mine: these settings cannot be read ('utf-8' codec"),
         (b"- a\n", "In 'experiment/mine': "),
-        (b"checkpoint: 5\n", "checkpoint=5: give a group of keys, as in checkpoint={{every:null}}."),
+        (b"checkpoint: 5\n", "checkpoint=5: give a group of keys, as in 'checkpoint={{every:null}}'."),
         (b"checkpoint: [5]\n", "In 'experiment/mine': "),
-        (b"callbacks: {ema: 3}\n", "callbacks.ema=3: give a group of keys, as in callbacks.ema="),
+        (b"callbacks: {ema: 3}\n", "callbacks.ema=3: give a group of keys, as in 'callbacks.ema="),
         (b"callbacks: [1, 2]\n", "In 'experiment/mine': "),
-        (b"metrics: 3\n", "metrics=3: give a group of keys, as in metrics={{}}."),
+        (b"metrics: 3\n", "metrics=3: give a group of keys, as in 'metrics={{}}'."),
         (b"sweep: 3\n", "ConfigTypeError raised while resolving interpolation: Error"),
         (b"dataset: [a]\n", "In 'experiment/mine': "),
-        (b"dataset: {augment: flip}\n", "dataset.augment=flip: give a list, as in dataset.augment=[flip]."),
+        (b"dataset: {augment: flip}\n", "dataset.augment=flip: give a list, as in 'dataset.augment=[flip]'."),
         (b"model: {hidden: {a: 1}}\n", "In 'experiment/mine': "),
         (b"groups: 3\n", "groups=3: give a list of rules, each with a name pattern"),
     ],

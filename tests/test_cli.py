@@ -115,7 +115,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
     ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
     ("lrate=3", "error: lrate: there is no such key.", "Did you mean 'optimizer.lr'?"),
-    ("trusted=mine", "error: trusted=mine: give a list", "as in trusted=[mine]."),
+    ("trusted=mine", "error: trusted=mine: give a list", "as in 'trusted=[mine]'."),
     ("epochs=1e1", "error: epochs=10.0: give a whole number", "at least 1"),
     ("path=a.csv", "error: path: there is no such key.", "type dataset=csv dataset.path=..."),
     ("--model cnn", "error: --model: there is no such option.", "as in device=cpu."),
@@ -123,7 +123,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "checkpoint=false",
         "error: checkpoint=false: give a group of keys",
-        "as in checkpoint={every:null}.",
+        "as in 'checkpoint={every:null}'.",
     ),
     (
         "checkpoint.evry=3",
@@ -159,7 +159,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("epochs=2.5", "error: epochs=2.5: give a whole number", "at least 1"),
     ("epochs=true", "error: epochs=true: give a whole number", "at least 1"),
     ("compile=yes", "error: compile=yes: not a valid choice.", "false, true, graph"),
-    ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in model.hidden=[256,256]."),
+    ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in 'model.hidden=[256,256]'."),
     (
         "model.activation=3",
         "error: model.activation=3: give a string",
@@ -168,7 +168,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "dataset.augment=flip",
         "error: dataset.augment=flip: give a list",
-        "as in dataset.augment=[flip].",
+        "as in 'dataset.augment=[flip]'.",
     ),
     ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={every:"),
     ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={_target_:"),

@@ -388,7 +388,7 @@ def test_too_little_memory_halves_the_micro_batches_and_changes_no_weight():
         with make_trainer(torch.nn.Sequential(*layers), **settings) as trainer:
             trainer.fit(loader)
             weights = {name: x.cpu() for name, x in trainer.module.state_dict().items()}
-            return trainer.micro_batch.size, weights
+            return trainer.splitter.size, weights
 
     _, expected = trained()
     most = torch.cuda.max_memory_allocated()  # nearly all of it activations, 512 MiB a layer

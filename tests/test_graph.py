@@ -18,9 +18,8 @@ from conftest import GoBack, assert_same, make_data, make_model, make_trainer
 from stoker import Trainer
 from stoker.data.loader import DeviceLoader
 from stoker.diagnostics.lr_find import lr_find
-from stoker.trainer import batch as batches
+from stoker.trainer import batches, graph, optimizers, schedules
 from stoker.trainer import device as devices
-from stoker.trainer import graph, optimizers, schedules
 from stoker.trainer.callbacks import EMA, Callback
 from stoker.trainer.errors import UserError
 from stoker.trainer.steps import GraphStep, captures

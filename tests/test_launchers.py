@@ -358,6 +358,12 @@ WITH = [
         "hydra.launcher.n_jobs=0: give a whole number of at least 1",
         "",
     ),
+    (
+        "joblib",
+        "hydra.launcher.n_jobs=-1",
+        "hydra.launcher.n_jobs=-1: give a number of jobs, or remove this key to run one job",
+        "",
+    ),
     ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: there is no such key.", ""),
     (
         "submitit_slurm",

@@ -12,7 +12,7 @@ from conftest import assert_same, make_data, make_model, make_trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stoker import Trainer
-from stoker.command.exit_codes import exit_code
+from stoker.command.exit_codes import code_of
 from stoker.command.messages import message
 from stoker.runs.loggers import JSONL
 from stoker.runs.rows import read_rows
@@ -174,7 +174,7 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
     if kind is not Trainer:
         place = rf"In compute_loss \({re.escape(__file__)}:\d+\)\."
         assert re.match(rf"{place} The batch: batch\['x'\] ", text)
-    assert exit_code(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
+    assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
     assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{text}")
 
 
@@ -192,7 +192,7 @@ def test_bugs_stay_tracebacks(bug):
         if bug == "callback":
             make_trainer(kind=OfDicts, callbacks=[InCallback()]).fit(of_dicts())
         make_trainer(kind=Buggy).fit(of_dicts())
-    assert explanation_of(caught.value) is None and exit_code(caught.value) == 1
+    assert explanation_of(caught.value) is None and code_of(caught.value) == 1
 
 
 def test_an_evaluation_is_explained_too():

@@ -10,7 +10,7 @@ from conftest import make_data, make_model, make_trainer
 from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import plan
 from stoker.trainer import checkpoint, schedules, summary
-from stoker.trainer.callbacks import EMA, Callback, NaNGuard
+from stoker.trainer.callbacks import EMA, Callback, Freeze, NaNGuard
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,22 @@ def test_its_memory_is_that_of_the_parts():
     frozen = make_model()
     frozen[0].requires_grad_(False)
     assert look(frozen)[0].memory["gradients"] < size / mib
+
+
+def test_weights_that_stay_frozen_have_no_gradient_and_no_state():
+    """Like those of a run; weights that thaw later have both by then."""
+    run = make_trainer(callbacks=[Freeze("0.*")], max_steps=3, epochs=None)
+    run.fit(loaders()[0])
+    state = summary.mib(summary.optimizer_tensors(run.optimizer))
+    [*_, weight, bias] = run.module.parameters()
+    memory = look(callbacks=[Freeze("0.*")])[0].memory
+    assert memory["gradients"] == summary.mib([weight, bias])
+    assert memory["optimizer"] == state
+    model = make_model()
+    model[0].requires_grad_(False)
+    by_hand = look(model)[0].memory
+    assert memory["activations"] == by_hand["activations"] < look()[0].memory["activations"]
+    assert look(callbacks=[Freeze("0.*", 100)])[0].memory["optimizer"] > memory["optimizer"]
 
 
 @pytest.mark.slow

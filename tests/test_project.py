@@ -51,7 +51,7 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
     search = f"hydra.searchpath=['file://{folder}/configs']"
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]
     assert arguments.for_hydra(["task=evaluate"]) == ["task=evaluate", search]
-    typed = ["experiment=null", "hydra.sweep.dir=s"]
+    typed = ["experiment=a", "experiment=null", "hydra.sweep.dir=s"]
     assert arguments.for_hydra(typed) == ["~experiment", "hydra.sweep.dir=s", search]
     write(folder / "inner/pyproject.toml", "[tool.other]\nstoker = 1\n")
     monkeypatch.chdir(folder / "inner")

@@ -50,7 +50,7 @@ from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
-from stoker.trainer import readable, schedules
+from stoker.trainer import number_format, schedules
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -596,7 +596,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
     figures = evaluation.regression(report.inputs.evaluation_of(seen))
     assert [figure["note"] for figure in figures if figure["note"]] == [
-        f"{readable.number(value)} on average" for value in off
+        f"{number_format.number(value)} on average" for value in off
     ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
     assert [figure["title"] for figure in figures] == expected
@@ -972,10 +972,10 @@ def test_shares_in_words():
     rounded = {0: "0.0%", 0.0009: "<0.1%", 0.97236: "97.2%", 0.9995: ">99.9%", 1: "100.0%"}
     assert {share: words.rounded_percent(share) for share in rounded} == rounded
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
-    assert {value: readable.number(value) for value in numbers} == numbers
+    assert {value: number_format.number(value) for value in numbers} == numbers
     assert (
-        readable.number(1e99) == "1e99"
-        and readable.number(-123456789012345.0) == "-123,456,789,012,345"
+        number_format.number(1e99) == "1e99"
+        and number_format.number(-123456789012345.0) == "-123,456,789,012,345"
     )
     assert words.flop(1.2e6) == "1.20 MFLOP"
 
@@ -1111,17 +1111,22 @@ def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     assert curves.ramp(run, [(10, 0.09)]) == []
 
 
-def test_a_stream_s_verdict_names_steps():
+def test_a_stream_s_verdict_names_steps(tmp_path):
+    """So do the texts that its model generated."""
     best = Best("val/loss", "min", 40, 1.0)
     rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
+    texts = [json.dumps({**row, "text": "a"}) for row in rows]
+    (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
     fields = {"result": RunResult(best=best), "has_ended": True}
     for config, moments in (
         ({"max_steps": 40}, ("step 10", "step 40")),
         ({}, ("epoch 0.25", "epoch 1")),
     ):
-        verdict = report.summary.quality_verdict(run_with(rows, config=config, **fields))
+        run = run_with(rows, config=config, folder=tmp_path, **fields)
+        verdict = report.summary.quality_verdict(run)
         first, last = moments
         assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
+        assert [report.summary.moment(run, row) for row, _ in run.texts] == [first, last]
 
 
 def test_a_step_near_zero_leaves_the_time_unknown():
@@ -1511,8 +1516,8 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
         shown = evaluation.shown(sample, seen)
         line, true, _, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
-        assert true == readable.number(float(price))
-        assert error == readable.brief(sample.predicted[0] - float(price))
+        assert true == number_format.number(float(price))
+        assert error == number_format.brief(sample.predicted[0] - float(price))
         assert columns == [area.removesuffix(".0"), *others]
 
 

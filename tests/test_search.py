@@ -16,7 +16,7 @@ from forks import TRAIN, Forks
 from omegaconf import OmegaConf
 
 from stoker.command import arguments, messages
-from stoker.sweeps import search
+from stoker.sweeps import search_settings
 from stoker.sweeps.jobs import read_job, read_jobs
 from stoker.trainer.errors import UserError
 
@@ -409,9 +409,9 @@ def test_which_end_is_good_is_known_before_the_first_trial(typed, high, monkeypa
     cfg = OmegaConf.create(DEFAULTS | typed)
     if high is None:
         with pytest.raises(UserError, match="Type monitor_mode=max or monitor_mode=min"):
-            search.maximizes(cfg)
+            search_settings.maximizes(cfg)
     else:
-        assert search.maximizes(cfg) is high
+        assert search_settings.maximizes(cfg) is high
 
 
 @needs_optuna

@@ -173,7 +173,7 @@ def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     assert history.last()["val/loss"] == expected["val/loss"]
 
 
-def test_an_evaluation_of_an_endless_stream_is_refused(monkeypatch):
+def test_an_evaluation_or_prediction_of_an_endless_stream_is_refused(monkeypatch):
     monkeypatch.setattr(loading, "MOST", 1000)  # samples, or 10 batches of an unknown size
     batches = [*DataLoader(Stream(), 5)]
     trainer = make_trainer(max_steps=2)
@@ -185,6 +185,12 @@ def test_an_evaluation_of_an_endless_stream_is_refused(monkeypatch):
     first = trainer.evaluate(batches[:3])
     endless = IterableLoader(itertools.cycle(batches), steps_per_epoch=3)
     assert trainer.evaluate(endless) == first
+    trainer.model.train()
+    with pytest.raises(UserError, match="predict: this loader has no len.*after 10 batches"):
+        trainer.predict(itertools.cycle(batches))
+    assert trainer.model.training
+    outputs = trainer.predict(IterableLoader(itertools.cycle(batches), steps_per_epoch=3))
+    assert torch.equal(outputs, trainer.predict(iter(batches[:3])))
 
 
 def test_epochs_of_a_stream_go_on_where_it_stands():

@@ -15,8 +15,8 @@ import pytest
 from conftest import make_data, make_trainer
 
 from stoker.data.loader import DeviceLoader
-from stoker.trainer import readable, terminal
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress, table
+from stoker.trainer import number_format, terminal
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress, progress_table
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
 
@@ -117,7 +117,7 @@ def test_a_table_that_is_too_wide_loses_its_least_useful_columns(
     monkeypatch, tmp_path, metric, names
 ):
     screen = open_screen(monkeypatch, 72)
-    monkeypatch.setattr(table, "EVERY", -1)
+    monkeypatch.setattr(progress_table, "EVERY", -1)
     fit(tmp_path, epochs=2, metrics={metric: Accuracy()})
     lines = left(screen)
     (start,) = [i for i, line in enumerate(lines) if line.startswith(" epoch ")]
@@ -215,13 +215,13 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
 def test_a_number_in_a_message_has_no_exponent_unless_it_is_huge_or_tiny():
     values = [0.003, 3.2e-5, 999.9, 5450, 54321.0, -5450, 3.17e28]
     shown = ["0.003", "3.2e-05", "1,000", "5,450", "54,321", "-5,450", "3.17e28"]
-    assert [readable.brief(value) for value in values] == shown
+    assert [number_format.brief(value) for value in values] == shown
 
 
 def test_a_size_is_never_zero():
     sizes = [1, 7200, 100_000, 2**20 // 10 + 1, 2.44 * 2**20, 20_004 * 2**20]
     shown = ["1 KiB", "8 KiB", "98 KiB", "0.1 MiB", "2.4 MiB", "20,004 MiB"]
-    assert [readable.size_of(size) for size in sizes] == shown
+    assert [number_format.size_of(size) for size in sizes] == shown
 
 
 def test_large_counts_of_epochs_have_separators():

@@ -24,7 +24,7 @@ from stoker.runs.inference import Trained
 from stoker.runs.samples import Samples, can_write, write_on
 from stoker.trainer import checkpoint, losses
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.metrics import default_metrics
 
 WORDS = "the cat sat on a mat, and zoë saw it.\nthen they went home\n"
@@ -394,6 +394,16 @@ def test_any_prompt_is_text():
     assert shell.setting("run_dir", "a/b c") == "run_dir=a/b c"
 
 
+@pytest.mark.parametrize(
+    "text", ["id", "null", "NaN", "2024", "it's", 'a "b" (c)', "back\\", "größe", "a,b", "x: y", ""]
+)
+def test_a_list_is_shown_as_hydra_reads_it(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = f"key={as_typed([text, {'a': text}])}"
+    assert OverridesParser.create().parse_override(override).value() == [text, {"a": text}]
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     """A run on two processes, its report, whose samples are escaped, and text from a prompt."""
@@ -416,7 +426,7 @@ def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     page = html.unescape(report.html(tmp_path / "one"))
     for line in samples.open():
         assert "<br>".join(json.loads(line)["text"].split("\n")) in page
-    samples.write_text(json.dumps({"epoch": 1, "text": "<script>\x1b"}))
+    samples.write_text(json.dumps({"step": 1, "epoch": 1, "text": "<script>\x1b"}))
     assert "<pre>&lt;script&gt;\\x1b<br></pre>" in report.html(tmp_path / "one")
 
     generate = ["task=generate", "run=one", "prompt=they went, ", "tokens=40"]

@@ -5,6 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from stoker.command import build, trust
+from stoker.command.defaults import files_of
 from stoker.tasks import parts
 from stoker.tasks.overfit import overfit
 from stoker.tasks.unused_settings import check_decided, check_unused
@@ -141,6 +142,20 @@ def test_a_setting_of_the_loader_is_no_argument_of_the_data_set(processed, tmp_p
         "dataset.workers=1: this sets the loader, not the argument workers of reading.data. "
         "Rename the argument."
     )
+
+
+def test_nor_is_one_in_a_config_file_of_its_own(processed, project, tmp_path, monkeypatch):
+    (tmp_path / "in_a_file.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = ["dataset=mine", "trainer._target_=in_a_file.Ignores", "device=cpu"]
+    typed += ["model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"]
+    with trust.trusting(["in_a_file"]):
+        project("dataset/mine", "_target_: in_a_file.data\nn: 20\n")
+        check(processed(*typed))
+        project("dataset/mine", "_target_: in_a_file.data\nn: 20\nworkers: 1\n")
+        files_of.cache_clear()
+        with pytest.raises(UserError, match=r"^dataset\.workers=1: this sets the loader, not the"):
+            check(processed(*typed))
 
 
 def test_a_step_of_your_own_is_not_judged_by_its_loss(processed, tmp_path, monkeypatch):

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import losses, parallel
-from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer import batches, losses, parallel
+from stoker.trainer.splitter import Splitter
 
 # (micro-batch, its fraction of the batch's weight); the fraction of a whole batch is None
 MicroBatches = list[tuple[Any, float | torch.Tensor | None]]
@@ -17,10 +16,10 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None = None  # maps targets to the divisor of their mean loss
+    divisor: losses.Divisor | None = None  # maps targets to what the loss divides by
     device: torch.device
     train_loader: Any
-    micro_batch: MicroBatch
+    splitter: Splitter
     # Samples and weight of this process's part of the current batch.
     step_samples: int = 0
     step_weight: float | torch.Tensor = 0
@@ -85,16 +84,16 @@ class Batching:
         if parallel.process_count > 1:
             samples = self.train_loader.global_size
             parallel.check_size(samples)
-            self.micro_batch.global_samples = samples
+            self.splitter.global_samples = samples
             total = samples if self.weighs_samples else None
             self.process_weight = parallel.weight(self.step_weight, total, self.device)
 
     def split_with_fractions(self, batch: Any) -> MicroBatches:
         """Split a step's batch into [(micro-batch, its fraction of the weight)]."""
-        is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
+        is_whole = self.splitter.parts == 1 and self.splitter.size is None
         if is_whole and not self.may_weigh_nothing and not isinstance(batch, batches.Accumulated):
             return [(batch, None)]  # the usual case, without further calls
-        return self.with_fractions(self.micro_batch.split(batch))
+        return self.with_fractions(self.splitter.split(batch))
 
     def with_fractions(self, parts: list[Any]) -> MicroBatches:
         """Return [(micro-batch, its fraction of the weight)] for the parts of a step's batch."""

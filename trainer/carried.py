@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

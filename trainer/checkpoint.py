@@ -155,7 +155,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = parallel.whole(value)
+            value = parallel.unsharded(value)
             if not launch.is_first() and not everywhere:
                 return None
             sources.add(value.device)

@@ -15,7 +15,7 @@ import torch
 
 from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line
-from stoker.trainer.readable import counted
+from stoker.trainer.number_format import counted
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step

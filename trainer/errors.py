@@ -12,6 +12,9 @@ from typing import Any
 
 log = logging.getLogger("stoker")
 
+# Strings that Hydra reads unchanged in a list or dict.
+PLAIN_ITEM = r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_/.*-]*"
+
 
 class UserError(ValueError):
     """A mistake that the user can fix. Exit code 2.
@@ -57,13 +60,13 @@ def explanation_of(error: BaseException) -> str | None:
     return getattr(error, "where_and_what", None)
 
 
-def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
+def did_you_mean(name: Any, choices: Iterable[Any], shown: Callable[[str], str] = str) -> str:
     """Return " Did you mean 'X'?" for the choice closest to `name`, or "" if none is close.
 
-    `whole` maps the choice to the text to show.
+    `shown` maps the choice to the text to show.
     """
     choice = nearest(name, choices)
-    return "" if choice is None else f" Did you mean {whole(choice)!r}?"
+    return "" if choice is None else f" Did you mean {shown(choice)!r}?"
 
 
 def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
@@ -82,16 +85,30 @@ def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str |
 def as_typed(value: Any) -> str:
     """Format a value as you would type it on the command line: null, true, [1,2], {a:1}."""
     if isinstance(value, dict):
-        pairs = [f"{key}:{as_typed(item)}" for key, item in value.items()]
+        pairs = [f"{key}:{item_as_typed(item)}" for key, item in value.items()]
         return "{" + ",".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
-        items = map(as_typed, value)
+        items = map(item_as_typed, value)
         return "[" + ",".join(items) + "]"
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
+
+
+def item_as_typed(value: Any) -> str:
+    """Format an item of a list or dict as you would type it, with quotes if Hydra needs them."""
+    if isinstance(value, str) and not re.fullmatch(PLAIN_ITEM, value):
+        return quoted(value, '"')
+    return as_typed(value)
+
+
+def quoted(text: str, mark: str = "'") -> str:
+    """Quote text so that Hydra reads it unchanged."""
+    # Backslashes before a quotation mark, including the closing one, are doubled.
+    inside = re.sub(rf"(\\+)(?={mark}|$)", r"\1\1", text).replace(mark, f"\\{mark}")
+    return f"{mark}{inside}{mark}"
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:

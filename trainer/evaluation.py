@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import by_name, dealt, ending, length_of
+from stoker.trainer.loading import by_name, dealt, ending
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import EvaluationInterrupted
@@ -42,19 +42,19 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         # Not inference_mode, which forbids in-place copies of sharded parameters.
         with eval_mode(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
-            for batch in ending(loader, split) if length_of(loader) is None else loader:
+            for batch in ending(loader, split):
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(compute, batch)
-                if not parallel.has_samples(loader):
+                results = trainer.eval_splitter.apply(compute, batch)
+                if not parallel.has_samples(loader):  # do not count a copy of a sample
                     continue
                 for part, loss, outputs in results:
                     if loss is not None:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                     trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")
@@ -105,8 +105,10 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
     carried = trainer.carried
     trainer.carried = {}
     try:
-        with random_states_kept, modes_restored(trainer.model), hooks(trainer):
-            yield
+        with random_states_kept, modes_restored(trainer.model):
+            trainer.model.eval()
+            with hooks(trainer):
+                yield
     finally:
         trainer.carried = carried
         if not within_fit:
@@ -115,8 +117,10 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks(trainer: "Trainer") -> Iterator[None]:
-    """Call the hooks before and after an evaluation, unless it is inside another one."""
-    trainer.model.eval()
+    """Call the hooks before and after an evaluation, unless it is inside another one.
+
+    In between, an optimizer with averaged weights, such as Schedule-Free, uses those.
+    """
     if trainer.is_evaluating:
         yield
         return

@@ -36,11 +36,15 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     """Check the arguments of a fit, reset its state, and load the checkpoint to resume from."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
-    misuse.check_uncut(trainer, loader)
+    misuse.check_whole_batches(trainer, loader)
+
+    # How to weigh batches; see `Batching`.
     uniform = getattr(loader, "targets_are_uniform", False)
     is_usual = overrides.is_usual(type(trainer), "loss_weight")
     trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
     trainer.may_weigh_nothing = not is_usual or losses.has_class_weights(trainer.loss)
+
+    # The length of this fit. `epochs_begun` still counts the steps of the last fit.
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
     steps_per_epoch = epoch_length(loader, trainer.max_steps)
@@ -51,6 +55,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps, trainer.scheduler
     )
+
     trainer.carried = {}
     trainer.stop_reason = None
     trainer.failed = False
@@ -62,10 +67,12 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.steps_per_epoch = steps_per_epoch  # keep this loader's value, not the checkpoint's
     if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
+    trainer.rates = trainer.scheduler.get_last_lr()
+
     misuse.warn_of_untrained(trainer)
     misuse.warn_of_own_step(trainer)
     warn_of_stream(trainer, loader)
-    trainer.rates = trainer.scheduler.get_last_lr()
+
     trainer.history = History()
     if isinstance(loader, Seekable):
         loader.spans = trainer.spans
@@ -86,7 +93,7 @@ def setup_and_cleanup(trainer: "Trainer") -> Iterator[None]:
     try:
         with random_states_kept, losses.examined(trainer):
             yield
-        warn_of_weights(trainer)
+        warn_of_nonfinite_weights(trainer)
     finally:
         if trainer.optimizer is not None:  # a callback may have closed the Trainer
             optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
@@ -109,7 +116,7 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
         )
 
 
-def warn_of_weights(trainer: "Trainer") -> None:
+def warn_of_nonfinite_weights(trainer: "Trainer") -> None:
     """Warn if a weight is not finite at the end of a fit."""
     if trainer.module is None:  # the Trainer is closed
         return

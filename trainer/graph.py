@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches, overrides, seeding
 from stoker.trainer import device as devices
-from stoker.trainer import overrides, seeding
 from stoker.trainer.errors import UserError, first_line, log
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def check(trainer: "Trainer") -> None:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":
         reason = "graphs support only one GPU. Type strategy=single."
-    elif trainer.micro_batch.adapts:
+    elif trainer.splitter.adapts:
         reason = (
             "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
         )

@@ -4,21 +4,20 @@ import contextlib
 import dataclasses
 import math
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from stoker.trainer import batch as batches
-from stoker.trainer import launch, parallel, settings
-from stoker.trainer.batch import SampleDimOf
+from stoker.trainer import batches, launch, parallel, settings
+from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
 
-MOST = 10**6  # maximum number of samples to evaluate from a loader without a length
+MOST = 10**6  # maximum number of samples to evaluate or predict from a loader without a length
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 
@@ -94,19 +93,24 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
     return IterableLoader(loader, seed, sample_dim)
 
 
-def ending(loader: Any, split: str) -> Iterator[Any]:
-    """Yield the batches of a loader without a length for an evaluation, which must end.
+def ending(loader: Iterable[Any], use: str) -> Iterable[Any]:
+    """Return the loader, or if it has no length, an iterable of its batches that must end.
 
-    Raises:
-        UserError: The loader has more than MOST samples.
+    The iteration raises UserError if such a loader has more than MOST samples.
     """
-    most = MOST // (getattr(loader, "batch_size", None) or 100)
+    if length_of(loader) is not None:
+        return loader
+    return up_to(MOST // (getattr(loader, "batch_size", None) or 100), loader, use)
+
+
+def up_to(most: int, loader: Iterable[Any], use: str) -> Iterator[Any]:
+    """Yield the batches of a loader; raise UserError if it has more than `most`."""
     for number, batch in enumerate(loader):
         if number == most:
             raise UserError(
-                f"{split}: this loader has no len(), and has not ended after {most:,} batches.\n"
-                "Type limit_val=N for validation; in a script, pass "
-                "IterableLoader(loader, steps_per_epoch=N) to evaluate on its first N batches."
+                f"{use}: this loader has no len(), and has not ended after {most:,} batches.\n"
+                "Type limit_val=N for validation; in Python code, use "
+                "IterableLoader(loader, steps_per_epoch=N), which ends after at most N batches."
             )
         yield batch
 

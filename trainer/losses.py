@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches
 from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import device as devices
 from stoker.trainer import (
+    batches,
     graph,
     launch,
     losses,
@@ -24,6 +23,7 @@ from stoker.trainer import (
     steps,
     summary,
 )
+from stoker.trainer import device as devices
 from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried
@@ -32,7 +32,7 @@ from stoker.trainer.loading import by_name
 from stoker.trainer.overrides import is_usual
 
 if TYPE_CHECKING:
-    from stoker.trainer.micro_batch import MicroBatch
+    from stoker.trainer.splitter import Splitter
     from stoker.trainer.trainer import Trainer
 
 HOW = "'Bring your own' in the documentation shows how"
@@ -169,12 +169,12 @@ def check_loss(trainer: "Trainer", use: str) -> None:
         )
 
 
-def check_uncut(trainer: "Trainer", loader: Any) -> None:
+def check_whole_batches(trainer: "Trainer", loader: Any) -> None:
     """Raise UserError for a setting that splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
     accumulates = getattr(loader, "accumulate", 1) > 1
-    setting = trainer.micro_batch.cut_by()
+    setting = trainer.splitter.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
     if carried and (parallel.process_count > 1 or trainer.replica_indices):
@@ -282,12 +282,12 @@ def warn_of_own_step(trainer: "Trainer") -> None:
     kind = type(trainer)
     if is_usual(kind, "train_step"):
         return
-    cut = "micro_batch" if trainer.micro_batch.adapts else "split_with_fractions"
+    cut = "splitter" if trainer.splitter.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
     schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
     uses = {
         "max_grad_norm": trainer.max_grad_norm and f"max_grad_norm={trainer.max_grad_norm}",
-        cut: trainer.micro_batch.cut_by(),
+        cut: trainer.splitter.cut_by(),
         cast: trainer.dtype and f"precision={summary.precision(trainer)}",
         "scheduler": schedule != "constant" and f"scheduler ({schedule})",
     }
@@ -318,7 +318,7 @@ def names_in(kind: type) -> set[str]:
 
 
 def raise_if_explained(
-    trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
+    trainer: "Trainer", error: BaseException, batch: Any, splitter: "Splitter"
 ) -> None:
     """Raise a clearer error if the cause is a known mistake or a lack of memory; else return."""
     if not isinstance(error, Exception) or isinstance(error, UserError):
@@ -327,7 +327,7 @@ def raise_if_explained(
         raise nonfinite.explained(trainer, error) from None
     if memory.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
-        raise micro_batch.explain(samples) from error
+        raise splitter.explain(samples) from error
     frames = traceback.extract_tb(error.__traceback__)
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (

@@ -509,9 +509,9 @@ def weight(
     if total is not None:
         return float(here) * process_count / total
     part = losses.on_device(here, device)
-    whole = part.clone()
-    dist.all_reduce(whole)
-    return losses.fraction(part * process_count, whole)
+    summed = part.clone()
+    dist.all_reduce(summed)
+    return losses.fraction(part * process_count, summed)
 
 
 def has_samples(loader: Any) -> bool:
@@ -538,7 +538,7 @@ def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor if it is sharded, and return it. All processes must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 

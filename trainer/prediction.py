@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import evaluation, misuse, parallel, transfer
+from stoker.trainer import batches, evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
-from stoker.trainer.loading import dealt
+from stoker.trainer.loading import dealt, ending
 from stoker.trainer.spans import Spans
 
 Combine = Callable[[list[Any]], Any]  # maps the same leaf of several nestings to one leaf
@@ -61,9 +60,9 @@ class Predicting(Batching):
 
         try:
             with evaluation.eval_mode(trainer):
-                for batch in loader:
+                for batch in ending(loader, "predict"):
                     batch = transfer.move(batch, trainer.device)
-                    parts = trainer.eval_micro_batch.work(compute, batch)
+                    parts = trainer.eval_splitter.apply(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
                         # Outputs of a rank without samples do not count: its sample is a copy.
@@ -74,7 +73,7 @@ class Predicting(Batching):
                         outputs = combined(of_ranks, interleaved)
                     yield outputs
         except Exception as error:
-            misuse.raise_if_explained(trainer, error, batch, trainer.eval_micro_batch)
+            misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
             raise
 
     def predict_batch(self, batch: Any) -> Any:
@@ -163,12 +162,12 @@ def joined(leaves: list[Any]) -> Any:
 def interleaved(leaves: list[Any]) -> Any:
     """Join the leaves of all ranks, with the samples back in the order of the batch."""
     total = sum(map(len, leaves))
-    whole: Any = [None] * total
+    merged: Any = [None] * total
     if are_uniform(leaves):
-        whole = leaves[0].new_empty(total, *leaves[0].shape[1:])
+        merged = leaves[0].new_empty(total, *leaves[0].shape[1:])
     for rank, leaf in enumerate(leaves):
-        whole[rank :: len(leaves)] = leaf
-    return whole
+        merged[rank :: len(leaves)] = leaf
+    return merged
 
 
 def samples_of(outputs: Any) -> Iterator[Any]:

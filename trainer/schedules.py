@@ -10,7 +10,7 @@ import torch
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 from stoker.trainer.groups import rule_of
-from stoker.trainer.readable import counted
+from stoker.trainer.number_format import counted
 
 Shape = Callable[[float], float]  # maps the progress (0 to 1) to a factor
 

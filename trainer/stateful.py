@@ -11,7 +11,7 @@ from stoker.trainer import checkpoint, schedules, transfer
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.loading import IterableLoader
-from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer.splitter import Splitter
 from stoker.trainer.state import AtLeast, Exactly, compare, form_of, freeze, frozen
 from stoker.trainer.window import Window
 
@@ -28,7 +28,7 @@ class Stateful:
     scheduler: Any = None  # built by `fit`, once the number of steps is known
     scaler: torch.amp.GradScaler
     window: Window
-    micro_batch: MicroBatch
+    splitter: Splitter
     callbacks: list[Callback]
     train_loader: Any = None  # only during a fit
     val_loader: Any = None
@@ -74,7 +74,7 @@ class Stateful:
             "train_loss": self.window.loss,
             "grad_norm": self.window.grad_norm,
             "skipped": self.window.skipped if self.scaler.is_enabled() else None,
-            "micro_batch": self.micro_batch,
+            "micro_batch": self.splitter,
         }
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches
 from stoker.trainer.errors import UserError
 
 # regular expression for an error message of torch -> what to do about it

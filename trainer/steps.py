@@ -12,7 +12,7 @@ import torch
 
 from stoker.trainer import graph, losses, optimizers, parallel, schedules
 from stoker.trainer.errors import NotFinite, UserError
-from stoker.trainer.readable import brief
+from stoker.trainer.number_format import brief
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # the smallest normal float16 number, the scale cannot be the reason why a gradient overflows.
 LOWEST_SCALE = 2.0**-14
 
-
+# Takes one step, given the Trainer and a batch, and returns the mean loss of the batch.
 Step = Callable[["Trainer", Any], torch.Tensor]
 
 
@@ -35,7 +35,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
     if compile == "graph":
         graph.check(trainer)
         step = GraphStep()
-    elif trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
+    elif trainer.scaler.is_enabled() or trainer.splitter.adapts:
         step = adaptive_step
     if trainer.optimizer is None or not optimizers.needs_closure(trainer.optimizer):
         return step
@@ -55,11 +55,11 @@ def captures(trainer: "Trainer") -> bool:
 def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     """Take a step with micro_batch=auto, or with the fp16 scaler, which may skip the update."""
     scaler = trainer.scaler
-    loss = trainer.micro_batch.work(
+    loss = trainer.splitter.apply(
         functools.partial(accumulate, trainer),
         batch,
         trainer.module,
-        undo=functools.partial(undo, trainer),
+        undo=functools.partial(start_over, trainer),
     )
     with trainer.spans["optimizer"]:
         if trainer.max_grad_norm is not None and scaler.is_enabled():
@@ -76,12 +76,12 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     """Take a step with an optimizer that requires a closure, such as LBFGS."""
-    parts = trainer.micro_batch.split(batch)
+    parts = trainer.splitter.split(batch)
     norms = []
     carried = trainer.carried
 
     def evaluate() -> torch.Tensor:
-        undo(trainer)  # every evaluation of the loss must use the same dropout
+        start_over(trainer)  # every evaluation of the loss must use the same dropout
         trainer.carried = carried
         loss = accumulate(trainer, parts)
         norms.append(clip(trainer))
@@ -89,7 +89,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
     loss: torch.Tensor = trainer.optimizer.step(evaluate)
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norms[0])
+    finish(trainer, norms[0])  # the norm at the weights before the step
     return loss
 
 
@@ -120,7 +120,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
     trainer.scaler.update()
     is_skipped = scale < before
     trainer.window.add_skipped(is_skipped)
-    return None if norm is None else torch.where(is_skipped, 0.0, parallel.whole(norm))
+    return None if norm is None else torch.where(is_skipped, 0.0, parallel.unsharded(norm))
 
 
 def check_scale(trainer: "Trainer") -> None:
@@ -152,15 +152,15 @@ class GraphStep:
         if trainer.optimizer.state is not self.captured.state:  # a callback loaded a checkpoint
             self.begin_fit(trainer)
         loss: torch.Tensor
-        loss, norm = self.captured(functools.partial(update, trainer), batch)
+        loss, norm = self.captured(functools.partial(capturable_part, trainer), batch)
         finish(trainer, norm)
         return loss
 
 
-def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def capturable_part(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do the part of a step that a graph can capture; return (mean loss, gradient norm)."""
     with graph.without_clock(trainer):
-        loss = accumulate(trainer, trainer.micro_batch.split(batch))
+        loss = accumulate(trainer, trainer.splitter.split(batch))
         norm = clip(trainer)
         trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
@@ -191,7 +191,7 @@ def clip(trainer: "Trainer") -> torch.Tensor | None:
     return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
 
 
-def undo(trainer: "Trainer") -> None:
+def start_over(trainer: "Trainer") -> None:
     """Drop the gradients and reseed the generators, so that the step can be repeated."""
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
     trainer.seed_generators("step")

@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import memory, parallel
 from stoker.trainer.combined import parts
-from stoker.trainer.readable import counted
+from stoker.trainer.number_format import counted
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -37,7 +37,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
-        f"{trainer.micro_batch.description()}, {kinds}{fused} lr {rate}, "
+        f"{trainer.splitter.description()}, {kinds}{fused} lr {rate}, "
         f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
     )
     if trainer.step:

@@ -32,7 +32,7 @@ class TrainMetrics(Trainer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        repeats = self.special_step is closure_step or self.micro_batch.adapts
+        repeats = self.special_step is closure_step or self.splitter.adapts
         if repeats or captures(self):
             raise UserError(
                 f"{type(self).__name__} cannot be used with micro_batch='auto', compile='graph' or "

@@ -26,10 +26,10 @@ from stoker.trainer.callback import Callback
 from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks
-from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import silent_spans
+from stoker.trainer.splitter import Splitter
 from stoker.trainer.stopping import EvaluationInterrupted, Stoppable
 from stoker.trainer.window import Window
 
@@ -102,6 +102,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.log_every = settings.check("log_every", log_every)
         self.eval_every = settings.check("eval_every", eval_every)
         self.seed = settings.check("seed", seed)
+        settings.check("compile", compile)
 
         self.device = devices.choose(device)
         memory.reset_peak_memory(self.device)
@@ -109,11 +110,10 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
-        self.micro_batch = MicroBatch(self.device, self.sample_dims, micro_batch, grad_accum_steps)
+        self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
         # Evaluations need less memory: with micro_batch="auto", their size adapts separately.
-        self.eval_micro_batch = self.micro_batch.for_evaluation()
+        self.eval_splitter = self.splitter.for_evaluation()
         self.agreement = parallel.Agreement()
-        settings.check("compile", compile)
 
         # `module` keeps the user's parameter names; `model` is what a step calls.
         self.module = devices.place(model, self.device, channels_last)
@@ -156,13 +156,13 @@ class Trainer(Predicting, Stoppable, Reporting):
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
-        batch = None
+        batch = None  # the last batch, for error messages
         with fitting.setup_and_cleanup(self):
             try:
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
                 self.window.start_clock()
-                if self.evaluation_due:  # repeat only the interrupted evaluation
+                if self.evaluation_due:  # resumed at an interrupted evaluation: repeat only that
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
@@ -184,13 +184,13 @@ class Trainer(Predicting, Stoppable, Reporting):
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
                     else:  # the loader ended: raise if its length was wrong
-                        given = self.step - epoch * self.steps_per_epoch
-                        misuse.check_epoch(self.steps_per_epoch, given)
+                        yielded = self.step - epoch * self.steps_per_epoch
+                        misuse.check_epoch(self.steps_per_epoch, yielded)
             except EvaluationInterrupted:  # the evaluation is repeated when the run resumes
                 pass
             except BaseException as error:
                 self.failed = True
-                misuse.raise_if_explained(self, error, batch, self.micro_batch)
+                misuse.raise_if_explained(self, error, batch, self.splitter)
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks
@@ -222,7 +222,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             self.optimizer_step()
             optimizers.zero_grad(self.optimizer, self.unoptimized)
         self.scheduler.step()
-        return sum(terms[1:], terms[0])
+        return sum(terms[1:], terms[0])  # sum(terms) would add a 0 on the device
 
     def begin_step(self, batch: Any) -> None:
         """Record the learning rates, measure the batch, and seed the step's random numbers."""
@@ -265,6 +265,10 @@ class Trainer(Predicting, Stoppable, Reporting):
             for metric in self.metrics.values():
                 metric.update(outputs, targets)
 
+    def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, as defined by `rules`. You can override this."""
+        return parameter_groups(self.module, rules)
+
     def evaluate(self, loader: Any, split: str = "val") -> dict[str, Any]:
         """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader."""
         with self.spans["evaluation"]:
@@ -294,7 +298,3 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups, as defined by `rules`. You can override this."""
-        return parameter_groups(self.module, rules)

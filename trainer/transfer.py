@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
+from stoker.trainer import batches
 from stoker.trainer import device as devices
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ class Window:
 
     def add_norm(self, norm: torch.Tensor) -> None:
         """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks."""
-        norm = parallel.whole(norm)
+        norm = parallel.unsharded(norm)
         if launch.is_first():
             self.grad_norm.update(norm)
 

@@ -11,9 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from stoker import configs, project
 from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
-from stoker.command.shell import quoted, setting
+from stoker.command.shell import setting
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, quoted
 
 # Hydra's command-line options: FLAGS take no value, VALUED take one.
 FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
@@ -85,7 +85,10 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
-    for argument in arguments:
+    experiments = [i for i, one in enumerate(arguments) if one.startswith("experiment=")]
+    for i, argument in enumerate(arguments):
+        if i in experiments[:-1]:
+            continue  # Hydra would delete the experiment, even if `experiment=null` came first
         key, _, value = argument.partition("=")
         if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.errors import InstantiationException
@@ -23,6 +23,9 @@ from stoker.trainer.errors import (
     first_line,
     kind_of,
 )
+
+if TYPE_CHECKING:
+    from stoker.data.record import Data
 
 # The special Hydra keys that a node may contain. Hydra's other special keys change how it builds
 # objects, or what it allows.
@@ -116,6 +119,16 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
+    return built
+
+
+def build_dataset(node: dict[str, Any], **offered: Any) -> "Data":
+    """Build the data set that a node describes; a mapping {split: data set} becomes a Data."""
+    built: Data | Mapping[str, Any] = build("dataset", node, **offered)
+    if isinstance(built, Mapping):
+        from stoker.data.samples import data_of
+
+        return data_of(node["_target_"].rpartition(".")[2], built)
     return built
 
 

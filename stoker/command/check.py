@@ -1,6 +1,7 @@
 """Check a composed config before anything is built: keys, types, limits, and combinations."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -199,8 +200,8 @@ def check_type(name: str, value: Any, default: Any) -> None:
         if isinstance(sample, dict):
             sample = dict(list(sample.items())[:1])
         raise UserError(
-            f"{name}={as_typed(value)}: "
-            f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
+            f"{name}={as_typed(value)}: give {KINDS[type(default)]}, as in "
+            f"{shlex.quote(f'{name}={as_typed(sample)}')}."
         )
 
 

@@ -96,7 +96,7 @@ def with_message(error: Exception) -> Exception:
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
     # Hydra does not catch every library's errors, such as those for a file that is not YAML.
-    if not HydraConfig.initialized() and exit_code(error) == INTERNAL_ERROR:
+    if not HydraConfig.initialized() and code_of(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())
         typed = [one for one in sys.argv[1:] if not one.startswith("hydra.searchpath=")]
         return UserError(f"{' '.join(typed)}: these settings cannot be read ({reason}).")
@@ -145,11 +145,11 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
-    code = exit_code(error)
+    code = code_of(error)
     text: str | None = message(error)
     if code == INTERNAL_ERROR or "debug=true" in sys.argv:
-        whole = "".join(traceback.format_exception(error)).rstrip()
-        text = whole if code == INTERNAL_ERROR else f"{whole}\n{text}"
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        text = trace if code == INTERNAL_ERROR else f"{trace}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
         lost = ranks.is_lost(error)
@@ -167,7 +167,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     return code
 
 
-def exit_code(error: BaseException) -> int:
+def code_of(error: BaseException) -> int:
     """Return the exit code of an error."""
     if isinstance(error, (UserError, TrainingError)):
         return error.exit_code
@@ -185,6 +185,6 @@ def exit_code(error: BaseException) -> int:
 
 def failure_text(error: BaseException) -> str:
     """Return the reason for a run's failure, for its result.json."""
-    if exit_code(error) == INTERNAL_ERROR and not isinstance(error, processes.JobFailed):
+    if code_of(error) == INTERNAL_ERROR and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

@@ -1,8 +1,5 @@
 """Remove arguments from a config that are meant for a different target."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker import configs
@@ -22,14 +19,15 @@ def drop_leftovers(cfg: DictConfig) -> None:
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
         return  # the built-in files set each target only once
-    files = files_of(*chosen(), *arguments.search_path())
     for path, target in flat(cfg).items():
         name, _, last = path.rpartition(".")
         if last != "_target_":
             continue
         if not isinstance(target, str):
             raise UserError(f"{path}: give the dotted name of a class or function.")
-        given = arguments_given(files, name, target)
+        given = arguments_given(name, target)
+        if name == "dataset":
+            given.update(settings.LOADER_KEYS)  # these are valid for any data set
         node = OmegaConf.select(cfg, name)
         for key, value in plain(node).items():
             if key in given or (is_interpolation(value) and takes(name, target, key)):
@@ -39,15 +37,13 @@ def drop_leftovers(cfg: DictConfig) -> None:
     follow_settings(cfg.trainer)
 
 
-def arguments_given(files: Sequence[Mapping[str, Any]], name: str, target: str) -> set[str]:
+def arguments_given(name: str, target: str) -> set[str]:
     """Return the keys of a node that were typed, or that a file sets for this target."""
     given = {"_target_", "_partial_"}
-    if name == "dataset":
-        given.update(settings.LOADER_KEYS)  # these are valid for any data set
     for typed in arguments.typed_keys():
         if typed.startswith(f"{name}."):
             given.add(typed.removeprefix(f"{name}.").partition(".")[0])
-    for file in files:
+    for file in files_of(*chosen(), *arguments.search_path()):
         node = settings.value_of(file, name)
         if isinstance(node, dict) and node.get("_target_", target) == target:
             given.update(node)

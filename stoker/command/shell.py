@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker.command import invocation, settings
+from stoker.trainer.errors import quoted
 
 # Values that Hydra reads as strings even without quotes.
 PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
@@ -31,10 +32,3 @@ def setting(key: str, value: str | Path) -> str:
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"
     return f"{key}={quoted(text)}"
-
-
-def quoted(text: str) -> str:
-    """Quote text so that Hydra reads it unchanged."""
-    # Backslashes before a quote, including the closing one, are doubled.
-    inside = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
-    return f"'{inside}'"

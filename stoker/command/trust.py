@@ -203,4 +203,4 @@ def advice_for(target: str) -> str:
     top = target.partition(".")[0]
     if top not in sys.modules:
         return f"\nInstall {top}, or start Python in the folder that contains it."
-    return did_you_mean(name, dir(sys.modules.get(parent)), whole=lambda near: f"{parent}.{near}")
+    return did_you_mean(name, dir(sys.modules.get(parent)), shown=lambda near: f"{parent}.{near}")

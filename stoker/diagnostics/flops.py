@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from stoker.command import tuning
-from stoker.trainer import batch as batches
+from stoker.trainer import batches, parallel
 from stoker.trainer import device as devices
-from stoker.trainer import parallel
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.trainer import Trainer
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from stoker.diagnostics.doctor import Doctor
-from stoker.trainer import batch as batches
-from stoker.trainer import schedules, summary, terminal
+from stoker.trainer import batches, schedules, summary, terminal
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import length_of, seekable
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 

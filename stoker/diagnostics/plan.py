@@ -12,8 +12,8 @@ from stoker.diagnostics.activations import Saved, can_be_counted
 from stoker.runs.page import render
 from stoker.trainer import checkpoint, graph, schedules, summary, terminal
 from stoker.trainer import device as devices
-from stoker.trainer.batch import entries
-from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
+from stoker.trainer.batches import entries
+from stoker.trainer.callbacks import EMA, Callback, Freeze, Lookahead, NaNGuard
 from stoker.trainer.loading import by_name, length_of, resident_bytes
 from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
@@ -107,15 +107,18 @@ def look(
     test_loader: Any = None,
     every: float = math.inf,
 ) -> Estimate:
-    """Train a few steps and return the estimate. Only callbacks that average the weights run.
+    """Train a few steps and return the estimate.
 
+    The only callbacks that run are those that average weights or freeze some until the end.
     `every` is the number of steps between checkpoints, apart from the one at the end. Do not use
     the trainer afterward, because these steps change its weights.
     """
     is_guarded = any(isinstance(callback, NaNGuard) for callback in trainer.callbacks)
     watch = Watch(every, keeps_first=is_guarded)
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
-    trainer.callbacks = [*averages, watch]
+    # Weights that thaw later take their memory then, so they are not frozen here.
+    frozen = [c for c in trainer.callbacks if isinstance(c, Freeze) and c.count == math.inf]
+    trainer.callbacks = [*frozen, *averages, watch]
     trainer.fit(train_loader)
     validation = by_name(val_loader).values()
     evaluation = math.fsum(seconds_of(trainer, loader) for loader in validation)

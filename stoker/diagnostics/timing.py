@@ -26,8 +26,8 @@ SHARE = (
 )
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
-WHOLE = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
-SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # timed only in sampled steps
+TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
+SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
 SAVING = ("every", "epochs", "minutes")  # arguments of a Checkpoint that say when to save
 # The smallest share of the time at which a stage is reported, higher for useful work.
@@ -94,8 +94,8 @@ class Timing(Callback):
         self.said = None
         self.device = trainer.device
         self.first_step = trainer.step
-        self.whole = dict.fromkeys(WHOLE, 0.0)  # seconds
-        self.within: list[str] = []  # the open spans in `whole`, innermost last
+        self.timed = dict.fromkeys(TIMED, 0.0)  # seconds
+        self.within: list[str] = []  # the open spans in `timed`, innermost last
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
@@ -106,7 +106,7 @@ class Timing(Callback):
         self.idle: list[bool] = []  # for each sample, whether the device was idle at its end
         self.random = random.Random(0)
         self.heard = {name: Span(self, name) for name in NAMES}
-        for name in WHOLE:
+        for name in TIMED:
             trainer.spans[name] = self.heard[name]
         self.began = time.perf_counter()
         self.begin_sample(trainer, "fit")
@@ -148,7 +148,7 @@ class Timing(Callback):
 
     def enter(self, name: str) -> None:
         """Note that a span has started."""
-        if name in self.whole:
+        if name in self.timed:
             self.turn()
             self.within.append(name)
         elif not self.within:
@@ -157,7 +157,7 @@ class Timing(Callback):
 
     def leave(self, name: str) -> None:
         """Note that a span has ended."""
-        if name in self.whole:
+        if name in self.timed:
             self.turn()
             self.within.pop()
         elif not self.within:
@@ -166,12 +166,12 @@ class Timing(Callback):
                 self.gap = "step"  # until the step enters a span
 
     def turn(self) -> None:
-        """Add the time since the last call to the innermost open span in `whole`."""
+        """Add the time since the last call to the innermost open span in `timed`."""
         devices.synchronize(self.device)  # so that this time does not include earlier work
         self.waited = True
         now = time.perf_counter()
         if self.within:
-            self.whole[self.within[-1]] += now - self.turned
+            self.timed[self.within[-1]] += now - self.turned
         self.turned = now
         self.mark(None if self.within else self.gap)
         self.gap = "other"
@@ -231,8 +231,8 @@ class Timing(Callback):
                 for stage, seconds in sample.items():
                     steps[stage] += number / len(self.sampled[kind]) * seconds
         # The samples only give an estimate, so scale it to the measured time.
-        scale = (total - sum(self.whole.values())) / max(sum(steps.values()), 1e-9)
-        took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
+        scale = (total - sum(self.timed.values())) / max(sum(steps.values()), 1e-9)
+        took = {stage: self.timed.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer, seconds: dict[str, float]) -> str | None:

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoker.command import invocation
-from stoker.command.build import build
+from stoker.command.build import build_dataset
 from stoker.data.description import Description
-from stoker.data.samples import data_of
 from stoker.runs import card, directory
 from stoker.runs.inference import Trained, check_output, constants
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
-from stoker.trainer.batch import entries
+from stoker.trainer.batches import entries
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import replacing, write_text
 
@@ -70,9 +69,7 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
             _, inputs = next(rows)
             source = f"rows of {printable(os.path.basename(path))}"
         else:
-            data = build("dataset", dataset)
-            if isinstance(data, Mapping):
-                data = data_of(about["dataset"], data)
+            data = build_dataset(dataset)
             data.prepare_as(about)
             split = data.train if data.test is None else data.test
             inputs, _ = split[list(range(min(SAMPLES, len(split))))]

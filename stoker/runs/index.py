@@ -24,7 +24,7 @@ from stoker.runs.readable import natural
 from stoker.runs.result import RunResult, are_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
-from stoker.trainer.readable import counted
+from stoker.trainer.number_format import counted
 
 NAME = "index.html"
 LOCK = ".index.lock"

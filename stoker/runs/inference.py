@@ -313,10 +313,10 @@ def image_batches(
     with ThreadPoolExecutor(images.decoding_threads(shape)) as pool:
         while batch := list(itertools.islice(files, size)):
             decoded = dict(zip(batch, pool.map(decode, batch), strict=True))
-            whole = {file: pixels for file, pixels in decoded.items() if pixels is not None}
-            if whole:
+            readable = {file: pixels for file, pixels in decoded.items() if pixels is not None}
+            if readable:
                 is_empty = False
-                yield list(whole), torch.stack(list(whole.values()))
+                yield list(readable), torch.stack(list(readable.values()))
 
     if is_empty:
         raise UserError(

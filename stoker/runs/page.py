@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.runs.readable import duration, seconds
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import brief, number
+from stoker.trainer.number_format import brief, number
 
 if TYPE_CHECKING:
     import jinja2

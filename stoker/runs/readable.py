@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 
 
 def numbers(results: Mapping[str, Any], split: str) -> str:

@@ -14,7 +14,7 @@ from stoker.runs.provenance import Revision
 from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 from stoker.trainer.stopping import StopReason
 from stoker.trainer.typed import is_number, typed
 

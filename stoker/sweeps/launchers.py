@@ -161,6 +161,11 @@ class Jobs(Callback):
     def prepare(self, launcher: str, node: DictConfig) -> None:
         """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
+            if node.n_jobs == -1:
+                raise UserError(
+                    "hydra.launcher.n_jobs=-1: give a number of jobs, or remove this key to run "
+                    "one job per GPU, or else one per core."
+                )
             self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
         self.jobs = jobs_at_once(self.at_once, self.per_gpu, self.device)
         self.threads = max(1, cores() // self.jobs)

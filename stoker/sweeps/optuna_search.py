@@ -27,8 +27,8 @@ from optuna.trial import TrialState
 
 from stoker.runs.lock import held
 from stoker.runs.result import RunResult
-from stoker.sweeps import jobs, progress, search
-from stoker.sweeps.search import check_mode
+from stoker.sweeps import jobs, progress, search_settings
+from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.errors import UserError, first_line
@@ -69,10 +69,10 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = search.trials_of(cfg)
-        self.maximize = search.maximizes(cfg)
-        count = search.at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(search.space_of(cfg, arguments))
+        self.trials = search_settings.trials_of(cfg)
+        self.maximize = search_settings.maximizes(cfg)
+        count = search_settings.at_once(cfg)
+        parsed = OverridesParser.create().parse_overrides(search_settings.space_of(cfg, arguments))
         last = {override.key_or_group: override for override in parsed}
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
@@ -86,7 +86,7 @@ class OptunaSearch(Sweeper):
         self.validate_batch_is_legal([[*example, *self.fixed]])
         keys = sorted(jobs.settings_of(example))
         with held(self.folder):
-            search.check_goes_on(self.folder, self.fixed, keys)
+            search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
             varied = list(jobs.settings_of(example))
             progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)

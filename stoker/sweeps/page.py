@@ -19,7 +19,7 @@ from stoker.sweeps import table
 from stoker.sweeps.jobs import DEFAULT, Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import counted, number
+from stoker.trainer.number_format import counted, number
 from stoker.trainer.typed import is_number
 
 MOST_SETTINGS = 24  # settings in the plots

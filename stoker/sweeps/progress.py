@@ -14,7 +14,7 @@ from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
 from stoker.sweeps.table import short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import counted, number
+from stoker.trainer.number_format import counted, number
 
 # The minimum widths of the columns of a line.
 OUTCOME = 14

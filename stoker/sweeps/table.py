@@ -21,7 +21,7 @@ from stoker.sweeps.jobs import (
 )
 from stoker.trainer import files
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 from stoker.trainer.typed import is_number
 
 REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings share a row

@@ -13,7 +13,7 @@ from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building, by_split
 from stoker.trainer import terminal
 from stoker.trainer.errors import UserError, log
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 
 
 def evaluate(cfg: DictConfig) -> None:

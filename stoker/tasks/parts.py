@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from stoker.command import ranks, settings
-from stoker.command.build import build, check_node, check_size, is_on
+from stoker.command.build import build, build_dataset, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.runs import directory
@@ -92,7 +92,7 @@ def building(
             data.prepare_as(about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
-    terminal.show(data_line(data, by_split(loaders), why, whole=split == "all"))
+    terminal.show(data_line(data, by_split(loaders), why, undivided=split == "all"))
     if loader_line(data) and only is None:
         terminal.show(loader_line(data))
     if data.table is not None:
@@ -145,12 +145,7 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
     with ranks.one_first("data"):  # fills the caches that the other processes use
-        built = build("dataset", dataset, **trained)
-        if isinstance(built, Mapping):  # {split: data set}
-            from stoker.data.samples import data_of
-
-            built = data_of(cfg.dataset._target_.rpartition(".")[2], built)
-    return built, loading
+        return build_dataset(dataset, **trained), loading
 
 
 def build_loaders(

@@ -11,7 +11,7 @@ from stoker.command import arguments
 from stoker.runs import saved_config
 from stoker.tasks.evaluate import tested
 from stoker.trainer.errors import UserError
-from stoker.trainer.readable import counted
+from stoker.trainer.number_format import counted
 
 
 def predict(cfg: DictConfig) -> None:

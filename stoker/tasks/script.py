@@ -75,7 +75,7 @@ def fit(
         except Exception as error:
             is_begun = running.begun == folder and (folder / directory.CONFIG).is_file()
             if launch.is_first() and is_begun:
-                code = exit_codes.exit_code(error)
+                code = exit_codes.code_of(error)
                 running.leave_reason(folder, error, code, draws=True, script=command())
             raise
         finally:
@@ -171,8 +171,8 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "max_steps": trainer.max_steps,
         "batch_size": getattr(train_loader, "batch_size", None),
         "steps_per_epoch": length_of(train_loader),
-        "grad_accum_steps": trainer.micro_batch.parts,
-        "micro_batch": "auto" if trainer.micro_batch.adapts else trainer.micro_batch.size,
+        "grad_accum_steps": trainer.splitter.parts,
+        "micro_batch": "auto" if trainer.splitter.adapts else trainer.splitter.size,
         "max_grad_norm": trainer.max_grad_norm,
         "precision": summary.precision(trainer) if is_asked else "auto",
         "ema": averages[0] if averages else None,

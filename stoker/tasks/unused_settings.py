@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import arguments
 from stoker.command.build import arguments_of
+from stoker.command.new_targets import arguments_given
 from stoker.command.settings import LOADER_KEYS, SETTINGS
 from stoker.trainer.errors import UserError
 
@@ -30,7 +31,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
             f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove "
             "eval_every, or type dataset.val_fraction=0.1."
         )
-    check_own_function(cfg, typed)
+    check_own_function(cfg)
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
 
@@ -46,15 +47,16 @@ def check_decided(cfg: DictConfig, typed: set[str]) -> None:
             )
 
 
-def check_own_function(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed loader setting that is also an argument of the data set.
+def check_own_function(cfg: DictConfig) -> None:
+    """Raise UserError for a loader setting that is also an argument of your own data function.
 
-    The data set would not get it.
+    The function would not get it. Only settings that you typed or that a file sets for this
+    function count, since other settings are just the loader's defaults.
     """
     target = cfg.dataset._target_
     for name in arguments_of("dataset", target)[0]:
         key = f"dataset.{name}"
-        if key in typed and name in LOADER_KEYS:
+        if name in LOADER_KEYS and name in arguments_given("dataset", target):
             raise UserError(
                 f"{key}={OmegaConf.select(cfg, key)}: this sets the loader, not the argument "
                 f"{name} of {target}. Rename the argument."

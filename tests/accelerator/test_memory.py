@@ -32,7 +32,7 @@ def train(device, **settings):
     loader = DeviceLoader(data, "train", 128, shuffle=True, device=device)
     with make_trainer(model, device=device, precision="fp32", **settings) as trainer:
         trainer.fit(loader, DeviceLoader(data, "val", 7, device=device))
-        return model.cpu().state_dict(), trainer.micro_batch.size
+        return model.cpu().state_dict(), trainer.splitter.size
 
 
 def test_micro_batches_that_fit_a_bounded_memory_give_the_result_of_whole_batches(

@@ -11,7 +11,7 @@ from stoker.trainer.callback import Callback, Row
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, nearest
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 from stoker.trainer.state import Either, Exactly
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, launch, parallel, transfer
+from stoker.trainer import batches, checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
 from stoker.trainer.callbacks.saving import Checkpoint
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
-from stoker.trainer.readable import brief
+from stoker.trainer.number_format import brief
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

@@ -11,10 +11,10 @@ from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.history import NUMBERS, weight_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.readable import number
+from stoker.trainer.number_format import number
 
 if TYPE_CHECKING:
-    from stoker.trainer.callbacks.table import Table
+    from stoker.trainer.callbacks.progress_table import Table
     from stoker.trainer.trainer import Trainer
 
 SILENCE = 30  # maximum seconds without a line
@@ -36,7 +36,7 @@ class Progress(Callback):
         for line in summary.plan(trainer):
             terminal.show(line)
         if terminal.is_terminal(sys.stdout):
-            from stoker.trainer.callbacks.table import Table
+            from stoker.trainer.callbacks.progress_table import Table
 
             self.table = Table(trainer.step, trainer.total_steps)
         for callback in trainer.callbacks:

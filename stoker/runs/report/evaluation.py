@@ -7,7 +7,7 @@ from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import brief, number
+from stoker.trainer.number_format import brief, number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
 MOST_NUMBERS = 8  # target values shown per sample

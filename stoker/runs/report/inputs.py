@@ -61,7 +61,7 @@ class Run:
         return read_rows(self.folder / directory.METRICS)
 
     @functools.cached_property
-    def texts(self) -> list[tuple[float, str]]:
+    def texts(self) -> list[tuple[Row, str]]:
         return read_texts(self.folder / directory.SAMPLES)
 
     @functools.cached_property
@@ -123,21 +123,24 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the numbers in each row of a metrics.jsonl that has a step and an epoch."""
-    rows = []
-    for entries in read_lines(path):
-        row = {name: value for name, value in entries.items() if is_number(value)}
-        if row.get("epoch", -1) >= 0 and row.get("step", -1) >= 0:
-            rows.append(row)
-    return rows
+    return [row for row in map(numbers_in, read_lines(path)) if row]
 
 
-def read_texts(path: Path) -> list[tuple[float, str]]:
-    """Return (epoch, text) of the last MOST_TEXTS rows of a samples.jsonl."""
+def read_texts(path: Path) -> list[tuple[Row, str]]:
+    """Return (row, text) for the last MOST_TEXTS rows of a samples.jsonl."""
     texts = []
-    for row in read_lines(path):
-        if is_number(row.get("epoch")) and isinstance(row.get("text"), str):
-            texts.append((row["epoch"], shortened(row["text"], MOST_SAMPLE)))
+    for entries in read_lines(path):
+        row = numbers_in(entries)
+        if row and isinstance(entries.get("text"), str):
+            texts.append((row, shortened(entries["text"], MOST_SAMPLE)))
     return texts[-MOST_TEXTS:]
+
+
+def numbers_in(entries: dict[str, Any]) -> Row:
+    """Return the numbers in a row, or {} if it has no step or no epoch."""
+    row = {name: value for name, value in entries.items() if is_number(value)}
+    is_placed = row.get("epoch", -1) >= 0 and row.get("step", -1) >= 0
+    return row if is_placed else {}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

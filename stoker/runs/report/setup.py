@@ -12,7 +12,7 @@ from stoker.runs import saved_config
 from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
 from stoker.runs.result import command_for
-from stoker.trainer.readable import significant
+from stoker.trainer.number_format import significant
 from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # settings shown

@@ -8,7 +8,7 @@ from stoker.runs.readable import estimate
 from stoker.runs.report import words
 from stoker.runs.report.inputs import SPLITS, Row, Run
 from stoker.runs.report.words import one_line, shortened
-from stoker.trainer.readable import brief
+from stoker.trainer.number_format import brief
 from stoker.trainer.typed import is_number
 
 MOST_ERROR = 600  # characters in an error, whose last line says what to type

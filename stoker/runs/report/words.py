@@ -4,7 +4,7 @@ import re
 
 from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
-from stoker.trainer.readable import significant
+from stoker.trainer.number_format import significant
 
 MOST_TEXT = 200  # characters kept of a string from a file
 

@@ -6,14 +6,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from stoker.trainer import batch as batches
-from stoker.trainer import memory, parallel, settings
+from stoker.trainer import batches, memory, parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, log
 
 Result = TypeVar("Result")
 
 
-class MicroBatch:
+class Splitter:
     """Splits batches into micro-batches.
 
     Args:
@@ -63,10 +62,10 @@ class MicroBatch:
             return f"micro_batch={self.size}"
         return "micro_batch=auto" if self.adapts else None
 
-    def for_evaluation(self) -> "MicroBatch":
-        """Return the MicroBatch for evaluations, which splits batches only if the size adapts."""
+    def for_evaluation(self) -> "Splitter":
+        """Return the Splitter for evaluations, which splits batches only if the size adapts."""
         size = "auto" if self.adapts else None
-        return MicroBatch(self.device, self.sample_dim, size, key="eval_batch_size")
+        return Splitter(self.device, self.sample_dim, size, key="eval_batch_size")
 
     def split(self, batch: Any) -> list[Any]:
         """Split a batch into the same number of micro-batches on every process."""
@@ -82,7 +81,7 @@ class MicroBatch:
             parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 
-    def work(
+    def apply(
         self,
         function: Callable[[list[Any]], Result],
         batch: Any,
