@@ -6,6 +6,7 @@ is used.
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -89,29 +90,39 @@ def whole_store() -> "Store":
 
 
 def connect() -> "Store":
-    """Connect to the store in short attempts, because a signal has no effect during an attempt."""
+    """Connect to the store. While rank 0 has not started, a signal can interrupt the wait."""
     from torch.distributed import TCPStore
 
     address = os.environ.get("MASTER_ADDR", "localhost")
     port = int(os.environ.get("MASTER_PORT", 29500))
     is_host = is_first() and not store_is_torchruns()
+    try:
+        if not is_host:
+            wait_for_port(address, port)  # TCPStore would ignore signals meanwhile
+        return TCPStore(
+            address,
+            port,
+            is_master=is_host,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (OSError, RuntimeError) as error:
+        place = f"rank 0 at {address}:{port}"
+        raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
+
+
+def wait_for_port(address: str, port: int) -> None:
+    """Wait until a process accepts connections; raise OSError after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
         try:
-            store = TCPStore(
-                address,
-                port,
-                is_master=is_host,
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=timedelta(seconds=min(2, timeout)),
-            )
-            store.set_timeout(timedelta(seconds=timeout))
-            return store
-        except RuntimeError as error:
-            if is_host or time.monotonic() > end:
-                place = f"rank 0 at {address}:{port}"
-                raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
+            socket.create_connection((address, port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.02)
 
 
 def store_is_torchruns() -> bool:
