@@ -169,7 +169,7 @@ def test_the_beginning_of_a_name_stands_for_it():
 
 def test_an_unfinished_job_is_at_the_step_of_its_last_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "train/loss": 1.0}\n', encoding="utf-8")
-    assert jobs.progress(tmp_path) == "at step 20"
+    assert jobs.progress(tmp_path) == "last logged at step 20"
 
 
 def test_a_second_signal_ends_with_the_command_that_resumes():
