@@ -43,7 +43,7 @@ from stoker.runs.evaluation import Sample, class_colour
 from stoker.runs.json_files import write_json
 from stoker.runs.loggers import JSONL
 from stoker.runs.page import plain, source
-from stoker.runs.report import curves, evaluation, setup, summary, words
+from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import Best, RunResult
 from stoker.runs.status import Status
 from stoker.sweeps import sweep
@@ -1109,6 +1109,19 @@ def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     assert curves.ramp(run, [(1, 0.036)]) == []
     run.config["groups"] = [{"match": "x", "lr": 1}]
     assert curves.ramp(run, [(10, 0.09)]) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 23])
+def test_the_generated_texts_of_a_report_spread_over_the_training(tmp_path, count):
+    texts = [json.dumps({"step": i, "epoch": i, "text": f"text {i}"}) for i in range(count)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    steps = [row["step"] for row, _ in inputs.read_texts(tmp_path / "samples.jsonl")]
+    if count <= 5:
+        assert steps == list(range(count))
+    else:
+        gaps = {after - before for before, after in pairwise(steps)}
+        assert len(steps) == 5 and (steps[0], steps[-1]) == (0, count - 1)
+        assert max(gaps) - min(gaps) <= 1
 
 
 def test_a_stream_s_verdict_names_steps(tmp_path):

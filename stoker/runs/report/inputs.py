@@ -127,13 +127,16 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_texts(path: Path) -> list[tuple[Row, str]]:
-    """Return (row, text) for the last MOST_TEXTS rows of a samples.jsonl."""
+    """Return (row, text) for rows of a samples.jsonl: the first, the last, and some between."""
     texts = []
     for entries in read_lines(path):
         row = numbers_in(entries)
         if row and isinstance(entries.get("text"), str):
             texts.append((row, shortened(entries["text"], MOST_SAMPLE)))
-    return texts[-MOST_TEXTS:]
+    if len(texts) <= MOST_TEXTS:
+        return texts
+    last = len(texts) - 1
+    return [texts[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
 
 
 def numbers_in(entries: dict[str, Any]) -> Row:
