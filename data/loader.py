@@ -187,7 +187,7 @@ def _choose_place(
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
-    return size <= free / 2 / sharing, f"{size_of(size)} of {size_of(free)} free"
+    return size <= free / 2 / sharing, f"{size_of(size)} ({size_of(free)} free)"
 
 
 def bytes_to_decode(split: Split) -> int:

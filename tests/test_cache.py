@@ -326,7 +326,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     list(test)
     # A cache is filled once, so workers that are asked for are no mistake afterwards.
     (train, _, _), why = make_loaders(open_folder(folder), workers=2, **OPTIONS)
-    assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 4 KiB of ")
+    assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 4 KiB (")
     same(epochs(train), reference)
     with pytest.raises(UserError, match="does not use workers"):
         make_loaders(data, batch_size=5, workers=2, resident=True)

@@ -409,12 +409,12 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: loss=MSELoss is for regression, but digits is data for classification.",
+        "error: MSELoss is a loss for regression, but digits is data for classification.",
         "Type loss=cross_entropy.",
     ),
     (
         "dataset=synthetic dataset.kind=regression",
-        "error: loss=CrossEntropyLoss is for classification",
+        "error: CrossEntropyLoss is a loss for classification",
         "Type loss=mse (or l1, huber). If each sample has several labels, type loss._target_=",
     ),
     (

@@ -296,7 +296,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     assert (
         isinstance(train, DeviceLoader)
         and test is None
-        and re.fullmatch(r"resident on cpu, 8 KiB of [\d,]+ MiB free", why)
+        and re.fullmatch(r"resident on cpu, 8 KiB \([\d,]+ MiB free\)", why)
     )
     assert (len(train), len(val), val.batch_size, train.samples, train.nbytes) == (
         5,
@@ -308,7 +308,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     monkeypatch.setattr("stoker.data.loader.free_memory", lambda device: 2 * 7200 - 1)
     (streamed, _, _), why = make_loaders(data, batch_size=10, seed=4)
     assert isinstance(streamed, HostLoader)
-    assert why == "streamed with 0 workers, 8 KiB of 15 KiB free"
+    assert why == "streamed with 0 workers, 8 KiB (15 KiB free)"
     assert (
         resident_bytes(train, val) == train.nbytes + val.nbytes
         and resident_bytes(streamed, None) == 0

@@ -587,8 +587,8 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0% of the variance of 3,500 validation samples, where always predicting their mean "
-        f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
+        "The model explains 50.0% of the variance of 3,500 validation samples (always predicting "
+        f"their mean: 0%){', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
     assert "The loss is computed on standardized targets." in shown.all("p", "soft")
     names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
@@ -816,8 +816,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     )
     mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
     worse = "The model is no better on 9 validation samples than always predicting their mean (r2 -0.2500)"
-    price = "The model explains 50.0% of the variance of price in 9 test samples, where always predicting their mean"
-    price = f"{price} would explain none"
+    price = "The model explains 50.0% of the variance of price in 9 test samples"
+    price = f"{price} (always predicting their mean: 0%)"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
         ({}, [], {}, None, "No verdict yet."),

@@ -39,7 +39,7 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
             several = "loss._target_=torch.nn.BCEWithLogitsLoss"
             advice += f" If each sample has several labels, type {several}."
         raise UserError(
-            f"loss={name} is for {other[data.kind]}, but {data.name} is data for {data.kind}.\n"
+            f"{name} is a loss for {other[data.kind]}, but {data.name} is data for {data.kind}.\n"
             f"{advice}"
         )
     outputs, targets = outputs_for(model, data)
