@@ -1105,6 +1105,7 @@ def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     [first, last] = curves.ramp(run, [(10, 0.09)])
     assert first == (1, pytest.approx(rates[0][1]))
     assert last == (5, pytest.approx(rates[4][1]))
+    assert curves.ramp(run, [(4, rates[3][1]), (8, 0.094)]) == [first, last]
     assert curves.ramp(run, [(5, 0.1)]) == [first]
     assert curves.ramp(run, [(1, 0.036)]) == []
     run.config["groups"] = [{"match": "x", "lr": 1}]

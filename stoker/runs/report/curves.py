@@ -39,7 +39,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
     for name, title in MEASURED.items():
         points = series(rows, name)
         if name == "train/lr" and len(points) > 1:
-            points = [*ramp(run, points), *points]
+            points = sorted([*ramp(run, points), *points])
         drawn.append(frame(run, title, {title: points}))
     for name in others(rows, split)[:MOST_METRICS]:
         title = shortened(name)
@@ -110,7 +110,7 @@ def warmup_of(run: Run) -> int:
 
 
 def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the ends of the learning rate's rise, as far as they come before these points."""
+    """Return the ends of the learning rate's rise, unless they are among the logged `points`."""
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
     start = run.config.get("scheduler.start", 0)
@@ -120,7 +120,9 @@ def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float
     if run.config.get("groups"):
         return []
     first = rate * (start + (1 - start) / (warmup + 1))
-    return [point for point in ((1, first), (warmup + 1, rate)) if point[0] < points[0][0]]
+    logged = [step for step, _ in points]
+    ends = ((1, first), (warmup + 1, rate))
+    return [end for end in ends if end[0] not in logged and end[0] < logged[-1]]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
