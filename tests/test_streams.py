@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from stoker import Trainer
-from stoker.trainer import loading, schedules
+from stoker.trainer import checkpoint, loading, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import UserError
@@ -283,6 +283,13 @@ def test_a_place_that_no_reading_has_is_refused(place):
     with pytest.raises(UserError, match="The checkpoint does not match"):
         fresh.fit(StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place})
     assert_same(fresh.module.state_dict(), before)
+
+
+def test_a_stream_is_saved_every_ten_minutes(tmp_path, monkeypatch):
+    trainer = make_trainer(max_steps=8, callbacks=[Checkpoint(tmp_path, keep=9)])
+    monkeypatch.setattr(trainer.agreement, "now", lambda: 4 * 60 * trainer.step)
+    trainer.fit(loader())
+    assert sorted(checkpoint.files(tmp_path)) == [3, 6, 8]
 
 
 # Accumulation over batches of the loader

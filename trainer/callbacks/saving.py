@@ -34,7 +34,7 @@ class Checkpoint(Monitor):
         folder: str | Path,
         every: int | None = None,
         epochs: int | None = 1,
-        minutes: float | None = None,
+        minutes: float | None = 10,
         keep: int = 2,
         monitor: str = "auto",
         mode: str = "auto",
