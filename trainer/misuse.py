@@ -29,6 +29,7 @@ from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import by_name
+from stoker.trainer.number_format import counted
 from stoker.trainer.overrides import is_usual
 
 if TYPE_CHECKING:
@@ -284,12 +285,10 @@ def warn_of_own_step(trainer: "Trainer") -> None:
         return
     cut = "splitter" if trainer.splitter.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
-    schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
     uses = {
         "max_grad_norm": trainer.max_grad_norm and f"max_grad_norm={trainer.max_grad_norm}",
         cut: trainer.splitter.cut_by(),
         cast: trainer.dtype and f"precision={summary.precision(trainer)}",
-        "scheduler": schedule != "constant" and f"scheduler ({schedule})",
     }
     if not any(uses.values()):
         return
@@ -300,6 +299,24 @@ def warn_of_own_step(trainer: "Trainer") -> None:
                 f"{kind.__name__}.train_step ignores {setting}, because it does not use "
                 f"self.{name}.\nUse it in your train_step; {HOW}."
             )
+
+
+def warn_of_schedule(trainer: "Trainer") -> None:
+    """Warn, once per Trainer, if your own train_step does not advance the schedule at each step."""
+    kind = type(trainer)
+    if trainer.schedule_is_checked or is_usual(kind, "train_step"):
+        return
+    trainer.schedule_is_checked = True
+    scheduler = trainer.scheduler
+    name = getattr(scheduler, "description", type(scheduler).__name__)
+    # Schedules of stoker.trainer.schedules have `steps`, and torch's have `last_epoch`.
+    calls = getattr(scheduler, "steps", getattr(scheduler, "last_epoch", None))
+    if name != "constant" and calls not in (None, trainer.step):
+        launch.warn(
+            f"{kind.__name__}.train_step called self.scheduler.step() {counted(calls, 'time')} in "
+            f"{counted(trainer.step, 'step')}, so the learning rate does not follow the scheduler "
+            f"({name}).\nCall it once in your train_step; {HOW}."
+        )
 
 
 def names_in(kind: type) -> set[str]:
