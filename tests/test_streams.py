@@ -162,6 +162,16 @@ def test_a_resumed_stream_is_the_uninterrupted_one(reading, tmp_path):
             assert train.read[:2] == ([step % 8, step % 8 + 1] if step != 8 else [0, 1])
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 1)])
+def test_a_stream_does_not_resume_with_a_different_number_of_workers(tmp_path, before, now):
+    make_trainer(max_steps=3, callbacks=[Checkpoint(tmp_path)]).fit(loader(num_workers=before))
+    fresh = make_trainer(max_steps=6)
+    weights = copy.deepcopy(fresh.module.state_dict())
+    with pytest.raises(UserError, match=f"{before} workers, now {now}.*\n.*workers={before} "):
+        fresh.fit(loader(num_workers=now), resume=tmp_path)
+    assert_same(fresh.module.state_dict(), weights)
+
+
 def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     class Endless:
         def __iter__(self):
