@@ -6,11 +6,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Row, State
 from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.errors import NotFinite, UserError, cause, log
 from stoker.trainer.loading import IterableLoader
+from stoker.trainer.overrides import step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -170,8 +173,7 @@ class Checkpoint(Monitor):
         if name is not None:
             symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
-                f"{symptom}, so no checkpoint is saved.\n"
-                "Type a lower optimizer.lr, or max_grad_norm=1.",
+                f"{symptom}, so no checkpoint is saved.\n{advice(trainer)}",
                 symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
@@ -204,3 +206,15 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
     frames = traceback.extract_tb(error.__traceback__, limit=1)
     # This text is a source line of `fit` in trainer.py: change both together.
     return "for batch in self.train_loader:" in str(frames[0].line)
+
+
+def advice(trainer: "Trainer") -> str:
+    """Return what to type if the weights become too large; do not propose what has no effect."""
+    ways = ["a lower optimizer.lr"]
+    if trainer.max_grad_norm is None and step_uses(type(trainer), "max_grad_norm"):
+        ways.append("max_grad_norm=1")
+    if trainer.dtype is torch.float16:
+        ways.append("precision=bf16 instead of fp16")
+    if len(ways) > 1:
+        ways[-1] = f"or {ways[-1]}"
+    return f"Type {', '.join(ways)}."
