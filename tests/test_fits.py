@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from stoker import Trainer
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
-from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.errors import TrainingError
+from stoker.trainer.loading import IterableLoader
 
 
 class Killed(BaseException):
@@ -261,3 +264,96 @@ def test_a_training_is_made_longer_by_its_state(tmp_path):
         trainer.epochs = 5
         trainer.fit(LOADERS["resident"](), resume=resume(trainer))
         assert_same(whole_state(trainer), whole_state(long))
+
+
+# After an error
+
+
+class Fragile:
+    """A loader of a list of batches that fails once, at a batch of the n-th reading."""
+
+    def __init__(self, batches, position, reading=0):
+        self.batches = batches
+        self.position = position
+        self.left = reading
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batches):
+            if number == self.position:
+                if self.left == 0:
+                    raise OSError("lost")
+                self.left -= 1
+            yield batch
+
+
+def lists():
+    data = make_data()
+    sizes = {"train": 8, "val": 5}
+    splits = {"train": data.train, "val": data.val}
+    return [
+        list(zip(splits[name].inputs.split(n), splits[name].targets.split(n), strict=True))
+        for name, n in sizes.items()
+    ]
+
+
+def fragile_fit(train, val, folder=None, resume=None, **settings):
+    saver = [] if folder is None else [Checkpoint(folder, epochs=None)]
+    callbacks = [EMA(0.9), *saver]
+    trainer = make_trainer(
+        make_model(dropout=0.5), callbacks=callbacks, max_steps=24, eval_every=5, **settings
+    )
+    trainer.fit(train, val, resume=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("train_fails", "val_fails", "step"),
+    [(None, (2, 1), 10), ((3, 1), None, 11), ((0, 2), None, 16)],
+)
+def test_an_error_between_two_steps_loses_no_step(tmp_path, train_fails, val_fails, step):
+    train, val = lists()
+    whole = fragile_fit(train, val)
+    fragile = Fragile(train, *train_fails) if train_fails else train
+    fragile_val = Fragile(val, *val_fails) if val_fails else val
+    with pytest.raises((OSError, TrainingError), match="lost"):
+        fragile_fit(fragile, fragile_val, tmp_path)
+    assert max(checkpoint.files(tmp_path)) == step
+    resumed = fragile_fit(train, val, resume=tmp_path)
+    assert_same(whole_state(resumed), whole_state(whole))
+    resumed_rows = [row for row in whole.history if row["step"] > resumed.history[0]["step"]]
+    losses = [row["val/loss"] for row in resumed_rows if "val/loss" in row]
+    assert [row["val/loss"] for row in resumed.history if "val/loss" in row][
+        -len(losses) :
+    ] == losses
+
+
+class FailsInAStep(Trainer):
+    def train_step(self, batch):
+        loss = super().train_step(batch)
+        if self.step == 11:
+            raise OSError("lost")
+        return loss
+
+
+def test_an_error_in_a_step_or_with_part_of_a_step_saves_nothing(tmp_path):
+    train, val = lists()
+    with pytest.raises(OSError, match="lost"):
+        fragile_fit(train, val, tmp_path / "a", kind=FailsInAStep)
+    fragile = IterableLoader(Fragile(train, 5, 1), accumulate=2)
+    with pytest.raises(TrainingError, match="lost"):
+        fragile_fit(fragile, None, tmp_path / "b")
+    assert max(checkpoint.files(tmp_path / "a")) == 10  # the best evaluation so far
+    assert not checkpoint.files(tmp_path / "b")
+
+
+def test_weights_that_are_not_finite_are_not_saved_after_an_error(tmp_path, caplog):
+    class Breaks(Callback):
+        def on_eval_start(self, trainer):
+            torch.nn.init.constant_(trainer.module[0].weight, float("nan"))
+            raise OSError("lost")
+
+    trainer = make_trainer(callbacks=[Breaks(), Checkpoint(tmp_path)])
+    with pytest.raises(OSError, match="lost"):
+        trainer.fit(*lists())
+    assert not checkpoint.files(tmp_path)
+    assert "After the error, no checkpoint was saved: NotFinite: The weights" in caplog.text

@@ -378,7 +378,7 @@ class Calling(Trainer):
 @pytest.mark.parametrize(
     ("kind", "ignored"),
     [
-        (Careless, ["max_grad_norm", "split_with_fractions", "autocast", "scheduler"]),
+        (Careless, ["max_grad_norm", "split_with_fractions", "autocast"]),
         (Careful, []),
         (Calling, []),
     ],
@@ -388,10 +388,9 @@ def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignore
         "max_grad_norm=1.0": "max_grad_norm",
         "grad_accum_steps=2": "split_with_fractions",
         "precision=bf16": "autocast",
-        "scheduler (cosine)": "scheduler",
     }
     options = {"max_grad_norm": 1.0, "grad_accum_steps": 2, "precision": "bf16"}
-    make_trainer(kind=kind, epochs=1, scheduler=schedules.cosine, **options).fit(loader())
+    make_trainer(kind=kind, epochs=1, scheduler=schedules.constant, **options).fit(loader())
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind.__name__}.train_step ignores {setting}, because it does not use self.{name}.\n"
         "Use it in your train_step; 'Bring your own' in the documentation shows how."
@@ -401,6 +400,43 @@ def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignore
     caplog.clear()
     make_trainer(kind=kind, epochs=1, scheduler=schedules.constant).fit(loader())
     assert not caplog.records
+
+
+class Reading(Careless):
+    def train_step(self, batch):
+        self.seen = self.scheduler.get_last_lr()
+        return super().train_step(batch)
+
+
+class Twice(Trainer):
+    def train_step(self, batch):
+        loss = super().train_step(batch)
+        self.scheduler.step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name"),
+    [
+        (schedules.cosine, "cosine"),
+        (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), "StepLR"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [(Reading, "0 times"), (Twice, "8 times"), (Careful, None), (Calling, None), (Trainer, None)],
+)
+def test_a_step_of_your_own_that_does_not_advance_the_schedule_once_is_named(
+    caplog, kind, calls, scheduler, name
+):
+    trainer = make_trainer(kind=kind, epochs=2, log_every=4, scheduler=scheduler)
+    trainer.fit(loader())
+    text = (
+        f"{kind.__name__}.train_step called self.scheduler.step() {calls} in 4 steps, so the "
+        f"learning rate does not follow the scheduler ({name}).\n"
+        "Call it once in your train_step; 'Bring your own' in the documentation shows how."
+    )
+    assert [record.getMessage() for record in caplog.records] == ([text] if calls else [])
 
 
 def test_a_tensor_is_logged_as_its_number(tmp_path):

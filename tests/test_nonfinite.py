@@ -139,6 +139,39 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     )
 
 
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        loss, _ = self.compute_loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "ways"),
+    [
+        (Trainer, {}, "a lower optimizer.lr, or max_grad_norm=1"),
+        (Trainer, {"max_grad_norm": 1.0}, "a lower optimizer.lr"),  # it is already clipped
+        (OwnStep, {}, "a lower optimizer.lr"),  # it does not clip
+    ],
+)
+def test_the_rate_of_the_parameter_is_named_and_only_what_has_an_effect(
+    tmp_path, kind, settings, ways
+):
+    trainer = make_trainer(
+        kind=kind,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.25),
+        groups=[{"match": "3.*", "lr": 1e39}],
+        scheduler=None,
+        callbacks=[NaNGuard(), Checkpoint(tmp_path, every=1)],
+        **settings,
+    )
+    first, second = failure(trainer)
+    assert first.endswith("3.weight is not finite after the update (learning rate 1e39).")
+    assert second == f"Type {ways}."
+
+
 class Masked(Trainer):
     def compute_loss(self, batch):
         inputs, targets, mask = batch
@@ -246,6 +279,13 @@ def test_a_replay_that_fails_does_not_replace_the_error(caplog):
     assert first.startswith("train/loss is inf at step 7 (learning rate ")
     assert caplog.messages[-1].startswith("The replay to find the cause failed: ")
     assert "OSError: the disk is gone" in caplog.messages[-1]
+
+
+def test_the_rates_of_all_groups_are_named_if_the_loss_breaks():
+    groups = [{"match": "3.*", "lr": 0.5}]
+    trainer = make_trainer(kind=BreaksAt, groups=groups, scheduler=None, callbacks=[NaNGuard()])
+    first, _ = failure(trainer)
+    assert first.endswith("although the batch is finite (learning rates 0.01, 0.5).")
 
 
 class LossAloneBreaksAt(BreaksAt):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from stoker import Trainer
-from stoker.trainer import loading, schedules
+from stoker.trainer import checkpoint, loading, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import UserError
@@ -162,6 +162,16 @@ def test_a_resumed_stream_is_the_uninterrupted_one(reading, tmp_path):
             assert train.read[:2] == ([step % 8, step % 8 + 1] if step != 8 else [0, 1])
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 1)])
+def test_a_stream_does_not_resume_with_a_different_number_of_workers(tmp_path, before, now):
+    make_trainer(max_steps=3, callbacks=[Checkpoint(tmp_path)]).fit(loader(num_workers=before))
+    fresh = make_trainer(max_steps=6)
+    weights = copy.deepcopy(fresh.module.state_dict())
+    with pytest.raises(UserError, match=f"{before} workers, now {now}.*\n.*workers={before} "):
+        fresh.fit(loader(num_workers=now), resume=tmp_path)
+    assert_same(fresh.module.state_dict(), weights)
+
+
 def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     class Endless:
         def __iter__(self):
@@ -283,6 +293,13 @@ def test_a_place_that_no_reading_has_is_refused(place):
     with pytest.raises(UserError, match="The checkpoint does not match"):
         fresh.fit(StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place})
     assert_same(fresh.module.state_dict(), before)
+
+
+def test_a_stream_is_saved_every_ten_minutes(tmp_path, monkeypatch):
+    trainer = make_trainer(max_steps=8, callbacks=[Checkpoint(tmp_path, keep=9)])
+    monkeypatch.setattr(trainer.agreement, "now", lambda: 4 * 60 * trainer.step)
+    trainer.fit(loader())
+    assert sorted(checkpoint.files(tmp_path)) == [3, 6, 8]
 
 
 # Accumulation over batches of the loader

@@ -1,5 +1,7 @@
 import contextlib
+import copy
 import functools
+import re
 import time
 
 import pytest
@@ -126,7 +128,24 @@ class Slow:
             yield pair if self.sends is None else Sends(pair, self.sends)
 
 
-def fitted(train, val=None, model=None, callbacks=(), trainer=Trainer, optimizer=SGD, **settings):
+class SlowStream(torch.utils.data.IterableDataset):
+    """The samples of a Slow loader, one by one."""
+
+    def __iter__(self):
+        batches = Slow(60, Clock(at_least=0.015))
+        return (pair for batch in batches for pair in zip(*batch, strict=True))
+
+
+def fitted(
+    train,
+    val=None,
+    model=None,
+    callbacks=(),
+    trainer=Trainer,
+    optimizer=SGD,
+    resume=None,
+    **settings,
+):
     """(its Timing, the seconds of the fit) of a training on the CPU."""
     timing = Timing()
     torch.manual_seed(0)
@@ -139,7 +158,7 @@ def fitted(train, val=None, model=None, callbacks=(), trainer=Trainer, optimizer
         device="cpu",
         **settings,
     )
-    fits.fit(train, val)
+    fits.fit(train, val, resume)
     return timing, sum(timing.took.values())
 
 
@@ -162,14 +181,33 @@ def test_a_data_loader_is_given_workers():
     }
 
 
+@pytest.mark.parametrize("dataset", [[(torch.ones(6), 0)], SlowStream()])
+def test_what_a_loader_already_has_is_not_proposed(dataset):
+    options = {"num_workers": launch.cores(), "pin_memory": True}
+    loader = IterableLoader(torch.utils.data.DataLoader(dataset, **options))
+    assert advice_on_data(loader, torch.device("cpu")) == {}
+
+
+def test_skipping_the_batches_before_a_resume_is_not_waiting():
+    loader = torch.utils.data.DataLoader(SlowStream(), batch_size=8)
+    torch.manual_seed(0)
+    states = []
+
+    class Keep(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 50:
+                states.append(copy.deepcopy(trainer.state_dict()))
+
+    model = Net(6, 3)
+    fitted(loader, model=model, callbacks=[Keep()], max_steps=60)
+    timing, _ = fitted(loader, model=model, resume=states[0], max_steps=60)
+    assert timing.took["data"] > 50 * 0.015
+    share = int(re.findall(r"waited (\d+)% of the time for data", timing.said)[0]) / 100
+    assert abs(share - 0.015 / (0.015 + Net.seconds)) <= POINTS
+
+
 def test_a_slow_stream_is_not_read_several_times():
-    clock = Clock(at_least=0.015)
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return (pair for batch in Slow(60, clock) for pair in zip(*batch, strict=True))
-
-    loader = torch.utils.data.DataLoader(Stream(), batch_size=8)
+    loader = torch.utils.data.DataLoader(SlowStream(), batch_size=8)
     timing, _ = fitted(loader, max_steps=40)
     assert "set dataset.workers=" in timing.said
     assert timing.said.endswith("among workers (torch.utils.data.get_worker_info)")

@@ -42,6 +42,8 @@ def test_a_warmup_is_shorter_than_the_training():
     ("typed", "message"),
     [
         ("patience=5", "patience=5: this run has only 5 evaluations"),
+        ("patience=1 eval_every=20", "patience=1: this run has only 1 evaluation, so this"),
+        ("max_steps=3 epochs=null eval_every=4", "eval_every=4: this run has only 3 steps"),
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
@@ -78,6 +80,7 @@ def test_what_changes_something_is_allowed(processed):
     typed = ("patience=4", "checkpoint.every=20", "log_every=1000")
     off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
     check(processed(*SMALL, *typed, *off, "eval_every=4"))
+    check(processed(*SMALL, "eval_every=21"))  # evaluates only at the end, not after each epoch
     check(processed(*SMALL, "patience=null", "callbacks.early_stopping.min_delta=0.1"))
 
 

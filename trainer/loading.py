@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from stoker.trainer import batches, launch, parallel, settings
 from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
+from stoker.trainer.number_format import counted
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.state import ANYTHING, Either
@@ -223,6 +224,8 @@ class IterableLoader(Seekable):
         # For an IterableDataset, the length of a DataLoader is only an estimate.
         is_guess = isinstance(dataset, torch.utils.data.IterableDataset)
         self.length_is_exact = length_of(loader) is not None and not is_guess
+        # The workers of an IterableDataset determine the order of its samples.
+        self.workers: int | None = getattr(loader, "num_workers", None) if is_guess else None
         self.is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.samples = length_of(dataset)
 
@@ -334,16 +337,26 @@ class IterableLoader(Seekable):
         if self.is_stateful:
             state["generator"] = place.generator
             state["loader"] = self.loader.state_dict()
+        if self.workers is not None:
+            state["workers"] = self.workers
         return state
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from this state at the next iteration; {} changes nothing.
 
         Raises:
-            UserError: The iterable rejects its state.
+            UserError: The iterable rejects its state, or is read by a different number of workers.
         """
         if state == {}:
             return
+        before = state.get("workers")
+        if None not in (before, self.workers) and before != self.workers:
+            raise UserError(
+                f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "
+                f"now {self.workers}, which changes the order of its samples.\n"
+                f"Type dataset.workers={before} (in a script, the DataLoader's num_workers). For a "
+                "new run, choose a different run_dir."
+            )
         self.place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
             self.place = Place(state["passes"], state["number"], generator=state["generator"])
@@ -358,7 +371,8 @@ class IterableLoader(Seekable):
         """Return the form of a valid state, as described in `trainer/state.py`."""
         place = {"passes": int, "number": int}
         stateful = {**place, "generator": torch.get_rng_state(), "loader": ANYTHING}
-        return Either([{}, place, stateful])
+        by_workers = [{**form, "workers": int} for form in (place, stateful)]
+        return Either([{}, place, *by_workers, stateful])
 
     def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and those of DataLoaders and samplers inside it.

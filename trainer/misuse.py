@@ -1,12 +1,9 @@
 """Check the arguments of the Trainer and its methods, and explain errors that users can fix."""
 
-import inspect
 import re
-import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +26,8 @@ from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.overrides import is_usual
+from stoker.trainer.number_format import counted
+from stoker.trainer.overrides import is_usual, step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.splitter import Splitter
@@ -280,41 +278,37 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 def warn_of_own_step(trainer: "Trainer") -> None:
     """Warn about settings that your own train_step ignores, because its code never uses them."""
     kind = type(trainer)
-    if is_usual(kind, "train_step"):
-        return
     cut = "splitter" if trainer.splitter.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
-    schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
     uses = {
         "max_grad_norm": trainer.max_grad_norm and f"max_grad_norm={trainer.max_grad_norm}",
         cut: trainer.splitter.cut_by(),
         cast: trainer.dtype and f"precision={summary.precision(trainer)}",
-        "scheduler": schedule != "constant" and f"scheduler ({schedule})",
     }
-    if not any(uses.values()):
-        return
-    names = names_in(kind)
     for name, setting in uses.items():
-        if setting and not names & {name, "train_step"}:  # it may call super().train_step
+        if setting and not step_uses(kind, name):
             launch.warn(
                 f"{kind.__name__}.train_step ignores {setting}, because it does not use "
                 f"self.{name}.\nUse it in your train_step; {HOW}."
             )
 
 
-def names_in(kind: type) -> set[str]:
-    """Return the names in the code of your own classes and of the functions that they call."""
-    own = [one for one in kind.__mro__ if not one.__module__.startswith("stoker.trainer.")]
-    methods = [inspect.unwrap(value) for one in own for value in vars(one).values()]
-    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
-    names: set[str] = set()
-    for code in codes:  # the list grows during the loop
-        names.update(code.co_names)
-        parts = list(code.co_consts)  # includes the code of nested functions
-        for name in code.co_names:
-            parts.append(getattr(getattr(sys.modules.get(kind.__module__), name, 0), "__code__", 0))
-        codes += [part for part in parts if isinstance(part, CodeType) and part not in codes]
-    return names
+def warn_of_schedule(trainer: "Trainer") -> None:
+    """Warn, once per Trainer, if your own train_step does not advance the schedule at each step."""
+    kind = type(trainer)
+    if trainer.schedule_is_checked or is_usual(kind, "train_step"):
+        return
+    trainer.schedule_is_checked = True
+    scheduler = trainer.scheduler
+    name = getattr(scheduler, "description", type(scheduler).__name__)
+    # Schedules of stoker.trainer.schedules have `steps`, and torch's have `last_epoch`.
+    calls = getattr(scheduler, "steps", getattr(scheduler, "last_epoch", None))
+    if name != "constant" and calls not in (None, trainer.step):
+        launch.warn(
+            f"{kind.__name__}.train_step called self.scheduler.step() {counted(calls, 'time')} in "
+            f"{counted(trainer.step, 'step')}, so the learning rate does not follow the scheduler "
+            f"({name}).\nCall it once in your train_step; {HOW}."
+        )
 
 
 def raise_if_explained(

@@ -19,6 +19,7 @@ class Reporting(Stateful):
     data_bytes: int = 0  # size of the data that loaders keep on the device
     # names of parameters without an optimizer, for which a warning was logged
     untrained: AbstractSet[str] = frozenset()
+    schedule_is_checked = False
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook on every callback, in the order of the list."""
@@ -64,13 +65,15 @@ class Reporting(Stateful):
     def check_and_log(self) -> None:
         """Log the steps since the last row, with checks that are too expensive for every step.
 
-        The checks make sure that unfrozen weights are trained and are equal on all processes. The
-        fp16 scale is checked after logging, so that the row shows what led to the error.
+        The checks make sure that unfrozen weights are trained and are equal on all processes, and
+        that your own train_step advances the schedule. The fp16 scale is checked after logging, so
+        that the row shows what led to the error.
         """
         trainer: Any = self
         parallel.check_exchanged(self.model, self.module)
         parallel.check_same_weights(self.model)
         misuse.warn_of_untrained(trainer)
+        misuse.warn_of_schedule(trainer)
         self.log(self.training_numbers())
         steps.check_scale(trainer)
         self.window.start_clock()

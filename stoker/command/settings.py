@@ -153,7 +153,7 @@ SETTINGS: Mapping[str, Setting] = {
     "deterministic": Setting(),
     # logging, evaluation and checkpoints
     "log_every": Setting(resume="any"),
-    "eval_every": Setting(resume="any"),
+    "eval_every": Setting(resume="any", every="step"),
     "checkpoint.every": Setting(resume="any", every="step"),
     "checkpoint.epochs": Setting(resume="any"),
     "checkpoint.minutes": Setting(resume="any"),

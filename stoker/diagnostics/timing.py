@@ -236,9 +236,15 @@ class Timing(Callback):
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer, seconds: dict[str, float]) -> str | None:
-        """Return the `speed_verdict` for the fit so far, given its {stage: seconds}."""
+        """Return the `speed_verdict` for the fit so far, given its {stage: seconds}.
+
+        Skipping batches before the first step of a resumed fit does not count.
+        """
         device = "CPU" if trainer.device.type == "cpu" else "GPU"
         idle = sum(self.idle) / max(1, len(self.idle))
+        if self.first_step:  # a resumed fit may first skip the batches that it was trained on
+            skipped = sum(sample["data"] for sample in self.sampled["fit"])
+            seconds = {**seconds, "data": max(0.0, seconds.get("data", 0.0) - skipped)}
         return speed_verdict(seconds, advice_for(trainer), device, idle)
 
 
@@ -319,15 +325,19 @@ def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
             change = f"make your {name} faster, or use a DataLoader with num_workers={cores}"
             pin = f"call pin_memory() on the tensors that your {name} yields"
             return {"data": change, "transfer": pin}
-        change = f"give the DataLoader num_workers={cores} and persistent_workers=True"
-        if is_stream(given.dataset):
+        advice = {}
+        if given.num_workers < cores and is_stream(given.dataset):
             # Without a split among workers, each worker would read the whole stream.
-            change = (
+            advice["data"] = (
                 f"set dataset.workers={cores} (in a script, the DataLoader's num_workers) if the "
                 "IterableDataset splits its samples among workers "
                 "(torch.utils.data.get_worker_info)"
             )
-        return {"data": change, "transfer": "give the DataLoader pin_memory=True"}
+        elif given.num_workers < cores:
+            advice["data"] = f"give the DataLoader num_workers={cores} and persistent_workers=True"
+        if not given.pin_memory:
+            advice["transfer"] = "give the DataLoader pin_memory=True"
+        return advice
     advice = {}
     ways = []
     if loader.workers.loader.num_workers < cores:

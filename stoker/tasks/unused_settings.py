@@ -10,6 +10,7 @@ from stoker.command.build import arguments_of
 from stoker.command.new_targets import arguments_given
 from stoker.command.settings import LOADER_KEYS, SETTINGS
 from stoker.trainer.errors import UserError
+from stoker.trainer.number_format import counted
 
 if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
@@ -99,12 +100,14 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     for key, setting in SETTINGS.items():
         if setting.every is None:
             continue
+        if key == "eval_every" and steps > per_epoch:  # it replaces the evaluation in each epoch
+            continue
         value = OmegaConf.select(cfg, key)
         length = lengths[setting.every]
         # The first evaluation is the best so far, so patience only counts the others.
         most = length - 1 if key == "patience" else length
         if key in typed and value is not None and value > most:
             raise UserError(
-                f"{key}={value}: this run has only {length:,} {setting.every}s, so this setting "
-                "would have no effect. Lower the value, train longer, or remove the key."
+                f"{key}={value}: this run has only {counted(length, setting.every)}, so this "
+                "setting would have no effect. Lower the value, train longer, or remove the key."
             )

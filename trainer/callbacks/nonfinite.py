@@ -14,7 +14,7 @@ import torch
 from stoker.trainer import batches, checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
-from stoker.trainer.callbacks.saving import Checkpoint
+from stoker.trainer.callbacks.saving import Checkpoint, advice
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
 from stoker.trainer.number_format import brief
@@ -62,7 +62,7 @@ class NaNGuard(Callback):
                     f"{symptom}, but all weights are finite.\n"
                     f"Check the inputs and the targets of {split}."
                 )
-            raise NotFinite(f"{symptom} {rate(trainer)}.\n{advice(trainer)}", symptom)
+            raise NotFinite(f"{symptom}{rates(trainer)}.\n{advice(trainer)}", symptom)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if any(saver.saved > self.first_step for saver in savers(trainer)):
@@ -190,13 +190,15 @@ def examine(
     blamed = [text for name, text in strange.items() if name not in harmless]
     problems = [(0, text) for text in blamed]  # (position in the step, text)
     if not loss.isfinite():
-        problems.append((1, f"the loss is {float(loss)}, although the batch is finite"))
+        text = f"the loss is {float(loss)}, although the batch is finite{rates(trainer)}"
+        problems.append((1, text))
     for name, norm in norms.items():
         if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such steps
-            problems.append((2, f"the gradient of {name} has norm {norm}"))
+            problems.append((2, f"the gradient of {name} has norm {norm}{rates(trainer, name)}"))
     broken = checkpoint.first_nonfinite(trainer.module)
     if broken:
-        problems.append((3, f"{broken} is not finite after the update"))
+        text = f"{broken} is not finite after the update{rates(trainer, broken)}"
+        problems.append((3, text))
     reports = [report for report in enumerate(parallel.from_all(problems)) if report[1]]
     if all(report[-1][0] == 0 for _, report in reports):  # the step itself was good
         harmless.update(strange)
@@ -208,17 +210,20 @@ def examine(
         place += f" on rank {rank}"
     if position == 0:
         return f"{place}, {text}.\nCheck these samples, or remove them."
-    return f"{place}, {text} {rate(trainer)}.\n{advice(trainer)}"
+    return f"{place}, {text}.\n{advice(trainer)}"
 
 
-def advice(trainer: "Trainer") -> str:
-    if trainer.dtype is torch.float16:
-        return "Type a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
-    return "Type a lower optimizer.lr, or max_grad_norm=1."
-
-
-def rate(trainer: "Trainer") -> str:
-    return f"(learning rate {brief(trainer.lr)})"
+def rates(trainer: "Trainer", name: str = "") -> str:
+    """Return " (learning rate 0.1)" of the parameter with this name, or of all parameter groups."""
+    parameter = dict(trainer.module.named_parameters()).get(name)
+    shown: list[str] = []
+    for group, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=False):
+        is_meant = parameter is None or any(one is parameter for one in group["params"])
+        if is_meant and brief(rate) not in shown:
+            shown.append(brief(rate))
+    if not shown:  # the parameter belongs to a second optimizer
+        return ""
+    return f" (learning rate{'' if len(shown) == 1 else 's'} {', '.join(shown)})"
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -1,13 +1,19 @@
 """The callback that saves checkpoints."""
 
+import sys
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Row, State
 from stoker.trainer.callbacks.monitoring import Monitor
-from stoker.trainer.errors import NotFinite, UserError
+from stoker.trainer.errors import NotFinite, UserError, cause, log
+from stoker.trainer.loading import IterableLoader
+from stoker.trainer.overrides import step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -31,7 +37,7 @@ class Checkpoint(Monitor):
         folder: str | Path,
         every: int | None = None,
         epochs: int | None = 1,
-        minutes: float | None = None,
+        minutes: float | None = 10,
         keep: int = 2,
         monitor: str = "auto",
         mode: str = "auto",
@@ -123,15 +129,32 @@ class Checkpoint(Monitor):
                 self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
+        if trainer.failed:
+            self.save_after_error(trainer)
         # Save if the run was interrupted after this callback's `on_step_end`, or in an evaluation.
-        # After an error, the state is not reliable.
-        if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
+        elif trainer.interrupted and trainer.step != self.saved:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()
             self.wait()
         super().on_fit_end(trainer)
+
+    def save_after_error(self, trainer: "Trainer") -> None:
+        """Save if the fit failed between two steps: in an evaluation, or while loading a batch.
+
+        In a step, the state may be half updated. With several processes, the others may be gone.
+        """
+        error = sys.exc_info()[1]
+        if self.writer is None or not isinstance(error, Exception) or isinstance(error, NotFinite):
+            return
+        is_between_steps = trainer.evaluation_due or failed_to_load(trainer, error)
+        if parallel.process_count > 1 or not is_between_steps or trainer.step == self.saved:
+            return
+        try:
+            self.save(trainer)
+        except Exception as failure:  # must not hide the error that ended the fit
+            log.warning("After the error, no checkpoint was saved: %s", cause(failure))
 
     def save(self, trainer: "Trainer") -> None:
         """Copy the state, and write the copy in a thread. There is only one copy at a time.
@@ -150,8 +173,7 @@ class Checkpoint(Monitor):
         if name is not None:
             symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
-                f"{symptom}, so no checkpoint is saved.\n"
-                "Type a lower optimizer.lr, or max_grad_norm=1.",
+                f"{symptom}, so no checkpoint is saved.\n{advice(trainer)}",
                 symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
@@ -174,3 +196,25 @@ class Checkpoint(Monitor):
             writing = self.writing
             self.writing = None
             writing.result()
+
+
+def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
+    """Return whether the training loader raised this error, and its position can still be saved."""
+    loader = trainer.train_loader
+    if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
+        return False  # it may have read a part of the next step
+    frames = traceback.extract_tb(error.__traceback__, limit=1)
+    # This text is a source line of `fit` in trainer.py: change both together.
+    return "for batch in self.train_loader:" in str(frames[0].line)
+
+
+def advice(trainer: "Trainer") -> str:
+    """Return what to type if the weights become too large; do not propose what has no effect."""
+    ways = ["a lower optimizer.lr"]
+    if trainer.max_grad_norm is None and step_uses(type(trainer), "max_grad_norm"):
+        ways.append("max_grad_norm=1")
+    if trainer.dtype is torch.float16:
+        ways.append("precision=bf16 instead of fp16")
+    if len(ways) > 1:
+        ways[-1] = f"or {ways[-1]}"
+    return f"Type {', '.join(ways)}."
