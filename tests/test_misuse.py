@@ -132,6 +132,42 @@ def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_bat
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
 
 
+def losses_of(outputs):
+    return {"classes": outputs.square().mean(), "boxes": outputs.abs().mean()}
+
+
+SUM = "\nReturn the sum of a dict of losses, as in: return sum(losses.values()), outputs"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda outputs: (losses_of(outputs), outputs), SUM),
+        (losses_of, SUM),
+        (lambda outputs: (0.5, outputs), "\nThe loss is a float."),
+        (lambda outputs: (None, outputs), "\nThe loss is a NoneType."),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"micro_batch": "auto"}, {"grad_accum_steps": 2}])
+def test_a_loss_that_is_not_a_tensor_is_named(change, sentence, options):
+    class Odd(Trainer):
+        def compute_loss(self, batch):
+            return change(self.model(batch[0]))
+
+    with pytest.raises(UserError) as error:
+        make_trainer(kind=Odd, **options).fit(loader())
+    assert str(error.value) == (
+        "Odd.compute_loss must return (loss, outputs): the mean loss of the batch as a scalar, and "
+        f"the outputs for the metrics.{sentence}"
+    )
+    trainer = make_trainer(kind=Odd, metrics={})
+    if sentence.endswith("a NoneType."):
+        assert trainer.evaluate(loader()) == {}
+        return
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        trainer.evaluate(loader())
+
+
 @pytest.mark.parametrize("change", [lambda loss: None, float, lambda loss: (loss, {})])
 def test_a_train_step_that_returns_something_else_is_explained(change):
     class Odd(Trainer):
