@@ -214,6 +214,28 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
     assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{text}")
 
 
+class BadIndexOfBoxes(Trainer):
+    def compute_loss(self, batch):
+        images, targets = batch
+        return images[0].sum() + torch.zeros(3)[targets[1]["labels"]].sum(), None
+
+
+def test_an_error_in_a_batch_of_lists_names_every_kind_of_tensor():
+    images = [torch.ones(3, 4, 5 + i) for i in range(8)]
+    targets = [{"boxes": torch.ones(2, 4), "labels": torch.tensor([2, 3])} for _ in images]
+    with pytest.raises(IndexError) as caught:
+        make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
+    assert explanation_of(caught.value).partition("The batch: ")[2] == (
+        "batch[0][0] (3, 4, 5) torch.float32 and 7 more, "
+        "batch[1][0]['boxes'] (2, 4) torch.float32 and 7 more, "
+        "batch[1][0]['labels'] (2,) torch.int64 and 7 more."
+    )
+    named = [{f"x{i}": torch.ones(2) for i in range(7)}]
+    with pytest.raises(ValueError, match="too many values") as caught:
+        make_trainer(kind=BadIndexOfBoxes).fit(named)
+    assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
+
+
 @pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
 def test_bugs_stay_tracebacks(bug):
     class Buggy(OfDicts):

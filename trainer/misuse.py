@@ -347,8 +347,13 @@ def raise_if_explained(
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
-    text = f"{''.join(places[-1:])}The batch: {first_few(shapes, 6)}."
+    alike: dict[str, list[str]] = {}  # the tensors of a list of samples, by their place in it
+    for name, one in batches.entries(batch):
+        place = re.sub(r"(?<=\])\[\d+\]", "[]", name)
+        alike.setdefault(place, []).append(f"{name} {tuple(one.shape)} {one.dtype}")
+    shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
+    shown = first_few(shapes, 6).removesuffix(".")
+    text = f"{''.join(places[-1:])}The batch: {shown}."
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
