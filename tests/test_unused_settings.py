@@ -183,3 +183,27 @@ def test_a_transform_of_torchvision_needs_no_trust_and_nothing_else_is_let_in():
     ]:
         with pytest.raises(UserError, match="_target_"):
             nested(group, key, target)
+
+
+def test_a_typed_loss_that_your_own_compute_loss_ignores_is_warned_of(
+    processed, tmp_path, monkeypatch, caplog
+):
+    code = OWN + "class Uses(Ignores):\n    def compute_loss(self, batch):\n"
+    code += "        outputs = self.model(batch[0])\n        return self.loss(outputs, batch[1]), outputs\n"
+    (tmp_path / "losing.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ["dataset._target_=losing.data", "device=cpu"]
+    given += ["model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"]
+    ignores = "trainer._target_=losing.Ignores"
+    with trust.trusting(["losing"]):
+        check(processed(*given, ignores))  # the default loss is not typed
+        check(processed(*given, "trainer._target_=losing.Uses", "loss.label_smoothing=0.1"))
+        check(processed(*given, "loss.label_smoothing=0.1"))
+        assert not caplog.records
+        check(processed(*given, ignores, "loss=mse"))
+        check(processed(*given, ignores, "loss.weight=[1,2]", "+loss.ignore_index=7"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Ignores.compute_loss ignores {typed}, because it does not use self.loss.\n"
+        "Use it in your compute_loss, or remove the setting."
+        for typed in ("loss=mse", "loss.weight=[1,2]")
+    ]

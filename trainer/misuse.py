@@ -304,6 +304,11 @@ def warn_of_own_step(trainer: "Trainer") -> None:
             )
 
 
+def uses_loss(kind: type) -> bool:
+    """Return whether the code of a Trainer class uses its loss."""
+    return is_usual(kind, "compute_loss") or bool(names_in(kind) & {"loss", "compute_loss"})
+
+
 def names_in(kind: type) -> set[str]:
     """Return the names in the code of your own classes and of the functions that they call."""
     own = [one for one in kind.__mro__ if not one.__module__.startswith("stoker.trainer.")]

@@ -1,6 +1,7 @@
 """Reject typed settings that cannot take effect in this run."""
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,6 +10,7 @@ from stoker.command import arguments
 from stoker.command.build import arguments_of
 from stoker.command.new_targets import arguments_given
 from stoker.command.settings import LOADER_KEYS, SETTINGS
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     check_own_function(cfg)
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
+    warn_of_own_loss(type(parts.trainer))
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:
@@ -61,6 +64,22 @@ def check_own_function(cfg: DictConfig) -> None:
                 f"{key}={OmegaConf.select(cfg, key)}: this sets the loader, not the argument "
                 f"{name} of {target}. Rename the argument."
             )
+
+
+def warn_of_own_loss(kind: type) -> None:
+    """Warn about a typed loss that your own compute_loss ignores, because its code never uses it.
+
+    It is not an error, because the code that uses the loss may be in a module of its own.
+    """
+    from stoker.trainer import misuse
+
+    # An ignored class also changes the metrics.
+    given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
+    if given and not misuse.uses_loss(kind):
+        launch.warn(
+            f"{kind.__name__}.compute_loss ignores {', '.join(given)}, because it does not use "
+            "self.loss.\nUse it in your compute_loss, or remove the setting."
+        )
 
 
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
