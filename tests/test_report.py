@@ -822,6 +822,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     for result, these, seen, at, said in [
         ({}, [], {}, None, "No verdict yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
+        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
         ({}, up[:1], {}, None, "val/acc was 0.5000 after epoch 1."),
         (
             {},

@@ -100,7 +100,9 @@ def quality_verdict(run: Run) -> str:
         evaluations=len(evaluated),
     )
     parts = text.splitlines()
-    return f"{'; '.join(parts)}." if parts else "No verdict yet."
+    if not parts:
+        return "No verdict." if run.has_ended else "No verdict yet."
+    return f"{'; '.join(parts)}."
 
 
 def moment(run: Run, row: Row) -> str:
