@@ -1,5 +1,7 @@
 """Settings that cannot take effect are refused, by a run and by its plan."""
 
+import shlex
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -44,6 +46,11 @@ def test_a_warmup_is_shorter_than_the_training():
         ("patience=5", "patience=5: this run has only 5 evaluations"),
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
+        ("freeze=[layers.0.*] callbacks.freeze.thaw_at=20", "thaw_at=20: this run has only 20 st"),
+        (
+            "freeze=[layers.0.*] 'callbacks.freeze.thaw_at=5 epochs'",
+            "thaw_at=5 epochs: this run has only 20 steps, so thawing would have no effect",
+        ),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
@@ -54,7 +61,7 @@ def test_a_warmup_is_shorter_than_the_training():
 )
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
-        check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+        check(processed(*SMALL, "dataset.num_classes=10", *shlex.split(typed)))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,7 @@ def test_of_two_settings_for_one_thing_one_is_refused(key, value, by, other):
 
 def test_what_changes_something_is_allowed(processed):
     typed = ("patience=4", "checkpoint.every=20", "log_every=1000")
+    typed += ("freeze=[layers.0.*]", "callbacks.freeze.thaw_at=4 epochs")
     off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
     check(processed(*SMALL, *typed, *off, "eval_every=4"))
     check(processed(*SMALL, "patience=null", "callbacks.early_stopping.min_delta=0.1"))

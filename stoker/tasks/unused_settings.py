@@ -105,6 +105,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     """Raise UserError for a typed setting that would only take effect after the end of the run."""
     from stoker.trainer.loading import epoch_length
+    from stoker.trainer.settings import check_thaw_at
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
     steps = cfg.max_steps or cfg.epochs * per_epoch
@@ -126,4 +127,13 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             raise UserError(
                 f"{key}={value}: this run has only {length:,} {setting.every}s, so this setting "
                 "would have no effect. Lower the value, train longer, or remove the key."
+            )
+    key = "callbacks.freeze.thaw_at"
+    if key in typed:
+        value = OmegaConf.select(cfg, key)
+        count, in_epochs = check_thaw_at(value)
+        if steps <= count * (per_epoch if in_epochs else 1) < math.inf:
+            raise UserError(
+                f"{key}={value}: this run has only {steps:,} steps, so thawing would have no "
+                "effect. Lower the value, train longer, or remove the key."
             )
