@@ -15,8 +15,10 @@ def folders() -> list[Path]:
 
 def options(group: str) -> list[Path]:
     """Return the files of a group's options, sorted by name; [] if there is no such group."""
-    files = [path for folder in folders() for path in (folder / group).glob("*.yaml")]
-    return sorted(files, key=lambda path: path.stem)
+    files: dict[str, Path] = {}
+    for folder in reversed(folders()):  # an option in several folders is that of the first
+        files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
+    return [files[name] for name in sorted(files)]
 
 
 def file_of(name: str) -> Path | None:

@@ -3,6 +3,7 @@ every config.
 """
 
 import concurrent.futures
+import contextlib
 import inspect
 import json
 import os
@@ -26,6 +27,7 @@ import stoker
 from stoker import Trainer
 from stoker.command import check, settings, trust
 from stoker.runs import resume, saved_config
+from stoker.tasks import evaluate
 from stoker.tasks.parts import building
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import UserError
@@ -911,6 +913,14 @@ def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path
         r"error: All [23] checkpoints in run.checkpoints are damaged\.", first
     )
     assert "model.safetensors" in second and "run_dir" not in second
+
+
+def test_evaluate_says_that_nothing_is_measured(monkeypatch, capsys):
+    trainer = SimpleNamespace(evaluate=lambda loader, split: {})
+    found = ("best.ckpt", SimpleNamespace(trainer=trainer), "test", [])
+    monkeypatch.setattr(evaluate, "tested", lambda cfg: contextlib.nullcontext(found))
+    evaluate.evaluate(SimpleNamespace(split=None))
+    assert capsys.readouterr().out == "weights  best.ckpt\ntest     no loss and no metric\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ulimit is of POSIX")

@@ -348,6 +348,10 @@ def test_rates_are_logged_by_the_names_of_their_groups():
     assert "AdamW lr 0.01 to 0.5, constant" in " ".join(summary.plan(trainer)).replace(
         " (fused)", ""
     )
+    rules = [{"match": "3.*", "lr": 0.5}, {"match": "*", "lr": 0.25}]
+    trainer = make_trainer(groups=rules, scheduler=None)
+    row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
+    assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.5, "train/lr/rest": 0.25}
 
 
 def test_wsd_stays_and_goes_down_by_the_root():

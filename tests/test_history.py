@@ -156,6 +156,24 @@ def test_a_number_that_never_comes_is_warned_of_once(caplog):
     assert "was never logged, so" in caplog.records[1].message
 
 
+def test_without_a_loss_or_a_metric_the_user_is_told_what_to_monitor(caplog):
+    class NoLoss(type(make_trainer())):
+        def compute_loss(self, batch):
+            loss, outputs = super().compute_loss(batch)
+            return loss if self.model.training else None, outputs
+
+    stop = EarlyStopping(2)
+    make_trainer(kind=NoLoss, metrics={}, callbacks=[stop]).fit(*loaders())
+    (record,) = caplog.records
+    assert record.message == (
+        "EarlyStopping: evaluations log no loss or metric to monitor, so there is no best value.\n"
+        "Add a metric with +metrics.NAME._target_=CLASS, or type monitor=train/loss."
+    )
+    stop = EarlyStopping(2, monitor="train/loss")
+    make_trainer(kind=NoLoss, metrics={}, callbacks=[stop]).fit(*loaders())
+    assert stop.best is not None and len(caplog.records) == 1
+
+
 def test_a_list_cannot_be_monitored():
     stop = EarlyStopping(2, monitor="my/number", mode="max")
     with pytest.raises(UserError, match="monitor=my/number: this is a list"):

@@ -984,7 +984,12 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "split=all",
             "dataset.val_fraction=0.2",
         ): "split=all uses all samples, but you typed dataset.val_fraction",
-        ("run=digits", "epochs=3"): "epochs: task=evaluate uses the run's settings",
+        ("run=digits", "epochs=3"): "epochs: task=evaluate uses the run's settings. Remove this",
+        (
+            "run=digits",
+            "patience=3",
+            "epochs=3",
+        ): "epochs, patience: task=evaluate uses the run's settings. Remove these settings.",
         (
             "run=digits",
             "dataset.augment=[flip]",

@@ -229,6 +229,19 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_path, launcher):
+    needs(launcher)
+    typed = (*JOB, "epochs=1", "dataset.resident=false", "dataset.workers=1")
+    command = (f"hydra/launcher={launcher}", "seed=0,1", *typed, "hydra.sweep.dir=all")
+    done = sweep(tmp_path, *command, "sweep.at_once=2")
+    assert done.code == 0, done.out
+    said = (tmp_path / "all" / "jobs" / "1.txt").read_text()
+    assert "streamed with 1 worker, as requested" in said
+    assert same(weights(tmp_path / "all" / "1"), alone(tmp_path, *typed, "seed=1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number, large):
     """Each saves the step it is at, none is begun any more, and the same command ends them as they

@@ -132,6 +132,42 @@ def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_bat
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
 
 
+def losses_of(outputs):
+    return {"classes": outputs.square().mean(), "boxes": outputs.abs().mean()}
+
+
+SUM = "\nReturn the sum of a dict of losses, as in: return sum(losses.values()), outputs"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda outputs: (losses_of(outputs), outputs), SUM),
+        (losses_of, SUM),
+        (lambda outputs: (0.5, outputs), "\nThe loss is a float."),
+        (lambda outputs: (None, outputs), "\nThe loss is a NoneType."),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"micro_batch": "auto"}, {"grad_accum_steps": 2}])
+def test_a_loss_that_is_not_a_tensor_is_named(change, sentence, options):
+    class Odd(Trainer):
+        def compute_loss(self, batch):
+            return change(self.model(batch[0]))
+
+    with pytest.raises(UserError) as error:
+        make_trainer(kind=Odd, **options).fit(loader())
+    assert str(error.value) == (
+        "Odd.compute_loss must return (loss, outputs): the mean loss of the batch as a scalar, and "
+        f"the outputs for the metrics.{sentence}"
+    )
+    trainer = make_trainer(kind=Odd, metrics={})
+    if sentence.endswith("a NoneType."):
+        assert trainer.evaluate(loader()) == {}
+        return
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        trainer.evaluate(loader())
+
+
 @pytest.mark.parametrize("change", [lambda loss: None, float, lambda loss: (loss, {})])
 def test_a_train_step_that_returns_something_else_is_explained(change):
     class Odd(Trainer):
@@ -176,6 +212,28 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
         assert re.match(rf"{place} The batch: batch\['x'\] ", text)
     assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
     assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{text}")
+
+
+class BadIndexOfBoxes(Trainer):
+    def compute_loss(self, batch):
+        images, targets = batch
+        return images[0].sum() + torch.zeros(3)[targets[1]["labels"]].sum(), None
+
+
+def test_an_error_in_a_batch_of_lists_names_every_kind_of_tensor():
+    images = [torch.ones(3, 4, 5 + i) for i in range(8)]
+    targets = [{"boxes": torch.ones(2, 4), "labels": torch.tensor([2, 3])} for _ in images]
+    with pytest.raises(IndexError) as caught:
+        make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
+    assert explanation_of(caught.value).partition("The batch: ")[2] == (
+        "batch[0][0] (3, 4, 5) torch.float32 and 7 more, "
+        "batch[1][0]['boxes'] (2, 4) torch.float32 and 7 more, "
+        "batch[1][0]['labels'] (2,) torch.int64 and 7 more."
+    )
+    named = [{f"x{i}": torch.ones(2) for i in range(7)}]
+    with pytest.raises(ValueError, match="too many values") as caught:
+        make_trainer(kind=BadIndexOfBoxes).fit(named)
+    assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
 
 
 @pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])

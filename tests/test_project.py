@@ -47,6 +47,11 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
     assert project.current() == project.Project(("mine",), "first", "out")
     assert project.import_folders() == [str(folder), str(folder / "src")]
     assert configs.folders() == [configs.FOLDER, folder / "configs"]
+    builtin = configs.options("model")
+    for option in ("mlp", "own"):
+        write(folder / f"configs/model/{option}.yaml")
+    own = folder / "configs/model/own.yaml"
+    assert sorted(configs.options("model")) == sorted([*builtin, own])  # mlp is found once
     added = ["experiment=first", "hydra.sweep.dir='out/${now:%Y-%m-%d_%H-%M-%S}-sweep'"]
     search = f"hydra.searchpath=['file://{folder}/configs']"
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]

@@ -822,6 +822,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     for result, these, seen, at, said in [
         ({}, [], {}, None, "No verdict yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
+        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
         ({}, up[:1], {}, None, "val/acc was 0.5000 after epoch 1."),
         (
             {},
@@ -904,6 +905,14 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             run.result = RunResult.read(tmp_path)
         run.config = {"monitor": "auto", "monitor_mode": "auto"}
         assert summary.quality_verdict(run) == said
+
+
+def test_a_limit_stands_beside_the_number_of_samples():
+    config = {"limit_train": 0.5, "limit_val": None}
+    result = RunResult(samples={"train": 8000, "val": 2000, "test": 9})
+    assert summary.about(run_with(config=config, result=result)) == (
+        "8,000 training (limit_train=0.5) + 2,000 validation + 9 test samples"
+    )
 
 
 def test_data_of_ones_own_has_its_own_name():

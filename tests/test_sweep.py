@@ -638,6 +638,19 @@ def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
     assert shown.replace("+-", "±") in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
 
+def test_seeds_alone_are_the_settings_of_their_row(tmp_path, capsys):
+    for i, seed in enumerate((3, 1, 4, 1, 5, 9, 2)):
+        overrides = ["epochs=1", f"seed={seed}"]
+        best = {"name": "val/acc", "mode": "max", "value": 0.5}
+        json_files.write_json(tmp_path / str(i) / "job.json", {"number": i, "overrides": overrides})
+        result = {"overrides": overrides, "best": best, "seconds": 2.0}
+        json_files.write_json(tmp_path / str(i) / "result.json", result)
+    json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 7})
+    assert sweep.main([str(tmp_path)]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split()[0] == "0,1,2,3,4,..." and row.split()[-1] == "seed=3,1,4,5,9,..."
+
+
 @pytest.mark.parametrize(("of", "while_it"), [(jobs, "is_held"), (jobs.RunResult, "read")])
 def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, of, while_it):
     result = {"overrides": ["seed=0"], "best": None, "seconds": 1.0}

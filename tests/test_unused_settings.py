@@ -1,5 +1,7 @@
 """Settings that cannot take effect are refused, by a run and by its plan."""
 
+import shlex
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -46,6 +48,11 @@ def test_a_warmup_is_shorter_than_the_training():
         ("max_steps=3 epochs=null eval_every=4", "eval_every=4: this run has only 3 steps"),
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
+        ("freeze=[layers.0.*] callbacks.freeze.thaw_at=20", "thaw_at=20: this run has only 20 st"),
+        (
+            "freeze=[layers.0.*] 'callbacks.freeze.thaw_at=5 epochs'",
+            "thaw_at=5 epochs: this run has only 20 steps, so thawing would have no effect",
+        ),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
@@ -56,7 +63,7 @@ def test_a_warmup_is_shorter_than_the_training():
 )
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
-        check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+        check(processed(*SMALL, "dataset.num_classes=10", *shlex.split(typed)))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ def test_of_two_settings_for_one_thing_one_is_refused(key, value, by, other):
 
 def test_what_changes_something_is_allowed(processed):
     typed = ("patience=4", "checkpoint.every=20", "log_every=1000")
+    typed += ("freeze=[layers.0.*]", "callbacks.freeze.thaw_at=4 epochs")
     off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
     check(processed(*SMALL, *typed, *off, "eval_every=4"))
     check(processed(*SMALL, "eval_every=21"))  # evaluates only at the end, not after each epoch
@@ -186,3 +194,27 @@ def test_a_transform_of_torchvision_needs_no_trust_and_nothing_else_is_let_in():
     ]:
         with pytest.raises(UserError, match="_target_"):
             nested(group, key, target)
+
+
+def test_a_typed_loss_that_your_own_compute_loss_ignores_is_warned_of(
+    processed, tmp_path, monkeypatch, caplog
+):
+    code = OWN + "class Uses(Ignores):\n    def compute_loss(self, batch):\n"
+    code += "        outputs = self.model(batch[0])\n        return self.loss(outputs, batch[1]), outputs\n"
+    (tmp_path / "losing.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ["dataset._target_=losing.data", "device=cpu"]
+    given += ["model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"]
+    ignores = "trainer._target_=losing.Ignores"
+    with trust.trusting(["losing"]):
+        check(processed(*given, ignores))  # the default loss is not typed
+        check(processed(*given, "trainer._target_=losing.Uses", "loss.label_smoothing=0.1"))
+        check(processed(*given, "loss.label_smoothing=0.1"))
+        assert not caplog.records
+        check(processed(*given, ignores, "loss=mse"))
+        check(processed(*given, ignores, "loss.weight=[1,2]", "+loss.ignore_index=7"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Ignores.compute_loss ignores {typed}, because it does not use self.loss.\n"
+        "Use it in your compute_loss, or remove the setting."
+        for typed in ("loss=mse", "loss.weight=[1,2]")
+    ]

@@ -176,9 +176,9 @@ def scale_rates(groups: Groups, usual: Any) -> None:
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name that loggers accept for each group, such as backbone for backbone.*."""
+    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *."""
     result = []
     for i, group in enumerate(groups):
         label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")
-        result.append(label or str(i))
+        result.append(label or (REST if "name" in group else str(i)))
     return result

@@ -38,6 +38,8 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
+# Functions of Trainer, steps and evaluation with a variable `loss`, which compute_loss returned.
+CALL_COMPUTE_LOSS = ("train_step", "accumulate", "run")
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
@@ -311,6 +313,11 @@ def warn_of_schedule(trainer: "Trainer") -> None:
         )
 
 
+def uses_loss(kind: type) -> bool:
+    """Return whether the code of a Trainer class uses its loss."""
+    return is_usual(kind, "compute_loss") or bool(names_in(kind) & {"loss", "compute_loss"})
+
+
 def raise_if_explained(
     trainer: "Trainer", error: BaseException, batch: Any, splitter: "Splitter"
 ) -> None:
@@ -339,8 +346,13 @@ def raise_if_explained(
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    shapes = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in batches.entries(batch)]
-    text = f"{''.join(places[-1:])}The batch: {first_few(shapes, 6)}."
+    alike: dict[str, list[str]] = {}  # the tensors of a list of samples, by their place in it
+    for name, one in batches.entries(batch):
+        place = re.sub(r"(?<=\])\[\d+\]", "[]", name)
+        alike.setdefault(place, []).append(f"{name} {tuple(one.shape)} {one.dtype}")
+    shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
+    shown = first_few(shapes, 6).removesuffix(".")
+    text = f"{''.join(places[-1:])}The batch: {shown}."
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
@@ -376,9 +388,26 @@ def misreturned(
     outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
     at_the_call = "compute_loss(" in str(outside_torch[-1].line)
     is_unpacked = at_the_call and isinstance(error, (TypeError, ValueError))
-    if is_unpacked or "grad can be implicitly created only for scalar" in str(error):
+    wrong = wrong_loss(error)
+    if is_unpacked or wrong or "grad can be implicitly created only for scalar" in str(error):
         return UserError(
             f"{type(trainer).__name__}.compute_loss must return (loss, outputs): the mean loss of "
-            "the batch as a scalar, and the outputs for the metrics."
+            f"the batch as a scalar, and the outputs for the metrics.{wrong}"
         )
     return None
+
+
+def wrong_loss(error: BaseException) -> str:
+    """Return a sentence about a loss that is not a tensor, or "" if the last one is a tensor."""
+    loss: Any = torch.tensor(0.0)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename.startswith(LIBRARIES[1]) and code.co_name in CALL_COMPUTE_LOSS:
+            loss = frame.f_locals.get("loss", loss)
+            if loss is None and code.co_name == "run":
+                return ""  # an evaluation needs no loss
+    if isinstance(loss, torch.Tensor):
+        return ""
+    if isinstance(loss, (Mapping, str)):  # a dict of two losses is unpacked to two str
+        return "\nReturn the sum of a dict of losses, as in: return sum(losses.values()), outputs"
+    return f"\nThe loss is {kind_of(loss)}."

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import hydra
@@ -129,15 +129,7 @@ def locate(key: str, target: str) -> Any:
     place = f"{key}._target_={target}"
     if "." not in target:
         raise UserError(f"{place}: give the dotted name of a class or function, as in mine.Name.")
-    top = target.partition(".")[0]
-    trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
-    advice = trust_setting([*own_packages(trusted), top])
-    is_listed = target.startswith(tuple(f"{package}." for package in TRUSTED))
-    is_trusted = is_trusted_by_user(target)
-    if not is_trusted and not is_listed:
-        raise UserError(
-            f"{place}: this target is not trusted.\nIf it is your own code, type {advice}."
-        )
+    check_trusted({key: target})
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
@@ -158,11 +150,40 @@ def locate(key: str, target: str) -> Any:
             f"{place}: this is a module, not a class or function.\n"
             f"Type {place}.NAME, with the name of one of its classes or functions."
         )
-    if not is_trusted and not is_of_kind(located):
+    if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
-            f"{place}: this target is not trusted.\nIf you know what it does, type {advice}."
+            f"{place}: this target is not trusted.\n"
+            f"If you know what it does, type {advice_to_trust([target])}."
         )
     return located
+
+
+def check_trusted(targets: Mapping[str, str]) -> None:
+    """Raise UserError that names all targets, as {key: target}, of packages that are not trusted.
+
+    In the packages that are listed here, only some targets are trusted (see `locate`).
+    """
+    listed = tuple(f"{package}." for package in TRUSTED)
+    wrong = {
+        key: target
+        for key, target in targets.items()
+        if not is_trusted_by_user(target) and not target.startswith(listed)
+    }
+    if not wrong:
+        return
+    places = ", ".join(f"{key}._target_={target}" for key, target in wrong.items())
+    refused = "this target is not trusted.\nIf it is"
+    if len(wrong) > 1:
+        refused = "these targets are not trusted.\nIf they are"
+    advice = advice_to_trust(wrong.values())
+    raise UserError(f"{places}: {refused} your own code, type {advice}.")
+
+
+def advice_to_trust(targets: Iterable[str]) -> str:
+    """Return the setting that also trusts the packages of these targets."""
+    typed = [one for one in arguments.typed() if one.startswith("trusted=")]
+    packages = [target.partition(".")[0] for target in targets]
+    return trust_setting(list(dict.fromkeys([*own_packages(typed), *packages])))
 
 
 def failing_line(error: BaseException) -> str | None:

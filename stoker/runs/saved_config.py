@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import arguments, check, defaults, dotted, settings
+from stoker.command import arguments, check, defaults, dotted, settings, trust
 from stoker.command.build import (
     check_nested,
     check_node,
@@ -91,6 +91,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
                 del config["callbacks"][name]
             elif is_on(node):
                 check_inside(f"callbacks.{name}", node, run_dir)
+    check_targets(config)
     return OmegaConf.create(config)
 
 
@@ -117,7 +118,7 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
 
 
 def check_typed(cfg: DictConfig, saved: Config) -> None:
-    """Raise UserError if you typed a setting that the task takes from the run.
+    """Raise UserError if you typed settings that the task takes from the run.
 
     A value that the run took from the environment has to be typed again. A prediction for a split
     of the run's data accepts the same settings as an evaluation.
@@ -126,9 +127,16 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     if cfg.task == "predict" and cfg.split is not None:
         tasks.add("evaluate")
     before = dotted.flat(saved)
-    for key in sorted(arguments.typed_keys()):
-        if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
-            raise UserError(f"{key}: task={cfg.task} uses the run's settings. Remove this setting.")
+    wrong = [
+        key
+        for key in sorted(arguments.typed_keys())
+        if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key))
+    ]
+    if wrong:
+        settings_typed = "this setting" if len(wrong) == 1 else "these settings"
+        raise UserError(
+            f"{', '.join(wrong)}: task={cfg.task} uses the run's settings. Remove {settings_typed}."
+        )
 
 
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
@@ -178,6 +186,17 @@ def check_parts(config: Config) -> None:
     for group in ("metrics", "callbacks"):
         for name, node in config[group].items():
             check_nested(f"{group}.{name}", node)
+
+
+def check_targets(config: Config) -> None:
+    """Raise UserError that names all targets of a run's parts that are not trusted."""
+    parts = {group: config[group] for group in (*check.PARTS, "metrics", "callbacks")}
+    targets = {}
+    for place, target in dotted.flat(parts).items():
+        key, _, last = place.rpartition(".")
+        if last == "_target_":
+            targets[key] = str(target)
+    trust.check_trusted(targets)
 
 
 @contextlib.contextmanager

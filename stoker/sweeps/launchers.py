@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -238,6 +239,9 @@ class Jobs(Callback):
         sys.argv = self.argv
         progress.redirect(self.sweep, Path(config.hydra.runtime.output_dir).name, job)
         job.enter_context(contextlib.redirect_stderr(sys.stdout))
+        if self.launcher == "joblib":
+            # joblib's own start method, which this process inherits, cannot start other processes.
+            multiprocessing.set_start_method(None, force=True)
         if self.launcher in ("joblib", "submitit_local"):
             self.restore(VISIBLE_GPUS)  # submitit empties this variable
             if slot is None:

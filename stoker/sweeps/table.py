@@ -26,7 +26,7 @@ from stoker.trainer.typed import is_number
 
 REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings share a row
 MOST_ROWS = 40  # in the printed table
-MOST_NAMES = 5  # jobs named in a row
+MOST_NAMES = 5  # jobs, or their seeds, named in a row
 
 
 class Sweep:
@@ -130,19 +130,22 @@ def tests_of(sweep: Sweep) -> list[str]:
 def lines(sweep: Sweep) -> list[str]:
     """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
-    The table shows the settings that differ, or all settings if none differ.
+    The table shows the settings that differ. If only the seed or the fold differs, it shows their
+    values, and for jobs that do not differ all settings.
     """
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"
     rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
     for group in sweep.groups:
-        keys = sweep.group_keys or [key for key in group[0].settings if key not in sweep.left_out]
+        typed = typed_for(group[0], sweep.group_keys or group[0].settings, short)
+        if not sweep.group_keys and sweep.left_out:
+            typed = [f"{key}={values_in(group, key)}" for key in sweep.left_out]
         row = [
-            names_of(group),
+            few(job.name for job in group),
             mean_of(group, sweep.name),
             mean_of(group, test),
             seconds_of(group),
-            " ".join(typed_for(group[0], keys, short)),
+            " ".join(typed),
         ]
         rows.append(row)
     for job in sweep.unfinished:
@@ -156,10 +159,16 @@ def lines(sweep: Sweep) -> list[str]:
     return list(aligned(rows, slice(1, 4)))
 
 
-def names_of(jobs: list[Job]) -> str:
-    """Return the names of the jobs in a row: '0,2,4', or '0,1,2,3,4,...' for many."""
-    names = ",".join(job.name for job in jobs[:MOST_NAMES])
-    return f"{names},..." if len(jobs) > MOST_NAMES else names
+def values_in(jobs: Iterable[Job], key: str) -> str:
+    """Return the values of a setting in the jobs."""
+    return few(job.settings[key] for job in jobs if key in job.settings)
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the different names: '0,2,4', or '0,1,2,3,4,...' for many."""
+    different = list(dict.fromkeys(names))
+    text = ",".join(different[:MOST_NAMES])
+    return f"{text},..." if len(different) > MOST_NAMES else text
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:

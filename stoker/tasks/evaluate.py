@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from stoker.command import arguments
+from stoker.command import arguments, dotted
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building, by_split
 from stoker.trainer import terminal
@@ -25,7 +25,7 @@ def evaluate(cfg: DictConfig) -> None:
     shown = number if terminal.is_terminal(sys.stdout) else str
     numbers = [f"{name.removeprefix(f'{split}/')} {shown(v)}" for name, v in results.items()]
     print(f"weights  {path}")
-    print(f"{split:<9}{'  '.join(numbers)}")
+    print(f"{split:<9}{'  '.join(numbers) or 'no loss and no metric'}")
 
 
 @contextlib.contextmanager
@@ -35,6 +35,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     Yields (path of the checkpoint, parts, name of the split, loader of the split).
     """
     config = saved_config.of_this_machine(cfg)
+    saved_config.check_targets(dotted.plain(config))
     from stoker.runs import inference
 
     if cfg.split == "all":

@@ -1,6 +1,7 @@
 """Reject typed settings that cannot take effect in this run."""
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,6 +10,7 @@ from stoker.command import arguments
 from stoker.command.build import arguments_of
 from stoker.command.new_targets import arguments_given
 from stoker.command.settings import LOADER_KEYS, SETTINGS
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.number_format import counted
 
@@ -35,6 +37,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     check_own_function(cfg)
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
+    warn_of_own_loss(type(parts.trainer))
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:
@@ -64,6 +67,22 @@ def check_own_function(cfg: DictConfig) -> None:
             )
 
 
+def warn_of_own_loss(kind: type) -> None:
+    """Warn about a typed loss that your own compute_loss ignores, because its code never uses it.
+
+    It is not an error, because the code that uses the loss may be in a module of its own.
+    """
+    from stoker.trainer import misuse
+
+    # An ignored class also changes the metrics.
+    given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
+    if given and not misuse.uses_loss(kind):
+        launch.warn(
+            f"{kind.__name__}.compute_loss ignores {', '.join(given)}, because it does not use "
+            "self.loss.\nUse it in your compute_loss, or remove the setting."
+        )
+
+
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     """Raise UserError for a typed setting that the user's own loader decides."""
     from stoker.data.samples import has_samples, is_stream
@@ -87,6 +106,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     """Raise UserError for a typed setting that would only take effect after the end of the run."""
     from stoker.trainer.loading import epoch_length
+    from stoker.trainer.settings import check_thaw_at
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
     steps = cfg.max_steps or cfg.epochs * per_epoch
@@ -110,4 +130,13 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
             raise UserError(
                 f"{key}={value}: this run has only {counted(length, setting.every)}, so this "
                 "setting would have no effect. Lower the value, train longer, or remove the key."
+            )
+    key = "callbacks.freeze.thaw_at"
+    if key in typed:
+        value = OmegaConf.select(cfg, key)
+        count, in_epochs = check_thaw_at(value)
+        if steps <= count * (per_epoch if in_epochs else 1) < math.inf:
+            raise UserError(
+                f"{key}={value}: this run has only {steps:,} steps, so thawing would have no "
+                "effect. Lower the value, train longer, or remove the key."
             )

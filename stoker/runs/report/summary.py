@@ -18,7 +18,12 @@ def about(run: Run) -> str:
     """Return a line such as 'MLP on digits, cpu, fp32, 1,258 training samples'."""
     target = run.evaluation.target if run.evaluation else None
     samples = run.result.samples or {}
-    counts = [f"{samples[name]:,} {word}" for name, word in SPLITS.items() if name in samples]
+    counts = []
+    for name, word in SPLITS.items():
+        if name in samples:
+            limit = run.config.get(f"limit_{name}")
+            of_more = f" (limit_{name}={limit})" if is_number(limit) else ""
+            counts.append(f"{samples[name]:,} {word}{of_more}")
     parts = [
         " on ".join(filter(None, [target_name(run, "model"), data_name(run)])),
         f"target {target}" if target else "",
@@ -100,7 +105,9 @@ def quality_verdict(run: Run) -> str:
         evaluations=len(evaluated),
     )
     parts = text.splitlines()
-    return f"{'; '.join(parts)}." if parts else "No verdict yet."
+    if not parts:
+        return "No verdict." if run.has_ended else "No verdict yet."
+    return f"{'; '.join(parts)}."
 
 
 def moment(run: Run, row: Row) -> str:
