@@ -13,10 +13,17 @@ import pytest
 import torch
 from conftest import assert_same, make_trainer
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from stoker import Trainer
-from stoker.data.datasets import Data, TensorSplit
+from stoker.data.datasets import Data, DatasetSplit, TensorSplit
 from stoker.data.description import data_line
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
@@ -164,7 +171,7 @@ def test_a_limited_epoch_and_evaluation(kind):
     part = DataLoader(dataset, batch_size=2) if kind == "loader" else dataset
     data = data_of("mine", {"train": part, "val": part})
     if kind in ("resident", "streamed"):
-        from stoker.data.datasets import Data, TensorSplit
+        from stoker.data.datasets import Data, DatasetSplit, TensorSplit
 
         split = TensorSplit(numbers, torch.arange(20) % 2)
         data = Data("mine", split, split, None, (1,), 2)
@@ -293,6 +300,38 @@ def test_an_iterable_data_set_is_batched():
     assert data_line(data, {"train": train, "val": [1]}, "") == "data     mine"
     assert fingerprint(data) == fingerprint(data_of("mine", {"train": Stream(), "val": [[1]]}))
     assert fingerprint(data) != fingerprint(data_of("mine", {"train": Stream(), "val": [1, 2]}))
+
+
+class InArrays(Dataset):
+    def __init__(self, values):
+        self.data = values.numpy()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        TensorDataset,
+        InArrays,
+        lambda values: Subset(TensorDataset(values), [2, 0]),
+        lambda values: ConcatDataset([TensorDataset(values[:1]), TensorDataset(values[1:])]),
+        lambda values: DataLoader(TensorDataset(values)),
+        lambda values: DatasetSplit(TensorDataset(values, torch.zeros(3))),
+    ],
+)
+def test_a_fingerprint_covers_the_arrays_in_a_data_set(wrap):
+    def of(*values):
+        return fingerprint(Data("mine", wrap(torch.tensor(values)), None, None, kind="other"))
+
+    assert of(1, 2, 3) == of(1, 2, 3)
+    assert of(1, 2, 3) != of(1, 2, 4)
+
+
+def test_a_fingerprint_covers_the_indices_of_a_subset():
+    def of(*indices):
+        return fingerprint(data_of("mine", {"train": Subset(range(9), indices)}))
+
+    assert of(1, 2) == of(1, 2)
+    assert of(1, 2) != of(2, 1)
 
 
 RUN = ["dataset._target_=test_samples.make_data", "trainer._target_=test_samples.OfDicts"]
