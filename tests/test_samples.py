@@ -171,7 +171,7 @@ def test_a_limited_epoch_and_evaluation(kind):
     part = DataLoader(dataset, batch_size=2) if kind == "loader" else dataset
     data = data_of("mine", {"train": part, "val": part})
     if kind in ("resident", "streamed"):
-        from stoker.data.datasets import Data, DatasetSplit, TensorSplit
+        from stoker.data.datasets import Data, TensorSplit
 
         split = TensorSplit(numbers, torch.arange(20) % 2)
         data = Data("mine", split, split, None, (1,), 2)
