@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import errors as hydra_errors
 
-from stoker.command import build, messages, sample_check, trust
+from stoker.command import arguments, build, messages, sample_check, trust
 from stoker.data.datasets import digits
 from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
@@ -228,6 +228,14 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
     hint = messages.hint_for("dataset.noise", config)
     assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
+
+
+@pytest.mark.parametrize("value", ["0.2", "0.2,0.3"])
+def test_a_plus_is_allowed_for_a_key_that_the_replaced_model_has_too(value):
+    typed = ["+model.dropout=" + value, "+model.width=3", "model._target_=own_mine.Net"]
+    first, second, *_ = arguments.for_hydra(typed)
+    assert [first, second] == [f"++model.dropout={value}", "++model.width=3"]
+    assert arguments.for_hydra(typed[:2])[:2] == typed[:2]  # Hydra's errors say what you typed
 
 
 def test_a_package_that_python_does_not_find_says_where_to_start(project):

@@ -496,6 +496,8 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
         tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
     )
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
+    typo = forks.run(tmp_path, *JOB, "-m", "model.dropuot=0,1", "hydra.sweep.dir=new")
+    assert typo.code == 2 and typo.out == "" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("typed", ["seed=", "seed=-1,-2", "+model.width=1,2"])
