@@ -217,9 +217,10 @@ class Data:
         for name in ("test", "val"):
             if name in parts:
                 return name
-        raise UserError(
-            f"dataset: {self.name} has neither a test nor a validation split. Type split=train."
-        )
+        advice = "Type split=train."
+        if length_of(self.train) is None:
+            advice = "Its train split has no length, so add a val or test split."
+        raise UserError(f"dataset: {self.name} has neither a test nor a validation split. {advice}")
 
     def check_classes(self) -> None:
         """Check that the training split has at least two classes, including all classes of the

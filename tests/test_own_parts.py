@@ -230,6 +230,15 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
 
 
+def test_a_missing_argument_is_named():
+    target = "stoker.trainer.metrics.MeanIoU"
+    with pytest.raises(UserError) as caught:
+        build.build("metrics.miou", {"_target_": target})
+    assert str(caught.value) == (
+        f"metrics.miou: {target} needs the argument num_classes. Type +metrics.miou.num_classes=..."
+    )
+
+
 @pytest.mark.parametrize("value", ["0.2", "0.2,0.3"])
 def test_a_plus_is_allowed_for_a_key_that_the_replaced_model_has_too(value):
     typed = ["+model.dropout=" + value, "+model.width=3", "model._target_=own_mine.Net"]

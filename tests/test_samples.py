@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -29,6 +30,7 @@ from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
 from stoker.data.samples import SampleLoader, data_of, make_loader
 from stoker.runs import examine
+from stoker.tasks.parts import build_loaders
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
@@ -332,6 +334,20 @@ def test_a_fingerprint_covers_the_indices_of_a_subset():
 
     assert of(1, 2) == of(1, 2)
     assert of(1, 2) != of(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [({}, "Add a val or test split."), ({"hard": [1]}, "Type split=hard.")],
+)
+def test_an_endless_train_split_is_not_evaluated(more, advice):
+    data = data_of("mine", {"train": Stream(), **more})
+    with pytest.raises(UserError, match="no length, so add a val or test split"):
+        data.part_to_evaluate()
+    names = ("batch_size", "eval_batch_size", "drop_last", "seed", "limit_train", "limit_val")
+    cfg = SimpleNamespace(**{**dict.fromkeys(names), "batch_size": 4, "seed": 0})
+    with pytest.raises(UserError, match=f"might never end. {advice}"):
+        build_loaders(cfg, data, torch.device("cpu"), "train", {})
 
 
 RUN = ["dataset._target_=test_samples.make_data", "trainer._target_=test_samples.OfDicts"]

@@ -1,12 +1,14 @@
 """Settings that cannot take effect are refused, by a run and by its plan."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from stoker.command import build, trust
+from stoker.command import arguments, build, trust
 from stoker.command.defaults import files_of
-from stoker.tasks import parts
+from stoker.tasks import parts, unused_settings
 from stoker.tasks.overfit import overfit
 from stoker.tasks.unused_settings import check_decided, check_unused
 from stoker.trainer import schedules
@@ -44,7 +46,10 @@ def test_a_warmup_is_shorter_than_the_training():
         ("patience=5", "patience=5: this run has only 5 evaluations"),
         ("checkpoint.every=21", "checkpoint.every=21: this run has only 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this run has only 20"),
-        ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
+        (
+            "eval_every=3 dataset.val_fraction=0",
+            "eval_every=3: there is no validation split .* or type dataset.val_fraction=0.1.",
+        ),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
@@ -55,6 +60,15 @@ def test_a_warmup_is_shorter_than_the_training():
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
         check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+
+
+def test_a_data_function_without_val_fraction_is_told_to_add_a_split(monkeypatch):
+    monkeypatch.setattr(arguments, "typed_keys", lambda: {"eval_every"})
+    monkeypatch.setattr(unused_settings, "check_length", lambda *_: None)
+    cfg = OmegaConf.create({"eval_every": 3, "dataset": {}})
+
+    with pytest.raises(UserError, match="Remove eval_every, or add a val split to the data."):
+        check_unused(cfg, SimpleNamespace(loaders=([1], None, None)))
 
 
 @pytest.mark.parametrize(
