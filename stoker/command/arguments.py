@@ -79,9 +79,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     `stoker plan` is short for `stoker task=plan`, and so on for each task. A task that takes a run
     accepts `dataset.root=DIR` even if the default data set has no `root`. With a typed `_target_`,
     a plus before its arguments is always allowed. The project's experiment, its `configs/` and its
-    folder for runs are added. A prompt and settings such as
-    `dataset.delimiter` are quoted, so that Hydra keeps them as typed. `experiment=null` is replaced
-    with Hydra's own spelling.
+    folder for runs are added. A prompt and settings such as `dataset.delimiter` are quoted, so that
+    Hydra keeps them as typed. `experiment=null` is replaced with Hydra's own spelling.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
