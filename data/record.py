@@ -1,10 +1,11 @@
 """The record of a data set: its splits, and the facts that models, losses and metrics need."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from stoker.trainer.errors import (
 from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
+
+# Where Stoker's splits, torch's TensorDataset and Subset, and torchvision's data sets hold values.
+IN_MEMORY = ("inputs", "targets", "tensors", "data", "indices")
 
 
 @dataclass
@@ -213,9 +217,10 @@ class Data:
         for name in ("test", "val"):
             if name in parts:
                 return name
-        raise UserError(
-            f"dataset: {self.name} has neither a test nor a validation split. Type split=train."
-        )
+        advice = "Type split=train."
+        if length_of(self.train) is None:
+            advice = "Its train split has no length, so add a val or test split."
+        raise UserError(f"dataset: {self.name} has neither a test nor a validation split. {advice}")
 
     def check_classes(self) -> None:
         """Check that the training split has at least two classes, including all classes of the
@@ -293,23 +298,45 @@ def fingerprint(data: Data) -> str:
     resumed run would see different samples.
 
     It covers the values of splits in memory; the relative paths, sizes and labels of image files;
-    and the length and labels of your own splits and data sets. It does not cover the root or
-    modification times, so a copied folder has the same fingerprint.
+    and the length of your own splits and data sets, with the arrays that `_arrays` finds in them.
+    It does not cover the root or modification times, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
     for part in (data.train, data.val, *data.more_val.values()):
         state.update(f"{0 if part is None else length_of(part)} ".encode())
-        for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
-            if isinstance(tensor, Tensor):
-                state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-                # Hash the bytes without a copy; this takes 0.05 s for MNIST.
-                values = tensor.detach().cpu().contiguous().reshape(-1)
+        for array in _arrays(part):
+            state.update(f"{array.dtype} {tuple(array.shape)} ".encode())
+            # Hash the bytes without a copy; this takes 0.05 s for MNIST.
+            if isinstance(array, Tensor):
+                values = array.detach().cpu().contiguous().reshape(-1)
                 state.update(values.view(torch.uint8).numpy().data)
+            else:
+                state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         feed = getattr(part, "feed", None)
         if feed is not None:
             feed(state)
     return state.hexdigest()
+
+
+def _arrays(part: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    """Yield the tensors and arrays in which a split, or the data sets under it, hold their values.
+
+    Other attributes may change while samples are read, and samples may be random.
+    """
+    for name in IN_MEMORY:
+        value = getattr(part, name, None)
+        if name == "indices" and isinstance(value, Sequence):
+            value = np.array(value)
+        for array in value if isinstance(value, tuple) else (value,):
+            is_numeric = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
+            if isinstance(array, Tensor) or (is_numeric and not isinstance(array, np.memmap)):
+                yield array
+    several = getattr(part, "datasets", None)
+    for inner in several if isinstance(several, (list, tuple)) else ():
+        yield from _arrays(inner)
+    if hasattr(part, "dataset"):
+        yield from _arrays(part.dataset)
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:

@@ -617,6 +617,8 @@ def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
     assert_same(trainer.state_dict(), before)
     assert found.suggestion == found.rates[found.losses.index(min(found.losses))] / 10
     assert math.isclose(found.rates[1] / found.rates[0], 1e6 ** (1 / 39))
+    ends = [search.Curve([0.1, 0.2, 0.3], losses, 0.01).end for losses in ([1, 2, 3], [2, 1, 2])]
+    assert [*ends, search.Curve([0.1, 0.2], [2, 1], 0.01).end] == ["first", None, "last"]
     first = make_trainer(
         make_model(dropout=0.1),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-6),

@@ -655,7 +655,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
             list(inference.predict(model, path))
     for output, message in (
         ("houses.csv", "this file already exists"),
-        ("no/o.csv", "or its folder does not"),
+        ("no/o.csv", "the folder of this file does not exist"),
         ("images", "this file already exists"),
         ("o.txt", "does not end in .csv or .jsonl"),
     ):

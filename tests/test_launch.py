@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not 
 HERE = Path(__file__).resolve().parent
 TRAIN = str(HERE.parent / "train.py")
 MODULE = str(HERE.parent / "stoker/__main__.py")
+REPORT = str(HERE.parent / "stoker/runs/report/__main__.py")
 TORCHRUN = ["-m", "torch.distributed.run"]
 JOB = [
     "dataset=synthetic",
@@ -543,6 +544,18 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert_same(last(tmp_path / "run"), whole)
+
+
+@pytest.mark.parametrize(
+    "started, role, words",
+    [(MODULE, "stoker", "stoker"), (REPORT, "", "stoker"), (MODULE, "", "python -m stoker")],
+)
+def test_modules_that_the_program_starts_print_its_short_name(started, role, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [started])
+    monkeypatch.setenv("ROLE_NAME", role)
+    folder = Path(sys.executable).parent
+    monkeypatch.setattr(invocation.shutil, "which", lambda name: str(folder / name))
+    assert " ".join(invocation.program()) == words
 
 
 @pytest.mark.parametrize(

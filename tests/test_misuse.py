@@ -16,7 +16,7 @@ from stoker.command.exit_codes import code_of
 from stoker.command.messages import message
 from stoker.runs.loggers import JSONL
 from stoker.runs.rows import read_rows
-from stoker.trainer import checkpoint, schedules
+from stoker.trainer import checkpoint, misuse, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
@@ -251,6 +251,29 @@ def test_bugs_stay_tracebacks(bug):
             make_trainer(kind=OfDicts, callbacks=[InCallback()]).fit(of_dicts())
         make_trainer(kind=Buggy).fit(of_dicts())
     assert explanation_of(caught.value) is None and code_of(caught.value) == 1
+
+
+class WrongKey(OfDicts):
+    def compute_loss(self, batch):
+        return self.model(batch["img"]).mean(), None
+
+
+def test_a_wrong_key_of_a_batch_is_explained():
+    with pytest.raises(UserError) as caught:
+        make_trainer(kind=WrongKey).fit(of_dicts())
+    place = r"KeyError: 'img' \(.*test_misuse.py:\d+\)"
+    assert re.fullmatch(rf"{place}\.\nThe keys of the batch are .*x.*y.*\.", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "name"),
+    [(OfDicts, "predict", "predict_batch"), (Trainer, "fit", "compute_loss")],
+)
+def test_a_batch_that_the_model_cannot_take_says_what_to_override(kind, method, name):
+    convolution = torch.nn.Conv1d(6, 3, 1)  # torch's message has several lines
+    with pytest.raises(UserError, match=f"{name} expects .*, but a batch is a dict") as caught:
+        getattr(make_trainer(convolution, kind=kind), method)(of_dicts())
+    assert str(caught.value).split("\n")[1:] == [f"Override {name}; {misuse.HOW}."]
 
 
 def test_an_evaluation_is_explained_too():

@@ -192,6 +192,9 @@ def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
     rules = [{"match": "0.*", "betas": (0.5, 0.9)}]
     with pytest.raises(UserError, match=r"the rule 0\.\* sets betas, but"):
         optimizers.build(two, parameter_groups(model, rules), CPU)
+    groups = [{"params": list(model.parameters()), "name": "all"}]
+    with pytest.raises(UserError, match="one of them has no parameters.\n.*'groups=\\["):
+        optimizers.build(two, groups, CPU)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

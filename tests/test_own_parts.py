@@ -11,8 +11,8 @@ import pytest
 import torch
 from hydra import errors as hydra_errors
 
-from stoker.command import build, messages, sample_check, trust
-from stoker.data.datasets import digits
+from stoker.command import arguments, build, messages, sample_check, trust
+from stoker.data.datasets import Data, TensorSplit, digits
 from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
 from stoker.trainer.callbacks import EarlyStopping
@@ -142,6 +142,19 @@ def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
         sample_check.check_fit(model, torch.nn.CrossEntropyLoss(), digits())
 
 
+def test_a_model_that_returns_the_classes_last_is_told_to_move_them():
+    class Last(torch.nn.Module):
+        def forward(self, inputs):
+            return torch.zeros(len(inputs), 4, 3)
+
+    split = TensorSplit(torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int64))
+    data = Data("tokens", split, None, None, (4,), 3)
+    with pytest.raises(
+        UserError, match=r"but tokens needs \(3, 4\). Put the classes first: return"
+    ):
+        sample_check.check_fit(Last(), torch.nn.CrossEntropyLoss(), data)
+
+
 def test_a_model_without_parameters_is_not_blamed_on_the_optimizer():
     module = torch.nn.ReLU()
     with pytest.raises(UserError, match="^model: ReLU has no parameters to train.$"):
@@ -228,6 +241,23 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
     hint = messages.hint_for("dataset.noise", config)
     assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
+
+
+def test_a_missing_argument_is_named():
+    target = "stoker.trainer.metrics.MeanIoU"
+    with pytest.raises(UserError) as caught:
+        build.build("metrics.miou", {"_target_": target})
+    assert str(caught.value) == (
+        f"metrics.miou: {target} needs the argument num_classes. Type +metrics.miou.num_classes=..."
+    )
+
+
+@pytest.mark.parametrize("value", ["0.2", "0.2,0.3"])
+def test_a_plus_is_allowed_for_a_key_that_the_replaced_model_has_too(value):
+    typed = ["+model.dropout=" + value, "+model.width=3", "model._target_=own_mine.Net"]
+    first, second, *_ = arguments.for_hydra(typed)
+    assert [first, second] == [f"++model.dropout={value}", "++model.width=3"]
+    assert arguments.for_hydra(typed[:2])[:2] == typed[:2]  # Hydra's errors say what you typed
 
 
 def test_a_package_that_python_does_not_find_says_where_to_start(project):

@@ -7,25 +7,34 @@ import json
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from conftest import assert_same, make_trainer
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from stoker import Trainer
-from stoker.data.datasets import Data, TensorSplit
+from stoker.data.datasets import Data, DatasetSplit, TensorSplit
 from stoker.data.description import data_line
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
 from stoker.data.samples import SampleLoader, data_of, make_loader
 from stoker.runs import examine
+from stoker.tasks.parts import build_loaders
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.loading import seekable
+from stoker.trainer.loading import IterableLoader, seekable
 from stoker.trainer.seeding import mix_seed
 
 HERE = os.path.dirname(__file__)
@@ -289,10 +298,59 @@ def test_an_iterable_data_set_is_batched():
     (train, _, _), _ = make_loaders(data, batch_size=4)
     assert [len(batch) for batch in train] == [4, 4, 2]
     line = data_line(data, {"train": train, "val": [1], "test": sample_loader()}, "")
-    assert line == "data     mine: 23 test samples"
-    assert data_line(data, {"train": train, "val": [1]}, "") == "data     mine"
+    assert line == "data     mine: 23 test samples; train is a stream"
+    train = IterableLoader(train, steps_per_epoch=3)
+    line = data_line(data, {"train": train, "val": [1]}, "")
+    assert line == "data     mine: train is a stream"
+    assert data_line(data, {"train": [1], "val": [1]}, "") == "data     mine"
     assert fingerprint(data) == fingerprint(data_of("mine", {"train": Stream(), "val": [[1]]}))
     assert fingerprint(data) != fingerprint(data_of("mine", {"train": Stream(), "val": [1, 2]}))
+
+
+class InArrays(Dataset):
+    def __init__(self, values):
+        self.data = values.numpy()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        TensorDataset,
+        InArrays,
+        lambda values: Subset(TensorDataset(values), [2, 0]),
+        lambda values: ConcatDataset([TensorDataset(values[:1]), TensorDataset(values[1:])]),
+        lambda values: DataLoader(TensorDataset(values)),
+        lambda values: DatasetSplit(TensorDataset(values, torch.zeros(3))),
+    ],
+)
+def test_a_fingerprint_covers_the_arrays_in_a_data_set(wrap):
+    def of(*values):
+        return fingerprint(Data("mine", wrap(torch.tensor(values)), None, None, kind="other"))
+
+    assert of(1, 2, 3) == of(1, 2, 3)
+    assert of(1, 2, 3) != of(1, 2, 4)
+
+
+def test_a_fingerprint_covers_the_indices_of_a_subset():
+    def of(*indices):
+        return fingerprint(data_of("mine", {"train": Subset(range(9), indices)}))
+
+    assert of(1, 2) == of(1, 2)
+    assert of(1, 2) != of(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [({}, "Add a val or test split."), ({"hard": [1]}, "Type split=hard.")],
+)
+def test_an_endless_train_split_is_not_evaluated(more, advice):
+    data = data_of("mine", {"train": Stream(), **more})
+    with pytest.raises(UserError, match="no length, so add a val or test split"):
+        data.part_to_evaluate()
+    names = ("batch_size", "eval_batch_size", "drop_last", "seed", "limit_train", "limit_val")
+    cfg = SimpleNamespace(**{**dict.fromkeys(names), "batch_size": 4, "seed": 0})
+    with pytest.raises(UserError, match=f"might never end. {advice}"):
+        build_loaders(cfg, data, torch.device("cpu"), "train", {})
 
 
 RUN = ["dataset._target_=test_samples.make_data", "trainer._target_=test_samples.OfDicts"]

@@ -245,7 +245,8 @@ def test_what_cannot_be_read_is_refused(train, settings, words):
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
     assert (
-        "this loader cannot save its state, so a resumed run reads it from the start" in caplog.text
+        "a stream that cannot save its state, so a resumed run reads it from the start"
+        in caplog.text
     )
     caplog.clear()
     for number, times in enumerate(({"every": 1}, {"minutes": 9})):

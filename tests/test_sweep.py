@@ -337,6 +337,7 @@ def test_the_learning_rate_finder_takes_no_more_than_max_steps(forks, tmp_path):
     assert done.code == 0, done.err
     curve = (tmp_path / "found" / "lr_find.csv").read_text().splitlines()
     assert len(curve) == 13 and curve[-1].startswith("1,")  # it still ends at the highest rate
+    assert "max_steps" not in line_of(done.out, "train")
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
@@ -496,6 +497,8 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
         tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
     )
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
+    typo = forks.run(tmp_path, *JOB, "-m", "model.dropuot=0,1", "hydra.sweep.dir=new")
+    assert typo.code == 2 and typo.out == "" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("typed", ["seed=", "seed=-1,-2", "+model.width=1,2"])

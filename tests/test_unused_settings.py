@@ -1,14 +1,15 @@
 """Settings that cannot take effect are refused, by a run and by its plan."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from stoker.command import build, trust
+from stoker.command import arguments, build, trust
 from stoker.command.defaults import files_of
-from stoker.tasks import parts
+from stoker.tasks import parts, unused_settings
 from stoker.tasks.overfit import overfit
 from stoker.tasks.unused_settings import check_decided, check_unused
 from stoker.trainer import schedules
@@ -53,7 +54,10 @@ def test_a_warmup_is_shorter_than_the_training():
             "freeze=[layers.0.*] 'callbacks.freeze.thaw_at=5 epochs'",
             "thaw_at=5 epochs: this run has only 20 steps, so thawing would have no effect",
         ),
-        ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation split"),
+        (
+            "eval_every=3 dataset.val_fraction=0",
+            "eval_every=3: there is no validation split .* or type dataset.val_fraction=0.1.",
+        ),
         ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
@@ -64,6 +68,15 @@ def test_a_warmup_is_shorter_than_the_training():
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
         check(processed(*SMALL, "dataset.num_classes=10", *shlex.split(typed)))
+
+
+def test_a_data_function_without_val_fraction_is_told_to_add_a_split(monkeypatch):
+    monkeypatch.setattr(arguments, "typed_keys", lambda: {"eval_every"})
+    monkeypatch.setattr(unused_settings, "check_length", lambda *_: None)
+    cfg = OmegaConf.create({"eval_every": 3, "dataset": {}})
+
+    with pytest.raises(UserError, match="Remove eval_every, or add a val split to the data."):
+        check_unused(cfg, SimpleNamespace(loaders=([1], None, None)))
 
 
 @pytest.mark.parametrize(

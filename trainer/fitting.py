@@ -110,9 +110,9 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
         return
     if not loader.length_is_exact and not loader.is_stateful:
         launch.warn(
-            f"{loader.name}: this loader cannot save its state, so a resumed run reads it from "
-            "the start and skips the batches already trained on.\nTo avoid this, use torchdata's "
-            "StatefulDataLoader."
+            "The training data is a stream that cannot save its state, so a resumed run reads it "
+            "from the start and skips the batches already trained on.\nTo avoid this, use "
+            "torchdata's StatefulDataLoader."
         )
 
 

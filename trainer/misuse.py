@@ -24,10 +24,18 @@ from stoker.trainer import device as devices
 from stoker.trainer.callback import Callback
 from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.carried import Carried
-from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
+from stoker.trainer.errors import (
+    NotFinite,
+    UserError,
+    cause,
+    did_you_mean,
+    first_few,
+    first_line,
+    kind_of,
+)
 from stoker.trainer.loading import by_name
 from stoker.trainer.number_format import counted
-from stoker.trainer.overrides import is_usual, step_uses
+from stoker.trainer.overrides import is_usual, names_in, step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.splitter import Splitter
@@ -333,6 +341,7 @@ def raise_if_explained(
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (
         unpaired(trainer, error, batch, methods)
+        or missing_key(error, batch, frames)
         or misreturned(trainer, error, frames)
         or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
@@ -362,16 +371,30 @@ def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
     """Return an error if a method that is not overridden received a batch that is not a pair."""
-    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    is_list = isinstance(batch, (list, tuple))
+    is_pair = is_list and len(batch) == 2
     if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
-    for name in ("compute_loss", "update_metrics"):
+    expected = dict.fromkeys(("compute_loss", "update_metrics"), "(inputs, targets)")
+    if not is_list and not isinstance(batch, torch.Tensor):
+        expected["predict_batch"] = "inputs or (inputs, targets)"
+    for name, form in expected.items():
         if name in methods and is_usual(type(trainer), name):
             return UserError(
-                f"{name} expects (inputs, targets), but a batch is {kind_of(batch)}: {error}.\n"
+                f"{name} expects {form}, but a batch is {kind_of(batch)}: {first_line(error)}.\n"
                 f"Override {name}; {HOW}."
             )
     return None
+
+
+def missing_key(
+    error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
+) -> UserError | None:
+    """Return an error that lists the keys of the batch if your code uses another key."""
+    is_key = isinstance(error, KeyError) and isinstance(batch, Mapping)
+    if not is_key or frames[-1].name not in TAKE_A_BATCH or "batch[" not in str(frames[-1].line):
+        return None
+    return UserError(f"{cause(error)}.\nThe keys of the batch are {first_few(list(batch), 10)}.")
 
 
 def misreturned(

@@ -83,6 +83,12 @@ def called(
     except UserError:
         raise
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
+        if "empty parameter list" in str(error):
+            raise UserError(
+                "optimizer: it consists of several optimizers, and one of them has no parameters.\n"
+                "If it divides the parameters by the names of groups, type "
+                "'groups=[{match: PATTERN}]'."
+            ) from error
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
     if is_sharded:
         check_sharded(optimizer)

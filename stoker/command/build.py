@@ -115,6 +115,12 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
         if is_trusted and is_bug:
             raise  # a bug in the user's own code needs its traceback
+        given = {*node, *passed}
+        for name, default in arguments_of(key, target)[0].items():
+            if default is REQUIRED and name not in given and isinstance(error, TypeError):
+                raise UserError(
+                    f"{key}: {target} needs the argument {name}. Type +{key}.{name}=..."
+                ) from error
         raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")

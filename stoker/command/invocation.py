@@ -20,7 +20,12 @@ def program() -> list[str]:
     """
     started = Path(sys.argv[0])
     if PACKAGE in started.resolve().parents:
-        return [python(), "-m", "stoker"]
+        # Processes that this program starts, and commands such as stoker.runs.report, are modules.
+        is_typed = started.name == "__main__.py" and started.resolve().parent == PACKAGE
+        on_path = shutil.which("stoker")
+        is_same = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
+        is_short = is_same and (is_started() or not is_typed)
+        return ["stoker"] if is_short else [python(), "-m", "stoker"]
     if started.stem == "stoker":
         on_path = shutil.which("stoker")
         is_found = on_path is None or not started.is_file() or started.samefile(on_path)

@@ -80,9 +80,11 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     shape = tuple(outputs.shape)[1:]
     needed = (data.num_classes, *data.target_shape)
     if shape != needed:
+        is_last = shape == (*data.target_shape, data.num_classes)
+        advice = " Put the classes first: return outputs.movedim(-1, 1)." if is_last else ""
         raise UserError(
             f"model={name} returns outputs of shape {shape} per sample, "
-            f"but {data.name} needs {needed}."
+            f"but {data.name} needs {needed}.{advice}"
         )
     return outputs, targets
 

@@ -25,21 +25,25 @@ DENSE = (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)
 
 
 def tune_process(
-    device: torch.device, parts: Sequence[str] = settings.TUNINGS, deterministic: bool = False
+    device: str | torch.device,
+    parts: Sequence[str] = settings.TUNINGS,
+    deterministic: bool = False,
 ) -> None:
     """Tune this process for training on `device`; call it once, after your imports.
 
     Args:
-        device: The device that you will train on, from `Trainer.device` or `torch.device(...)`.
+        device: The device that you will train on, such as "auto", "cpu" or `Trainer.device`.
         parts: `"allocator"` makes glibc keep the memory that a step frees, for training on the CPU.
-            `"threads"` changes nothing here. It is for the context `few_threads`, which needs the
-            model and the batch size, so it goes around a fit.
+            `"threads"` changes nothing here, because it depends on the model. In a script that
+            trains a tiny model on the CPU, call `torch.set_num_threads(1)`.
         deterministic: Use only deterministic kernels, without TF32. Otherwise, a GPU may use TF32,
             and cuDNN searches for the fastest kernels.
 
     Raises:
-        UserError: `parts` is not a list of these names.
+        UserError: `parts` is not a list of these names, or this machine does not have the device.
     """
+    if isinstance(device, str):
+        device = devices.choose(device)
     settings.check("tune", parts)
     freeze_imports()
     spare_the_compiler()

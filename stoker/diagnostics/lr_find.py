@@ -28,6 +28,11 @@ class Curve:
     losses: list[float]
     suggestion: float
 
+    @property
+    def end(self) -> str | None:
+        """Which end of the range has the lowest loss: "first", "last" or neither (None)."""
+        return {self.losses[0]: "first", self.losses[-1]: "last"}.get(min(self.losses))
+
 
 class Watch(Callback):
     """Record the rate and the smoothed loss of each step, stop a fit that diverges, and restore the

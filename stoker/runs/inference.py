@@ -386,10 +386,10 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     """
     path = Path(output)
     shown = f"output={printable(output)}"
-    if os.path.lexists(path) or not path.parent.is_dir():
-        raise UserError(
-            f"{shown}: this file already exists, or its folder does not. Choose a different output."
-        )
+    if os.path.lexists(path):
+        raise UserError(f"{shown}: this file already exists. Choose a different output.")
+    if not path.parent.is_dir():
+        raise UserError(f"{shown}: the folder of this file does not exist. Create it first.")
     if endings and path.suffix not in endings:
         raise UserError(
             f"{shown}: the name does not end in {' or '.join(endings)}. "

@@ -114,8 +114,7 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run used different data (fingerprint {before}, now {fingerprint}).\n"
-            "To continue the run, set dataset.root to the original data. "
-            "For a new run, choose a different run_dir."
+            "To continue the run, use the original data. For a new run, choose a different run_dir."
         )
 
 

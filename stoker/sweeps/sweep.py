@@ -16,8 +16,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command, setting
@@ -42,7 +44,7 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
             self.begin(config)
-        except (UserError, OSError) as error:
+        except (UserError, OSError, HydraException, OmegaConfBaseException) as error:
             raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
@@ -53,8 +55,10 @@ class SweepCallback(Callback):
                 "Type devices=N instead."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
-        folder = folder_of(config)
         planned = jobs_of_grid(config)
+        if planned:  # reject an unknown key before the sweep is announced
+            GlobalHydra.instance().config_loader().load_sweep_config(config, planned[0])
+        folder = folder_of(config)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             # Hydra knows only the sweepers in hydra_plugins.

@@ -25,7 +25,13 @@ def lr_find(cfg: DictConfig) -> None:
         f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss in "
         f"{len(curve.rates)} steps from {lowest} to {highest}"
     )
+    if curve.end:
+        terminal.show(
+            f"         the {curve.end} rate had the lowest loss, so a better rate may be outside "
+            "this range"
+        )
     terminal.show(f"curve    {path}")
-    terminal.show(
-        f"train    {shell.command(typed_for_run(), f'optimizer.lr={curve.suggestion:.2g}')}"
-    )
+    typed = typed_for_run()
+    if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # the length of the search
+        typed = [override for override in typed if not override.startswith("max_steps=")]
+    terminal.show(f"train    {shell.command(typed, f'optimizer.lr={curve.suggestion:.2g}')}")

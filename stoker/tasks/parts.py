@@ -172,9 +172,11 @@ def build_loaders(
         **loading,
     )
     if only == "train" and length_of(train) is None:
+        finite = [f"split={name}" for name in data.parts() if name != "train"]
+        advice = f"Type {' or '.join(finite)}." if finite else "Add a val or test split."
         raise UserError(
-            f"split=train: the training split of {data.name} has no length, so the "
-            "evaluation might never end. Type split=val or split=test."
+            f"split=train: the train split of {data.name} has no length, so it might never end. "
+            f"{advice}"
         )
     if only is None and cfg.steps_per_epoch is not None:
         train = in_epochs(train, cfg.steps_per_epoch)

@@ -30,9 +30,11 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
+        has_fraction = "val_fraction" in cfg.dataset
+        advice = "type dataset.val_fraction=0.1" if has_fraction else "add a val split to the data"
         raise UserError(
             f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove "
-            "eval_every, or type dataset.val_fraction=0.1."
+            f"eval_every, or {advice}."
         )
     check_own_function(cfg)
     check_own_loaders(cfg, parts, typed)
