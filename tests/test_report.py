@@ -1104,6 +1104,7 @@ def test_the_warmup_is_that_of_our_schedules():
 def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     warmup = {"scheduler.warmup": 4, "scheduler.start": 0.2, "optimizer.lr": 0.1}
     config = {"scheduler._target_": "stoker.trainer.schedules.linear", **warmup}
+    config["optimizer._target_"] = "torch.optim.SGD"
     run = run_with(config=config, result=RunResult(total_steps=100))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = schedules.linear(optimizer, 100, warmup=4, start=0.2)
@@ -1117,7 +1118,9 @@ def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
     assert curves.ramp(run, [(4, rates[3][1]), (8, 0.094)]) == [first, last]
     assert curves.ramp(run, [(5, 0.1)]) == [first]
     assert curves.ramp(run, [(1, 0.036)]) == []
-    run.config["groups"] = [{"match": "x", "lr": 1}]
+    run.config["optimizer._target_"] = "stoker.trainer.optimizers.decoupled_sgd"  # scales its rate
+    assert curves.ramp(run, [(10, 0.09)]) == []
+    run.config |= {"optimizer._target_": "torch.optim.SGD", "groups": [{"match": "x", "lr": 1}]}
     assert curves.ramp(run, [(10, 0.09)]) == []
 
 

@@ -56,6 +56,7 @@ def shades_of(matrix: Any) -> Any:
     """Return the strength of each color in percent: shares of the class, and of the worst error."""
     import numpy
 
+    matrix = matrix.astype(float)  # counts that exceed 64 bits have no fast type
     shares = matrix / matrix.sum(1, keepdims=True).clip(1)
     errors = shares.copy()
     numpy.fill_diagonal(errors, 0)

@@ -163,7 +163,7 @@ class Highest:
 
 
 def scrambled(indices: Tensor) -> Tensor:
-    """Return a hash of each index: the finalizer of MurmurHash3, below 2**32.
+    """Return a hash of each index below 2**32, made like the finalizer of MurmurHash3.
 
     The highest hashes are a random choice of the samples that does not depend on their number, and
     that is the same in every run.

@@ -38,7 +38,7 @@ def seconds(value: float) -> str:
 
 def estimate(value: float) -> str:
     """Return "3 s", "4 min" or "2 h 5 min", for a time that is only an estimate."""
-    if value < 100:
+    if round(value) < 100:
         return f"{value:.0f} s"
     minutes = round(value / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

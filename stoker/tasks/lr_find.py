@@ -33,5 +33,5 @@ def lr_find(cfg: DictConfig) -> None:
     terminal.show(f"curve    {path}")
     typed = typed_for_run()
     if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # the length of the search
-        typed = [override for override in typed if not override.startswith("max_steps=")]
+        typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
     terminal.show(f"train    {shell.command(typed, f'optimizer.lr={curve.suggestion:.2g}')}")

@@ -37,6 +37,8 @@ def plan(cfg: DictConfig) -> None:
         saves += estimate.steps // cfg.checkpoint.every
     if cfg.checkpoint.epochs:
         saves += math.ceil(estimate.steps / (per_epoch * cfg.checkpoint.epochs))
+    if cfg.checkpoint.minutes:
+        saves += int(estimate.steps * estimate.step / (60 * cfg.checkpoint.minutes))
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     terminal.show("\n".join(text))
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"

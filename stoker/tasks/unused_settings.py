@@ -138,7 +138,8 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         value = OmegaConf.select(cfg, key)
         count, in_epochs = check_thaw_at(value)
         if steps <= count * (per_epoch if in_epochs else 1) < math.inf:
+            length = counted(steps, "step")
             raise UserError(
-                f"{key}={value}: this run has only {steps:,} steps, so thawing would have no "
+                f"{key}={value}: this run has only {length}, so thawing would have no "
                 "effect. Lower the value, train longer, or remove the key."
             )

@@ -116,8 +116,9 @@ def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float
     start = run.config.get("scheduler.start", 0)
     if not warmup or not is_number(rate) or not is_number(start):
         return []
-    # With groups, the first group might have another rate.
-    if run.config.get("groups"):
+    # With groups or other optimizers, the first group might have another rate.
+    is_plain = str(run.config.get("optimizer._target_")).startswith("torch.optim.")
+    if run.config.get("groups") or not is_plain:
         return []
     first = rate * (start + (1 - start) / (warmup + 1))
     logged = [step for step, _ in points]
