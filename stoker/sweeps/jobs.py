@@ -5,8 +5,6 @@ so malformed contents are treated as missing.
 """
 
 import contextlib
-import itertools
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from stoker.runs import result as results
 from stoker.runs.directory import METRICS, RESULT
 from stoker.runs.json_files import read_json, read_record, write_json
 from stoker.runs.lock import is_held
+from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
@@ -129,22 +128,6 @@ def progress(folder: Path) -> str:
         for row in reversed(read_rows(folder / METRICS)):
             return f"last logged at step {row['step']:,}"
     return "nothing logged yet"
-
-
-def settings_of(overrides: list[str]) -> dict[str, str]:
-    """Return {key: value as typed} without the keys that configure the sweep itself."""
-    values = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
-            values[key] = value
-    return values
-
-
-def varied(jobs: list[dict[str, str]]) -> list[str]:
-    """Return the keys whose values differ between jobs, in the order in which they were typed."""
-    keys = dict.fromkeys(itertools.chain(*jobs))
-    return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
 def check_same(

@@ -26,8 +26,9 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.runs.lock import held
+from stoker.runs.ranking import settings_of
 from stoker.runs.result import RunResult
-from stoker.sweeps import jobs, progress, search_settings
+from stoker.sweeps import progress, search_settings
 from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
@@ -84,11 +85,11 @@ class OptunaSearch(Sweeper):
             )
         # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
-        keys = sorted(jobs.settings_of(example))
+        keys = sorted(settings_of(example))
         with held(self.folder):
             search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            varied = list(jobs.settings_of(example))
+            varied = list(settings_of(example))
             progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
             self.run(begun)
             while trials := self.propose(count):

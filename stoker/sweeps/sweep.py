@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command, setting
-from stoker.runs import index
+from stoker.runs import index, ranking
 from stoker.runs.directory import CONFIG, make, make_new, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import STATUSES, SWEEP
@@ -60,7 +60,7 @@ class SweepCallback(Callback):
             # Hydra knows only the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
-            varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
+            varied = ranking.varied([ranking.settings_of(typed) for typed in planned])
             check_goes_on(folder, planned, varied)
             progress.announce(folder, len(planned) or None, varied)
 

@@ -2,13 +2,12 @@
 
 import contextlib
 import csv
-import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.runs.ranking import REPEATS, monitored, ranked, varied
 from stoker.runs.readable import aligned
 from stoker.runs.result import tests_in
 from stoker.sweeps.jobs import (
@@ -17,14 +16,12 @@ from stoker.sweeps.jobs import (
     SweepRecord,
     read_jobs,
     typed_for,
-    varied,
 )
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 from stoker.trainer.typed import is_number
 
-REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings share a row
 MOST_ROWS = 40  # in the printed table
 MOST_NAMES = 5  # jobs named in a row
 
@@ -51,14 +48,8 @@ class Sweep:
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
         self.group_keys = [key for key in self.keys if key not in REPEATS]
-        bests = Counter((job.best.name, job.best.mode) for job in self.jobs if job.best)
-        self.name, mode = max(bests, key=bests.__getitem__, default=("", "max"))
-        self.high = mode == "max"
-        groups: dict[tuple[Any, ...], list[Job]] = {}
-        for job in self.of("done"):
-            settings = [job.settings.get(key) for key in self.group_keys]
-            groups.setdefault(tuple(settings), []).append(job)
-        self.groups = sorted(groups.values(), key=self.rank)
+        self.name, self.high = monitored(self.jobs)
+        self.groups = ranked(self.of("done"), self.keys, self.name, self.high)
         self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
 
     def of(self, status: str) -> list[Job]:
@@ -67,13 +58,6 @@ class Sweep:
     def value(self, job: Job) -> float | None:
         """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
-
-    def rank(self, group: list[Job]) -> float:
-        """Return the sort key of a group: the best mean comes first, no value last."""
-        values = values_of(group, self.name)
-        if not values:
-            return math.inf
-        return statistics.fmean(values) * (-1 if self.high else 1)
 
 
 def values_of(jobs: Iterable[Job], name: str) -> list[float]:
