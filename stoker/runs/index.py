@@ -224,9 +224,8 @@ class Job:
         self.result = RunResult.read(folder)
         result = self.result or RunResult()
         overrides = (read_json(folder / JOB) or {}).get("overrides")
-        if not are_overrides(overrides):
-            overrides = result.overrides or []
-        self.settings = ranking.settings_of(overrides)
+        typed = overrides if are_overrides(overrides) else result.overrides
+        self.settings = ranking.settings_of(typed or [])
         self.best = result.best if result.is_finished else None
         self.tests = result.tests()
         self.is_done = result.is_finished and not result.stopped_by("pruned")
@@ -263,8 +262,8 @@ def entry_of_sweep(path: Path) -> Entry:
             entry["test"] = [shown(test), statistics.fmean(values)]
     for name, key in (("data", "dataset"), ("model", "model")):
         if key in keys:
-            values = dict.fromkeys(job.settings.get(key, "") for job in jobs)
-            entry[name] = shown(", ".join(filter(None, values)))
+            choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)
+            entry[name] = shown(", ".join(choices))
     return entry | {
         "sweep": True,
         "jobs": [shown(job.folder.name) for job in best],

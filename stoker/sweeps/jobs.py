@@ -21,6 +21,7 @@ from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.typed import is_number
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
@@ -32,7 +33,8 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. `note` says why the job failed or was pruned, or which
+    `best` and `test` come from its result. `last` is the last value of the metric in a pruned job,
+    and its epoch. `note` says why the job failed or was pruned, or which
     step it has reached. The sweep exits with the highest `code` of its jobs.
     """
 
@@ -41,6 +43,7 @@ class Job:
     status: str = "done"
     best: Best | None = None
     test: dict[str, float] = field(default_factory=dict)
+    last: tuple[float, float] | None = None
     seconds: float | None = None
     note: str = ""
     code: int = 0
@@ -100,6 +103,10 @@ def read_job(folder: Path) -> Job:
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
+            name = result.best.name if result.best else ""
+            value, epoch = (result.numbers.get(key) for key in (name, "epoch"))
+            if is_number(value) and is_number(epoch):
+                job.last = (value, epoch)
     elif is_running:
         job.status = "running"
         job.note = progress(folder)

@@ -158,7 +158,8 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     table.write_csv(sweep, sweep.folder / "sweep.csv")
     if draws:
         draw_reports(sweep)
-    html = page.of_sweep(sweep, summary, best, again)
+    typed = again or jobs.command_to_continue(sweep.folder)
+    html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
     files.write_text(sweep.folder / "sweep.html", html)
     index.update(sweep.folder)
 
