@@ -35,7 +35,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     accuracies = make_run(runs / "b", typed, at=1_700_000_000, rate=0.05)
     make_run(runs / "c", status="failed", data="csv, path: data/houses.csv")
     make_run(runs / "group" / "d", status="stopped")
-    (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.5}')
+    (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.0, "seconds": 7.5}')
     (runs / "group/d/status.json").write_text('{"started": 500.0, "resumed": 1000.0}')  # killed
     index.update(runs / "b")
     listed = read(runs)
@@ -286,3 +286,8 @@ def test_the_command_lists_its_runs(forks, tmp_path):
     assert statuses == {"a": "done", "b": "failed", "c": "done"}
     assert (listed["a"]["report"], listed["c"]["report"]) == (None, "sweep.html")
     assert listed["c"]["note"] == "2 of 2 jobs"
+    # The time counts from the start of the process, whether the run finished or failed.
+    result = json.loads((tmp_path / "runs/a/result.json").read_text())
+    ends = [json.loads((tmp_path / f"runs/{name}/status.json").read_text()) for name in "ab"]
+    assert listed["a"]["seconds"] == result["seconds"] <= ends[0]["seconds"]
+    assert listed["b"]["seconds"] == ends[1]["seconds"] > 0

@@ -164,15 +164,12 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     except UserError:  # its config is damaged
         run = inputs.Run(path)
     times = run.status
-    seconds = run.result.seconds
-    if seconds is None and times.resumed is not None and times.ended is not None:
-        seconds = times.ended - times.resumed
     tests = list(run.result.tests().items())
     best = run.best
     is_reproduced = "task=reproduce" in (run.overrides or [])
     return {
         "status": run.state,
-        "seconds": seconds,
+        "seconds": run.result.seconds or times.seconds,
         "since": times.resumed if run.state == "running" else None,
         "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
         "data": shown(summary.data_name(run)),
@@ -228,6 +225,7 @@ class Job:
         self.settings = ranking.settings_of(typed or [])
         self.best = result.best if result.is_finished else None
         self.tests = result.tests()
+        self.seconds = result.seconds or status.Status.read(folder).seconds or 0.0
         self.is_done = result.is_finished and not result.stopped_by("pruned")
 
 
@@ -269,7 +267,7 @@ def entry_of_sweep(path: Path) -> Entry:
         "jobs": [shown(job.folder.name) for job in best],
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(result.seconds or 0 for result in ended) or None,
+        "seconds": sum(job.seconds for job in jobs) or None,
         "since": None,
         "settings": settings_of({}, command if are_overrides(command) else []),
         "note": note,

@@ -36,8 +36,9 @@ function number(value) {
 
 function duration(seconds) {
   if (typeof seconds !== "number") return "";
-  if (seconds < 100) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.round(seconds / 60);
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60);
+  if (minutes < 10) return `${minutes} min ${rounded % 60} s`;
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
