@@ -65,14 +65,16 @@ class Job:
 
 @dataclass
 class SweepRecord:
-    """The contents of sweep.json: the command line, the number of jobs, and the searched keys.
+    """The contents of sweep.json: the command line, the number of jobs, and facts about a search.
 
-    A field is None if it is unknown. `searched` is also None for a grid.
+    A field is None if it is unknown. For a grid, `searched`, the keys with a range, and `pruner`,
+    the name of a class, are None.
     """
 
     typed: list[str] | None = None
     jobs: int | None = None
     searched: list[str] | None = None
+    pruner: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":

@@ -112,13 +112,17 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(
-    folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
+    folder: Path,
+    count: int | None,
+    varied: list[str],
+    searched: list[str] | None = None,
+    pruner: str | None = None,
 ) -> None:
     """Record and print what this process is about to run. The directory must already be checked."""
     global ends
     added = arguments.search_path()
     typed = [argument for argument in sys.argv[1:] if argument not in added]
-    SweepRecord(typed, count, searched).write(folder)
+    SweepRecord(typed, count, searched, pruner).write(folder)
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them already done" if ends.earlier else ""

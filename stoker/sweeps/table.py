@@ -41,6 +41,7 @@ class Sweep:
         record = SweepRecord.read(folder)
         self.folder = folder
         self.jobs = read_jobs(folder)
+        self.pruner = record.pruner
         self.is_search = record.searched is not None
         if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
             self.jobs = [
