@@ -1,8 +1,10 @@
 """The index of runs: what it lists, which one is updated, and that it runs nothing of theirs."""
 
+import itertools
 import json
 import os
 import shutil
+import statistics
 import threading
 
 import pytest
@@ -10,6 +12,7 @@ from made_runs import make_run
 
 from stoker import project
 from stoker.runs import index, lock
+from stoker.sweeps.table import Sweep
 
 
 def read(folder):
@@ -32,7 +35,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
     accuracies = make_run(runs / "b", typed, at=1_700_000_000, rate=0.05)
     make_run(runs / "c", status="failed", data="csv, path: data/houses.csv")
     make_run(runs / "group" / "d", status="stopped")
-    (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.5}')
+    (runs / "c/status.json").write_text('{"resumed": 1000.0, "ended": 1007.0, "seconds": 7.5}')
     (runs / "group/d/status.json").write_text('{"started": 500.0, "resumed": 1000.0}')  # killed
     index.update(runs / "b")
     listed = read(runs)
@@ -77,7 +80,7 @@ def test_a_run_that_has_not_ended_has_its_best_value_so_far(runs):
     assert entry["best"] == ["val/acc", accuracies[-1], False] and "val/acc" in entry["curves"]
 
 
-def test_a_sweep_is_one_row_with_its_best_job(runs):
+def test_a_sweep_is_one_row_with_its_best_row(runs):
     sweep = runs / "sweep"
     for i, status in enumerate(["done", "done", "failed"]):
         make_run(sweep / str(i), [f"seed={i}"], status, rate=0.1 * (i + 1))
@@ -88,17 +91,34 @@ def test_a_sweep_is_one_row_with_its_best_job(runs):
     assert not (runs / "index.html").exists()  # a job does not list its sweep
     index.update(sweep)
     (entry,) = read(runs).values()
-    best = json.loads((sweep / "1" / "result.json").read_text())["best"]
-    assert entry["best"] == ["val/acc", best["value"], False] and entry["job"] == "1"
+    results = [json.loads((sweep / name / "result.json").read_text()) for name in "01"]
+    mean = (results[0]["best"]["value"] + results[1]["best"]["value"]) / 2
+    assert entry["best"] == ["val/acc", mean, False] and entry["jobs"] == ["0", "1"]
+    assert entry["test"] == ["test/acc", (results[0]["test/acc"] + results[1]["test/acc"]) / 2]
     assert (entry["status"], entry["note"]) == ("stopped", "3 of 4 jobs, 1 failed")
     (sweep / "sweep.json").write_text(json.dumps({"typed": ["seed=0,1,2", "-m"], "jobs": 3}))
     assert index.entry_of_sweep(sweep)["status"] == "failed"
     assert entry["report"] == "sweep.html" and entry["settings"]["seed"] == "0,1,2,3"
     assert entry["seconds"] == pytest.approx(6 + 12)
-    for i in (9, 10):  # equal, and better than the others
-        make_run(sweep / str(i), [f"seed={i}"], rate=0.3)
+
+
+def test_the_index_and_the_table_of_a_sweep_name_the_same_best(runs):
+    """The best mean over the seeds, not the best job; among equal ones, the first; none pruned."""
+    rates = {"linear": (0.02, 0.4), "mlp": (0.15, 0.2), "cnn": (0.15, 0.2), "gpt": (0.9, 0.9)}
+    sweep = runs / "sweep"
+    for i, (model, seed) in enumerate(itertools.product(rates, (0, 1))):
+        make_run(sweep / str(i), [f"model={model}", f"seed={seed}"], rate=rates[model][seed])
         (sweep / str(i) / "job.json").write_text("{}")
-    assert index.entry_of_sweep(sweep)["job"] == "9"
+        if model == "gpt":
+            result = json.loads((sweep / str(i) / "result.json").read_text())
+            result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
+            (sweep / str(i) / "result.json").write_text(json.dumps(result))
+    (sweep / "sweep.json").write_text('{"jobs": 8}')
+    entry = index.entry_of_sweep(sweep)
+    best = Sweep(sweep).groups[0]
+    assert entry["jobs"] == [job.name for job in best] == ["2", "3"]
+    assert entry["best"] == ["val/acc", statistics.fmean(job.best.value for job in best), False]
+    assert entry["model"] == "linear, mlp, cnn, gpt" and entry["data"] == "digits"
 
 
 def test_only_what_has_changed_is_read_again(runs, monkeypatch):
@@ -266,3 +286,8 @@ def test_the_command_lists_its_runs(forks, tmp_path):
     assert statuses == {"a": "done", "b": "failed", "c": "done"}
     assert (listed["a"]["report"], listed["c"]["report"]) == (None, "sweep.html")
     assert listed["c"]["note"] == "2 of 2 jobs"
+    # The time counts from the start of the process, whether the run finished or failed.
+    result = json.loads((tmp_path / "runs/a/result.json").read_text())
+    ends = [json.loads((tmp_path / f"runs/{name}/status.json").read_text()) for name in "ab"]
+    assert listed["a"]["seconds"] == result["seconds"] <= ends[0]["seconds"]
+    assert listed["b"]["seconds"] == ends[1]["seconds"] > 0

@@ -1511,7 +1511,7 @@ def test_whatever_is_given_to_a_template_is_escaped(tmp_path):
     for name, value in {"<c>": "a\x1b<", "2": "b"}.items():
         record = {"overrides": [f"<h>={value}"]}
         write_json(tmp_path / "<x>" / name / "job.json", record)
-    shown = of_sweep(Sweep(tmp_path / "<x>"), "", None, None)
+    shown = of_sweep(Sweep(tmp_path / "<x>"), "", None, "", is_over=True)
     assert all(f"&lt;{name}&gt;" in shown for name in "xhc")
     assert ">a\\x1b&lt;</td>" in shown and "\x1b" not in shown
 

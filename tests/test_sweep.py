@@ -244,7 +244,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.seen.append((tag, dict(attributes)))
-        if tag not in ("meta", "line"):
+        if tag not in ("meta", "line", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -266,7 +266,7 @@ def plotted(text):
 
 def test_the_page_has_the_numbers_of_each_job_and_stands_alone(swept):
     text = (swept.folder / "sweep.html").read_text(encoding="utf-8")
-    assert '<th class="number">optimizer.lr</th>' in text and "differ only in seed." in text
+    assert '<th class="number">optimizer.<wbr>lr</th>' in text and "differ only in seed." in text
     page = Page(text)
     plots = plotted(text)
     assert [key["name"] for key in plots["keys"]] == ["optimizer.lr", "seed", "model.dropout"]
@@ -750,31 +750,41 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
     assert "'@key" in header
 
 
-def test_a_pruned_job_has_a_cross(tmp_path):
-    for i in range(4):
-        result = {
-            "overrides": [f"seed={i}"],
-            "best": {"name": "val/acc", "mode": "max", "value": i},
-            "seconds": 1.0,
-        }
+def test_a_pruned_job_has_its_last_value_and_comes_after_the_finished_ones(tmp_path, capsys):
+    for i in range(5):
+        best = {"name": "val/acc", "mode": "max", "value": i}
+        result = {"overrides": [f"seed={i}"], "best": best, "seconds": 1.0}
         if i > 1:
-            result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
+            result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 2"}
+        if i > 2:  # the last value is not the best
+            result |= {"val/acc": i / 8, "epoch": 2.0}
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
-    jobs_drawn = plotted((tmp_path / "sweep.html").read_text(encoding="utf-8"))["jobs"]
-    assert [(job["status"], job["value"]) for job in jobs_drawn] == [
-        ("done", 0),
-        ("done", 1),
-        ("pruned", None),
-        ("pruned", None),
+    text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
+    assert [(job["status"], job["value"], job["last"]) for job in plotted(text)["jobs"]] == [
+        ("done", 0, None),
+        ("done", 1, None),
+        ("pruned", None, [0.5, 2]),
+        ("pruned", None, [0.375, 2]),
+        ("pruned", None, None),
     ]
-    ends = progress.Ends(tmp_path, 6, ["seed"])
+    assert "; finished jobs first, sorted by val/acc (higher is better)" in text
+    assert [row.split() for row in capsys.readouterr().out.splitlines()[2:5]] == [
+        ["4", "0.5000", "pruned", "seed=4"],
+        ["3", "0.3750", "pruned", "seed=3"],
+        ["2", "pruned", "seed=2:", "pruned", "at", "evaluation", "2"],
+    ]
+    ends = progress.Ends(tmp_path, 7, ["seed"])
     assert re.fullmatch(
-        r"4/6  pruned at evaluation 1 {11}\d s left  job 3 seed=3",
+        r"5/7  pruned at evaluation 2 {11}\d s left  job 2 seed=2",
+        ends.line(jobs.read_job(tmp_path / "2")),
+    )
+    assert re.fullmatch(
+        r"5/7  val/acc 0.3750 pruned {4}\d s left  job 3 seed=3",
         ends.line(jobs.read_job(tmp_path / "3")),
     )
-    ends.line(jobs.Job("4", [], best=Best("val/f1", "max", 1, 9.0)))
+    ends.line(jobs.Job("5", [], best=Best("val/f1", "max", 1, 9.0)))
     assert ends.best.name == "1"  # the numbers of two metrics are not compared
 
 

@@ -10,6 +10,7 @@ run's files. The files, which are untrusted, are read again only if their state 
 import contextlib
 import json
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from stoker import project
 from stoker.command import subcommand
-from stoker.runs import directory, lock, status
+from stoker.runs import directory, lock, ranking, status
 from stoker.runs.json_files import read_json, read_text
 from stoker.runs.page import render
 from stoker.runs.readable import natural
@@ -163,15 +164,12 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     except UserError:  # its config is damaged
         run = inputs.Run(path)
     times = run.status
-    seconds = run.result.seconds
-    if seconds is None and times.resumed is not None and times.ended is not None:
-        seconds = times.ended - times.resumed
     tests = list(run.result.tests().items())
     best = run.best
     is_reproduced = "task=reproduce" in (run.overrides or [])
     return {
         "status": run.state,
-        "seconds": seconds,
+        "seconds": run.result.seconds or times.seconds,
         "since": times.resumed if run.state == "running" else None,
         "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
         "data": shown(summary.data_name(run)),
@@ -215,16 +213,32 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[list[float]]]:
     return curves
 
 
+class Job:
+    """A job of a sweep, as far as the index needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.result = RunResult.read(folder)
+        result = self.result or RunResult()
+        overrides = (read_json(folder / JOB) or {}).get("overrides")
+        typed = overrides if are_overrides(overrides) else result.overrides
+        self.settings = ranking.settings_of(typed or [])
+        self.best = result.best if result.is_finished else None
+        self.tests = result.tests()
+        self.seconds = result.seconds or status.Status.read(folder).seconds or 0.0
+        self.is_done = result.is_finished and not result.stopped_by("pruned")
+
+
 def entry_of_sweep(path: Path) -> Entry:
-    """Return what the page shows for a sweep: how many jobs have ended, and the best one."""
+    """Return what the page shows for a sweep: how many jobs have ended, and the best row."""
     record = read_json(path / SWEEP) or {}
     planned = record.get("jobs")
     command = record.get("typed")
-    jobs = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
-    jobs.sort(key=lambda job: natural(job.name))
-    results = {job: RunResult.read(job) for job in jobs}
-    ended = [result for result in results.values() if result is not None]
-    states = [status.state_of(job, result) for job, result in results.items()]
+    folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
+    folders.sort(key=lambda job: natural(job.name))
+    jobs = [Job(folder) for folder in folders]
+    ended = [job.result for job in jobs if job.result is not None]
+    states = [status.state_of(job.folder, job.result) for job in jobs]
     total = max(len(jobs), planned if isinstance(planned, int) else 0)
     failed = states.count("failed")
     state = "failed" if failed else "done"
@@ -233,28 +247,32 @@ def entry_of_sweep(path: Path) -> Entry:
     note = f"{len(ended)} of {counted(total, 'job')}"
     if failed:
         note += f", {failed} failed"
-    best = best_of(results)
-    example = best or next(iter(jobs), path)
-    return entry_of_run(example, set()) | {
+    keys = ranking.varied([job.settings for job in jobs])
+    metric, high = ranking.monitored(jobs)
+    groups = ranking.ranked([job for job in jobs if job.is_done], keys, metric, high)
+    best = [job for job in groups[0] if job.best and job.best.name == metric] if groups else []
+    entry = entry_of_run(best[0].folder if best else next(iter(folders), path), set())
+    if best:  # the means over the seeds
+        value = statistics.fmean(job.best.value for job in best if job.best)
+        entry["best"] = [shown(metric), value, not high]
+        for test in list(best[0].tests)[:1]:
+            values = [job.tests[test] for job in best if test in job.tests]
+            entry["test"] = [shown(test), statistics.fmean(values)]
+    for name, key in (("data", "dataset"), ("model", "model")):
+        if key in keys:
+            choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)
+            entry[name] = shown(", ".join(choices))
+    return entry | {
         "sweep": True,
-        "job": shown(best.name) if best else None,
+        "jobs": [shown(job.folder.name) for job in best],
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(result.seconds or 0 for result in ended) or None,
+        "seconds": sum(job.seconds for job in jobs) or None,
         "since": None,
         "settings": settings_of({}, command if are_overrides(command) else []),
         "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }
-
-
-def best_of(results: dict[Path, RunResult | None]) -> Path | None:
-    """Return the folder of the best job, by the metric of the first job that has a best value."""
-    bests = {job: result.best for job, result in results.items() if result and result.best}
-    names = [best.name for best in bests.values()]
-    jobs = [job for job, best in bests.items() if best.name == names[0]]
-    choose = min if jobs and bests[jobs[0]].mode == "min" else max
-    return choose(jobs, key=lambda job: bests[job].value, default=None)
 
 
 def main(arguments: list[str]) -> int:

@@ -25,6 +25,7 @@ class Status:
     started: float | None = None
     resumed: float | None = None  # when this process began training, at `step`
     ended: float | None = None
+    seconds: float | None = None  # from the start of the process or the sweep's job to the end
     step: int | None = None
     total_steps: int | None = None
     machine: str | None = None
@@ -52,11 +53,13 @@ def begin(folder: Path, trainer: "Trainer") -> None:
     json_files.write_json(folder / STATUS, dataclasses.asdict(status))
 
 
-def end(folder: Path, doctor: list[str] | None = None) -> None:
-    """Record that training has ended, with the doctor's warnings."""
+def end(folder: Path, seconds: float, doctor: list[str] | None = None) -> None:
+    """Record that training has ended, with the time that it took and the doctor's warnings."""
     status = Status.read(folder)
     if status.started is not None and status.ended is None:
-        status = dataclasses.replace(status, ended=round(time.time(), 1), doctor=doctor)
+        status.ended = round(time.time(), 1)
+        status.seconds = round(seconds, 3)
+        status.doctor = doctor
         json_files.write_json(folder / STATUS, dataclasses.asdict(status))
 
 

@@ -5,8 +5,6 @@ so malformed contents are treated as missing.
 """
 
 import contextlib
-import itertools
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,10 +16,12 @@ from stoker.runs import result as results
 from stoker.runs.directory import METRICS, RESULT
 from stoker.runs.json_files import read_json, read_record, write_json
 from stoker.runs.lock import is_held
+from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.typed import is_number
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
@@ -33,7 +33,8 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. `note` says why the job failed or was pruned, or which
+    `best` and `test` come from its result. `last` is the last value of the metric in a pruned job,
+    and its epoch. `note` says why the job failed or was pruned, or which
     step it has reached. The sweep exits with the highest `code` of its jobs.
     """
 
@@ -42,6 +43,7 @@ class Job:
     status: str = "done"
     best: Best | None = None
     test: dict[str, float] = field(default_factory=dict)
+    last: tuple[float, float] | None = None
     seconds: float | None = None
     note: str = ""
     code: int = 0
@@ -63,14 +65,16 @@ class Job:
 
 @dataclass
 class SweepRecord:
-    """The contents of sweep.json: the command line, the number of jobs, and the searched keys.
+    """The contents of sweep.json: the command line, the number of jobs, and facts about a search.
 
-    A field is None if it is unknown. `searched` is also None for a grid.
+    A field is None if it is unknown. For a grid, `searched`, the keys with a range, and `pruner`,
+    the name of a class, are None.
     """
 
     typed: list[str] | None = None
     jobs: int | None = None
     searched: list[str] | None = None
+    pruner: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
@@ -101,6 +105,10 @@ def read_job(folder: Path) -> Job:
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
+            name = result.best.name if result.best else ""
+            value, epoch = (result.numbers.get(key) for key in (name, "epoch"))
+            if is_number(value) and is_number(epoch):
+                job.last = (value, epoch)
     elif is_running:
         job.status = "running"
         job.note = progress(folder)
@@ -129,22 +137,6 @@ def progress(folder: Path) -> str:
         for row in reversed(read_rows(folder / METRICS)):
             return f"last logged at step {row['step']:,}"
     return "nothing logged yet"
-
-
-def settings_of(overrides: list[str]) -> dict[str, str]:
-    """Return {key: value as typed} without the keys that configure the sweep itself."""
-    values = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
-            values[key] = value
-    return values
-
-
-def varied(jobs: list[dict[str, str]]) -> list[str]:
-    """Return the keys whose values differ between jobs, in the order in which they were typed."""
-    keys = dict.fromkeys(itertools.chain(*jobs))
-    return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
 def check_same(

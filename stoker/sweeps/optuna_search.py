@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, which parses ranges, 1.4
     create_optuna_distribution_from_override,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -26,8 +26,9 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.runs.lock import held
+from stoker.runs.ranking import settings_of
 from stoker.runs.result import RunResult
-from stoker.sweeps import jobs, progress, search_settings
+from stoker.sweeps import progress, search_settings
 from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
@@ -84,12 +85,14 @@ class OptunaSearch(Sweeper):
             )
         # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
-        keys = sorted(jobs.settings_of(example))
+        keys = sorted(settings_of(example))
         with held(self.folder):
             search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            varied = list(jobs.settings_of(example))
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
+            varied = list(settings_of(example))
+            target = OmegaConf.select(cfg, "sweep.pruner._target_")
+            pruner = target.rpartition(".")[2] if target else None
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys, pruner)
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)

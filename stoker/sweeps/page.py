@@ -27,11 +27,11 @@ MOST_POINTS = 20_000  # points in all curves together
 BINS = 5  # a numeric setting with more values is grouped into this many bins
 
 
-def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> str:
+def of_sweep(sweep: Sweep, counts: str, best: str | None, typed: str, is_over: bool) -> str:
     """Return the page of a sweep.
 
-    `counts` says how many jobs are done; `best` and `again` are the commands for the best job and
-    for the remaining jobs.
+    `counts` says how many jobs are done, `best` is the command for the best job, and `typed` is the
+    command of the sweep, which continues it unless `is_over`.
     """
     shown = plots(sweep)
     return render(
@@ -43,7 +43,8 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> 
         count=counted(len(sweep.jobs) + sweep.missing, "job"),
         counts=counts,
         best=best,
-        again=again,
+        typed=typed,
+        is_over=is_over,
         link=lambda job: link_of(sweep, job),
         plots=shown,
         importances=importances(shown),
@@ -81,6 +82,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
                 "status": job.status,
                 "value": value if value is not None and math.isfinite(value) else None,
                 "shown": "" if value is None else number(value),
+                "last": job.last,
                 "settings": places,
                 "curve": curve_of(sweep, job, most),
             }

@@ -79,6 +79,8 @@ class Ends:
         width = len(str(total))
         of_total = f"/{total}" if self.total else ""
         mark = "(best)" if self.best is job else ""
+        if job.last is not None:
+            mark = job.status
         parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
         if self.total:
             ended = max(1, count - self.earlier)  # a job may end more than once
@@ -91,7 +93,12 @@ class Ends:
 
 
 def outcome(job: Job) -> str:
-    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'."""
+    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'.
+
+    The value of a pruned job is its last one.
+    """
+    if job.best and job.last is not None:
+        return f"{job.best.name} {number(job.last[0])}"
     if job.status == "pruned":
         return job.note
     if job.best:
@@ -105,13 +112,17 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(
-    folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
+    folder: Path,
+    count: int | None,
+    varied: list[str],
+    searched: list[str] | None = None,
+    pruner: str | None = None,
 ) -> None:
     """Record and print what this process is about to run. The directory must already be checked."""
     global ends
     added = arguments.search_path()
     typed = [argument for argument in sys.argv[1:] if argument not in added]
-    SweepRecord(typed, count, searched).write(folder)
+    SweepRecord(typed, count, searched, pruner).write(folder)
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them already done" if ends.earlier else ""

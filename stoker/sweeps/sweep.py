@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command, setting
-from stoker.runs import index
+from stoker.runs import index, ranking
 from stoker.runs.directory import CONFIG, make, make_new, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import STATUSES, SWEEP
@@ -64,7 +64,7 @@ class SweepCallback(Callback):
             # Hydra knows only the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
-            varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
+            varied = ranking.varied([ranking.settings_of(typed) for typed in planned])
             check_goes_on(folder, planned, varied)
             progress.announce(folder, len(planned) or None, varied)
 
@@ -162,7 +162,8 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     table.write_csv(sweep, sweep.folder / "sweep.csv")
     if draws:
         draw_reports(sweep)
-    html = page.of_sweep(sweep, summary, best, again)
+    typed = again or jobs.command_to_continue(sweep.folder)
+    html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
     files.write_text(sweep.folder / "sweep.html", html)
     index.update(sweep.folder)
 

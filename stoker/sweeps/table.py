@@ -4,11 +4,11 @@ import contextlib
 import csv
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.runs.ranking import REPEATS, monitored, ranked, varied
 from stoker.runs.readable import aligned
 from stoker.runs.result import tests_in
 from stoker.sweeps.jobs import (
@@ -17,14 +17,12 @@ from stoker.sweeps.jobs import (
     SweepRecord,
     read_jobs,
     typed_for,
-    varied,
 )
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 from stoker.trainer.typed import is_number
 
-REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings share a row
 MOST_ROWS = 40  # in the printed table
 MOST_NAMES = 5  # jobs, or their seeds, named in a row
 
@@ -35,6 +33,7 @@ class Sweep:
     `keys` are the settings in which the jobs differ. `name` is the metric that most jobs monitor,
     and `high` says whether higher is better. `groups` are the finished jobs, best first: jobs that
     differ only in their seed or fold form one group, and jobs without the metric come last.
+    `unfinished` are the pruned jobs, best last value first, and then the other jobs.
     `group_keys` are the settings in which the groups differ.
     """
 
@@ -42,6 +41,7 @@ class Sweep:
         record = SweepRecord.read(folder)
         self.folder = folder
         self.jobs = read_jobs(folder)
+        self.pruner = record.pruner
         self.is_search = record.searched is not None
         if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
             self.jobs = [
@@ -51,15 +51,10 @@ class Sweep:
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
         self.group_keys = [key for key in self.keys if key not in REPEATS]
-        bests = Counter((job.best.name, job.best.mode) for job in self.jobs if job.best)
-        self.name, mode = max(bests, key=bests.__getitem__, default=("", "max"))
-        self.high = mode == "max"
-        groups: dict[tuple[Any, ...], list[Job]] = {}
-        for job in self.of("done"):
-            settings = [job.settings.get(key) for key in self.group_keys]
-            groups.setdefault(tuple(settings), []).append(job)
-        self.groups = sorted(groups.values(), key=self.rank)
-        self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
+        self.name, self.high = monitored(self.jobs)
+        self.groups = ranked(self.of("done"), self.keys, self.name, self.high)
+        pruned = sorted(self.of("pruned"), key=self.rank_of_pruned)
+        self.unfinished = pruned + [job for status in STATUSES[2:] for job in self.of(status)]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -68,12 +63,11 @@ class Sweep:
         """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
 
-    def rank(self, group: list[Job]) -> float:
-        """Return the sort key of a group: the best mean comes first, no value last."""
-        values = values_of(group, self.name)
-        if not values:
+    def rank_of_pruned(self, job: Job) -> float:
+        """Return the sort key of a pruned job: the best last value comes first, no value last."""
+        if job.last is None:
             return math.inf
-        return statistics.fmean(values) * (-1 if self.high else 1)
+        return -job.last[0] if self.high else job.last[0]
 
 
 def values_of(jobs: Iterable[Job], name: str) -> list[float]:
@@ -151,6 +145,9 @@ def lines(sweep: Sweep) -> list[str]:
     for job in sweep.unfinished:
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
+        if job.last is not None:
+            rows.append([job.name, number(job.last[0]), job.status, "", settings])
+            continue
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
     hidden = len(rows) - 1 - MOST_ROWS

@@ -89,8 +89,10 @@ class Run:
             raise
         finally:
             if launch.is_first():
+                seconds = time.perf_counter() - self.started
+                warnings = doctor.result_of(self.parts.trainer).get("doctor")
                 with contextlib.suppress(OSError):  # the disk may be full
-                    status.end(self.folder, doctor.result_of(self.parts.trainer).get("doctor"))
+                    status.end(self.folder, seconds, warnings)
 
     def fit(self) -> None:
         """Fit the model; raise stopping.Interrupted if any process of the run got a signal."""

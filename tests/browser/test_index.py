@@ -122,7 +122,7 @@ def test_it_opens_soon(open_page, folder):
 
 def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(open_page, tmp_path):
     typed = ["dataset=csv", "dataset.path=data/houses.csv", "model=mlp", "seed=3"]
-    make_run(tmp_path / "a", typed, data="csv, path: data/houses.csv")
+    make_run(tmp_path / "a", typed, data="csv, path: data/houses.csv", rate=97.5 / 60)
     make_run(tmp_path / "b", ["model=cnn,mlp", "hydra.sweep.dir=runs/b"], status="stopped")
     now = time.time()
     (tmp_path / "b/status.json").write_text(json.dumps({"started": 1, "resumed": now - 600}))
@@ -137,7 +137,7 @@ def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(o
     )
     assert by_name == {"a": "seed=3", "b": "model=cnn,mlp"}
     assert " ".join(typed) in settings.evaluate_all("cells => cells.map(cell => cell.title)")
-    assert sorted(page.locator("#list td.seconds").all_inner_texts()) == ["10 min", "6.0 s"]
+    assert sorted(page.locator("#list td.seconds").all_inner_texts()) == ["1 min 38 s", "10 min"]
     page.fill("#filter", "dataset=csv")
     assert page.locator("#list tbody tr:not([hidden]) .name").all_inner_texts() == ["a"]
     assert page.locator("#hint").inner_text() == "Tick runs to compare their curves and settings."

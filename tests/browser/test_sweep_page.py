@@ -1,5 +1,6 @@
 """The page of a sweep of 500 jobs: what is hovered, brushed, sorted and copied."""
 
+import itertools
 import json
 import math
 import random
@@ -158,3 +159,38 @@ def test_it_stands_alone_and_is_legible(folder, open_page, width, scheme):
     assert opened.page.locator("#parallel svg").evaluate(outside) == 0
     # The box of a value covers the ends of the lines of its jobs.
     assert opened.page.locator("rect.choice").count() == 5
+
+
+def test_labels_of_axes_do_not_touch_and_pruned_jobs_have_their_value(open_page, tmp_path):
+    for i in range(4):
+        typed = [f"optimizer.weight_decay={10.0**-i}", f"model.hidden=[256,{i % 2}]"]
+        typed.append(f"optimizer.some_long_name={i}")
+        best = {"name": "val/acc", "mode": "max", "step": 10, "value": 0.75}  # all the same
+        result = {"overrides": typed, "best": best, "seconds": 1.0, "epoch": 2.0, "val/acc": 0.5}
+        if i == 3:
+            result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 2"}
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "result.json").write_text(json.dumps(result))
+    (tmp_path / "sweep.json").write_text("{}")
+    assert sweep.main([str(tmp_path)]) == 0
+    page = open_page(tmp_path / "sweep.html", width=390).page
+    boxes = "parts => parts.map(part => part.getBoundingClientRect()).map(({left, right}) => [left, right])"
+    for names in ("#parallel .name text:nth-of-type(1)", "#parallel .name .strong"):
+        ends = page.locator(names).evaluate_all(boxes)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends) if a[1] > a[0] and b[1] > b[0])
+    assert {"[256,0]", "[256,1]"} <= set(page.locator("#parallel text.choice").all_text_contents())
+    # The cross is at 0.5, below the three dots, which are at 0.75. Two have the same
+    # choice and are drawn side by side.
+    page.select_option("#setting", label="model.hidden")
+    places = page.locator("#scatter circle.job").evaluate_all(
+        "parts => parts.map(part => [part.cx.baseVal.value, part.cy.baseVal.value])"
+    )
+    assert len({y for _, y in places}) == 1 and len({x for x, _ in places}) == 3
+    top = page.locator("#scatter circle.job").first.bounding_box()["y"]
+    bottom = page.locator("#scatter path.grid").evaluate_all(
+        "parts => Math.max(...parts.map(part => part.getBoundingClientRect().bottom))"
+    )
+    cross = page.locator("#scatter path.cross").bounding_box()["y"]
+    assert top < cross < bottom
+    row = page.locator("#jobs tbody tr").last
+    assert row.locator("td.number.soft").inner_text().split("\n") == ["0.5000", "epoch 2"]

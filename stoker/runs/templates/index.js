@@ -36,8 +36,9 @@ function number(value) {
 
 function duration(seconds) {
   if (typeof seconds !== "number") return "";
-  if (seconds < 100) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.round(seconds / 60);
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60);
+  if (minutes < 10) return `${minutes} min ${rounded % 60} s`;
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
@@ -67,10 +68,10 @@ function placed([steps, values], width, height, across = scale(steps, 1), up = s
   return steps.map((step, i) => [width * across.at(step), height * (1 - up.at(values[i]))]);
 }
 
-function showMetric(cell, [name, value], job) {
+function showMetric(cell, [name, value], jobs) {
   put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
   cell.append(number(value));
-  if (job) put(cell, "span", "metric job", ` (job ${job})`); // the value of the best job, not a mean over seeds
+  if (jobs?.length) put(cell, "span", "metric job", jobs.length > 1 ? ` (mean of ${jobs.length})` : ` (job ${jobs[0]})`);
 }
 
 const columns = [ // [name, function that fills a cell, sort key, whether a first click sorts in descending order]
@@ -91,8 +92,8 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
   }, secondsOf, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
-  ["best", (cell, run) => run.best && showMetric(cell, run.best, run.job), run => run.best?.[1], true],
-  ["test", (cell, run) => run.test && showMetric(cell, run.test, run.job), run => run.test?.[1], true],
+  ["best", (cell, run) => run.best && showMetric(cell, run.best, run.jobs), run => run.best?.[1], true],
+  ["test", (cell, run) => run.test && showMetric(cell, run.test, run.jobs), run => run.test?.[1], true],
   ["curve", (cell, run) => {
     const curve = curveOf(run);
     if (!curve) return;

@@ -1,4 +1,5 @@
 // The plots of a sweep, drawn from the JSON in the page. The contents of the JSON are shown only as text.
+const pen = document.createElement("canvas").getContext("2d"); // measures text
 const sweep = JSON.parse(document.getElementById("sweep").textContent);
 const rows = [...document.querySelectorAll("#jobs tbody tr")];
 const brushes = new Map(); // {axis: [low, high]}, the selected range as fractions of the axis
@@ -10,9 +11,19 @@ const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
   return sweep.high ? share : 1 - share;
 });
 
+// Return a scale whose ticks include the smallest and the largest number if no tick is near them.
+function withEnds(numbers, steps) {
+  const {at, ticks} = scale(numbers, steps), shares = ticks.map(([share]) => share);
+  for (const number of [Math.min(...numbers), Math.max(...numbers)]) {
+    const share = at(number);
+    if (share < Math.min(...shares) - 0.06 || share > Math.max(...shares) + 0.06) ticks.push([share, String(+number.toPrecision(3))]);
+  }
+  return {at, ticks};
+}
+
 function axisOf(key, i) {
   if (key.numbers && key.numbers.length > 6) {
-    const {at, ticks} = scale(key.numbers, 5);
+    const {at, ticks} = withEnds(key.numbers, 5);
     return {name: key.name, ticks, rises: true, at: job => at(key.numbers[job.settings[i]])};
   }
   // Choices are listed from top to bottom; if there are few numbers, they rise from bottom to top.
@@ -25,9 +36,20 @@ function axisOf(key, i) {
   return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
 }
 
-const metric = scale(ranks.length ? ranks : [0], 6);
+const ends = sweep.jobs.map(endOf).filter(value => value !== null);
+const metric = withEnds(ends.length ? ends : [0], 6);
 const axes = sweep.keys.map(axisOf);
-const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === null ? null : metric.at(job.value)};
+const last = {name: sweep.metric, ticks: metric.ticks, at: job => endOf(job) === null ? null : metric.at(endOf(job))};
+
+// Return the value of a job, the last value of a pruned job, or null.
+function endOf(job) {
+  return job.value ?? job.last?.[0] ?? null;
+}
+
+function widthOf(text, font) {
+  pen.font = font;
+  return pen.measureText(text).width;
+}
 
 function isIn(job) {
   return [...brushes].every(([axis, [low, high]]) => {
@@ -37,7 +59,8 @@ function isIn(job) {
 }
 
 function colour(i) {
-  return sweep.jobs[i].value === null ? "var(--bad)" : `color-mix(in oklab, var(--val) ${Math.round(100 * shades[i])}%, var(--c3))`;
+  if (sweep.jobs[i].status !== "done") return sweep.jobs[i].status === "pruned" ? "var(--soft)" : "var(--bad)";
+  return `color-mix(in oklab, var(--val) ${Math.round(100 * shades[i])}%, var(--c3))`;
 }
 
 function isBest(i) {
@@ -56,7 +79,7 @@ function addLabel(svg, kind, x, y, height, label) {
   const text = shape(svg, "text", {y: y + 4, "text-anchor": "middle", class: kind}, label);
   const half = text.getComputedTextLength() / 2 + (kind === "choice" ? 7 : 3), middle = kind === "choice" ? Math.max(half + 1, x) : x + half + 2;
   text.setAttribute("x", middle);
-  text.before(shape(svg, "rect", {class: kind, x: middle - half, y: y - height / 2, width: 2 * half, height, rx: 4}));
+  if (kind === "choice") text.before(shape(svg, "rect", {class: kind, x: middle - half, y: y - height / 2, width: 2 * half, height, rx: 4}));
 }
 
 // Return the distance from a point to a polyline.
@@ -108,14 +131,35 @@ function light(chosen) {
 
 function say(job, event) {
   const settings = sweep.keys.map((key, i) => `${key.name}=${key.values[job.settings[i]]}`);
-  const value = job.value === null ? job.status : `${sweep.metric} ${job.shown}`;
+  const value = job.value !== null ? `${sweep.metric} ${job.shown}` : job.last ? `pruned at ${sweep.metric} ${+job.last[0].toPrecision(4)}, epoch ${+job.last[1].toPrecision(3)}` : job.status;
   showTip(event, [`job ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n"));
 }
 
+const LETTERS = 24; // in the names and values on an axis
+
+// Return the name of an axis in two lines: its group and its last part.
+function nameOf(axis) {
+  const names = axis.name.split("."), name = names.pop();
+  return [names.join("."), name].map(text => short(text, LETTERS));
+}
+
+// Return the room that the labels of an axis need: `before` and `right` of it for its values, `after` it for its name.
+function roomFor(axis) {
+  const [group, name] = nameOf(axis), font = "12px system-ui, sans-serif";
+  const values = Math.max(...axis.ticks.map(([, label]) => widthOf(short(label, LETTERS), font)));
+  const half = axis.value ? values / 2 + 10 : 0;
+  return {before: half, right: axis.value ? half : values + 12, after: 10 + Math.max(widthOf(group, font), widthOf(name, "600 13px system-ui, sans-serif"))};
+}
+
 function drawParallel(place) {
-  const all = ranks.length ? [...axes, last] : axes;
-  const width = Math.max(place.clientWidth, 84 * all.length + 6), height = 330, top = 48, bottom = height - 14;
-  const gap = (width - 106) / Math.max(1, all.length - 1), left = i => 30 + i * gap;
+  const all = ends.length ? [...axes, last] : axes;
+  const rooms = all.map(roomFor), first = Math.max(30, rooms[0].before), height = 330, top = 48, bottom = height - 14;
+  const gaps = rooms.map((room, i) => Math.max(room.after, room.right + (rooms[i + 1]?.before ?? 0)));
+  const least = first + gaps.reduce((a, b) => a + b), width = Math.max(place.clientWidth, Math.ceil(least));
+  const more = (width - least) / Math.max(1, all.length - 1);
+  const lefts = [first];
+  for (const gap of gaps.slice(0, -1)) lefts.push(lefts.at(-1) + gap + more);
+  const left = i => lefts[i];
   const y = share => bottom - (bottom - top) * share;
   const svg = canvas(place, width, height, "the settings and the result of each job");
   const plot = shape(svg, "g", {}), lines = [];
@@ -126,15 +170,14 @@ function drawParallel(place) {
     lines.push([i, points]);
   });
   all.forEach((axis, i) => {
-    const x = left(i), names = axis.name.split("."), name = names.pop(), letters = Math.floor(gap / 7);
-    const title = shape(svg, "g", {class: "name"}), start = Math.min(x, width - 8 * name.length);
+    const x = left(i), [group, name] = nameOf(axis), title = shape(svg, "g", {class: "name"});
     shape(title, "title", {}, axis.name);
-    shape(title, "text", {x: start, y: 14}, short(names.join("."), letters));
-    shape(title, "text", {x: start, y: 30, class: "strong"}, short(name, Math.floor(gap / 8)));
+    shape(title, "text", {x, y: 14}, group);
+    shape(title, "text", {x, y: 30, class: "strong"}, name);
     shape(svg, "path", {class: "axis", d: `M${x} ${top}V${bottom}`});
     for (const [share, label] of axis.ticks) {
-      if (axis.value) addLabel(svg, "choice", x, y(share), Math.max(20, 2 * axis.reach * (bottom - top) + 8), short(label, Math.max(6, Math.floor(gap / 12))));
-      else addLabel(svg, "number", x, y(share), 16, short(label, Math.max(6, letters - 1)));
+      if (axis.value) addLabel(svg, "choice", x, y(share), Math.max(20, 2 * axis.reach * (bottom - top) + 8), short(label, LETTERS));
+      else addLabel(svg, "number", x, y(share), 16, label);
     }
     const brush = shape(svg, "rect", {class: "brush", x: x - 7, width: 14, rx: 3});
     const show = () => {
@@ -168,14 +211,22 @@ function drawScatter(place) {
   const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
   const axis = axes[+document.getElementById("setting").value];
   const svg = canvas(place, width, height, `${sweep.metric} against ${axis.name}`);
-  document.getElementById("spread").textContent = axis.reach ? "Jobs with the same value are spread out sideways." : "";
   const across = axis.rises ? share => share : share => 1 - share; // choices are listed from left to right
   drawAxes(svg, left, top, wide, high, axis.ticks.map(([share, label]) => [across(share), label]), metric.ticks, axis.name);
-  const plot = shape(svg, "g", {}), lines = [];
+  const plot = shape(svg, "g", {}), lines = [], places = [];
+  for (const job of sweep.jobs) { // best first
+    const share = last.at(job), y = share === null ? top + high + 7 : top + high * (1 - share);
+    let x = left + wide * across(axis.at(job));
+    // Of jobs with the same choice, those with about the same result are drawn side by side.
+    const isTaken = at => axis.value && !axis.reach && places.some(place => Math.hypot(place[0] - at, place[1] - y) < 10);
+    for (let n = 1; isTaken(x); n++) x += n % 2 ? 12 * n : -12 * n;
+    places.push([x, y]);
+  }
+  const isSpread = axis.reach || sweep.jobs.some((job, i) => axis.value && places[i][0] !== left + wide * across(axis.at(job)));
+  document.getElementById("spread").textContent = isSpread ? "Jobs with the same value are spread out sideways." : "";
   order.forEach(i => {
-    const job = sweep.jobs[i];
-    const x = left + wide * across(axis.at(job)), share = last.at(job), y = top + high * (1 - (share ?? 0.02));
-    add(i, share === null ? shape(plot, "path", {class: "cross", d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`}) : shape(plot, "circle", {cx: x, cy: y, r: isBest(i) ? 6 : 4}));
+    const [x, y] = places[i];
+    add(i, sweep.jobs[i].value === null ? shape(plot, "path", {class: "cross", d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`}) : shape(plot, "circle", {cx: x, cy: y, r: isBest(i) ? 6 : 4}));
     lines.push([i, [[x, y]]]);
   });
   watch(svg, lines);
@@ -216,7 +267,7 @@ function draw() {
 }
 
 document.querySelectorAll("#jobs th").forEach((head, column) => {
-  const sorter = button("sort", head.textContent, () => {
+  const sorter = button("sort", "", () => {
     const up = head.getAttribute("aria-sort") !== "ascending";
     for (const part of document.querySelectorAll("#jobs th")) part.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", up ? "ascending" : "descending");
@@ -228,7 +279,8 @@ document.querySelectorAll("#jobs th").forEach((head, column) => {
     };
     rows[0].parentNode.append(...[...rows].sort(compare));
   });
-  head.replaceChildren(sorter);
+  sorter.replaceChildren(...head.childNodes); // with the places where a name may break
+  head.append(sorter);
 });
 rows.forEach((row, i) => {
   const inRow = sweep.jobs.map((job, j) => job.row === i ? j : -1).filter(j => j >= 0);
