@@ -198,7 +198,8 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     failed = "optimizer.lr=0.001 seed=0"
     reason = "model.dropout=2.0: give a number of at least 0 and at most 0.95."
     assert rows[2][2] == f"{failed}: {reason}"
-    assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
+    assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; the table is in sweep.csv"
+    assert line_of(swept.out, "report") == "all/sweep.html"
     assert line_of(swept.out, "best") == f"{PROGRAM} {shlex.join(JOB)} {expected[0][1][-1]}"
     reports = {path.parent.name for path in swept.folder.glob("*/report.html")}
     assert reports == {str(i) for i in (0, 2, 4, 6, 8, 10)}  # ten seconds are enough for short jobs

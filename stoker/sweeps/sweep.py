@@ -155,8 +155,9 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     # Commands are not wrapped, so that you can copy them.
     if best:
         print(printable(f"best     {best}"), flush=True)
-    place = printable(sweep.folder)
-    terminal.show(f"sweep    {place}: {summary}; also in sweep.csv and sweep.html")
+    page_path = sweep.folder / "sweep.html"
+    terminal.show(printable(f"sweep    {sweep.folder}: {summary}; the table is in sweep.csv"))
+    terminal.show(printable(f"report   {page_path}"))
     if again:
         print(printable(f"resume   {again}"), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
@@ -164,7 +165,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
         draw_reports(sweep)
     typed = again or jobs.command_to_continue(sweep.folder)
     html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
-    files.write_text(sweep.folder / "sweep.html", html)
+    files.write_text(page_path, html)
     index.update(sweep.folder)
 
 
