@@ -211,7 +211,7 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
         "model    MLP, 85,002\n         parameters and more"
     )
     for command in (
-        "         python train.py evaluate run=x",
+        "evaluate python train.py evaluate run=x",
         "resume   python train.py run_dir=x",
         "Do: python3.12 train.py x=1234",
         "run      runs/the_name_of_a_long_run",

@@ -257,7 +257,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     yield f"run      {folder}"
     again = result.script
     if again is None:
-        yield f"         {command_for('evaluate', folder, packages)}"
+        yield f"evaluate {command_for('evaluate', folder, packages)}"
         again = command(
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )
