@@ -120,7 +120,7 @@ def test_the_loss_and_a_gradient_are_told_apart(kind, said, log_every):
     trainer = make_trainer(kind=kind, callbacks=[NaNGuard()], log_every=log_every)
     first, second = failure(trainer)
     assert f": {said}" in first
-    assert second == "Type a lower optimizer.lr, or max_grad_norm=1."
+    assert second == "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1."
     # The Trainer is left before the step.
     assert trainer.step == 6
     whole = make_trainer(callbacks=[StopAt(6)])

@@ -213,8 +213,8 @@ def examine(
 
 def advice(trainer: "Trainer") -> str:
     if trainer.dtype is torch.float16:
-        return "Type a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
-    return "Type a lower optimizer.lr, or max_grad_norm=1."
+        return "Use a lower optimizer.lr, max_grad_norm=1, or precision=bf16 instead of fp16."
+    return "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1."
 
 
 def rate(trainer: "Trainer") -> str:

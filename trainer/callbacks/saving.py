@@ -151,7 +151,7 @@ class Checkpoint(Monitor):
             symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
                 f"{symptom}, so no checkpoint is saved.\n"
-                "Type a lower optimizer.lr, or max_grad_norm=1.",
+                "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1.",
                 symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
