@@ -774,7 +774,10 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert failed.code == 3 and warned and result["will_repeat"]
     assert result["doctor"] == ["\n".join(lines) for lines in warned]
     page = page_of(tmp_path / "failed")
-    assert "What the doctor found" in page.all("h2")
+    assert "What the doctor found" in page.all("h2") and "Versions" in page.all("h2")
+    samples = read(tmp_path / "failed", "status.json")["samples"]
+    counts = f"{samples['train']:,} training + {samples['val']:,} validation samples"
+    assert page.all("p", "soft")[0].endswith(f", cpu, fp32, {counts}")
     shown = [*page.all("p"), *page.all("pre"), *page.all("td")]
     assert not [text for text in shown if re.search(r"\de\+\d", text)]  # 1e30, as it was typed
     result = read(tmp_path / "run", "result.json")
