@@ -1245,8 +1245,11 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         if tag == "th" and "title" in attributes
     ]
     assert "Most confused" in shown.all("h3")
+    samples = "From the 359 test samples; the index counts from 0 within this split."
+    assert shown.all("p").count(samples) == 1
     if size == 50:
         assert len(heads) == 20  # the bars of the lowest ones
+        assert any(text.endswith(", lowest first: 20 of 50 classes.") for text in shown.all("p"))
         assert len(shown.all("details")) == 2 and not shown.all("td", "cell")
         [listed, _] = shown.all("details")
         assert listed.index(names[3]) < listed.index(names[9]) < listed.index(names[0])
