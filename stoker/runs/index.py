@@ -210,7 +210,7 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     """
     from stoker.runs.plots import limit, thin
 
-    curves = {}
+    curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
         points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:

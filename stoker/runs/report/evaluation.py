@@ -42,8 +42,12 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
         if described:
             names = list(described[0]["cells"])
             rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
-            group = {"title": title, "samples": described, "table": (names, rows)}
-            group["has_index"] = any(not one.file and one.line is None for one in samples)
+            group = {
+                "title": title,
+                "samples": described,
+                "table": (names, rows),
+                "has_index": any(not one.file and one.line is None for one in samples),
+            }
             groups.append(group)
     return groups
 
