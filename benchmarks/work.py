@@ -333,4 +333,6 @@ def mfu(job, step_us):
     sample = flops.per_sample(model(job), job.in_shape)
     dtype = None if job.precision == "fp32" else torch.bfloat16
     peak = flops.peak(torch.device(job.device), dtype)
+    if job.device == "cpu":
+        peak *= torch.get_num_threads()
     return sample * job.batch_size / (1e-6 * step_us) / peak

@@ -86,7 +86,7 @@ def columns_line(about: Description) -> str:
     categories: town (3)".
     """
     classes = about["classes"]
-    meaning = "a number to predict"
+    meaning = "a number to predict, standardized for the loss"
     if classes is not None:
         meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
     numbers = []

@@ -58,13 +58,23 @@ def test_a_model_of_other_inputs_and_one_without_weights_have_no_count():
 
 def test_a_peak_that_the_training_exceeds_is_not_shown():
     trainer = Trainer(nn.Linear(6, 4), device="cpu")
-    peak = flops.peak(torch.device("cpu"), None)
+    peak = torch.get_num_threads() * flops.peak(torch.device("cpu"), None)
     for share, known in ((0.5, True), (2.36, False)):
         told = flops.efficiency(trainer, (6,), share * peak / 96)
         assert told["flops_per_second"] == pytest.approx(share * peak)
         assert told["mfu"] == (pytest.approx(share) if known else None)
         assert told["peak_flops"] == (peak if known else None)
         assert told["peak_threads"] == (torch.get_num_threads() if known else None)
+
+
+def test_the_peak_is_that_of_the_threads_that_trained():
+    trainer = Trainer(nn.Linear(6, 4), device="cpu")
+    one = flops.peak(torch.device("cpu"), None)
+    for threads in (1, 3):
+        told = flops.efficiency(trainer, (6,), 100.0, threads=threads)
+        assert told["peak_threads"] == threads
+        assert told["peak_flops"] == threads * one
+        assert told["mfu"] == pytest.approx(9600 / threads / one)
 
 
 class Products(TorchDispatchMode):

@@ -240,9 +240,9 @@ def test_a_new_project_trains_and_prints_commands_that_work(forks, tmp_path):
     inner = tmp_path / "blue_net"
     trained = forks.run(inner, "epochs=1", "report=false")
     assert trained.code == 0 and "model    Net, 1,251 parameters" in trained.out, trained.err
-    [command] = [line.strip() for line in trained.out.splitlines() if " evaluate run=" in line]
-    assert command.startswith(PROGRAM) and "run=runs/" in command
-    words = shlex.split(command.removeprefix(PROGRAM))
+    [line] = [line for line in trained.out.splitlines() if " evaluate run=" in line]
+    assert line.startswith(f"evaluate {PROGRAM} ") and "run=runs/" in line
+    words = shlex.split(line.removeprefix(f"evaluate {PROGRAM}"))
     evaluated = forks.run(inner, *words)
     assert evaluated.code == 0 and "\ntest     loss " in evaluated.out, evaluated.err
     without = ["experiment=null", "epochs=1"]

@@ -774,7 +774,10 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert failed.code == 3 and warned and result["will_repeat"]
     assert result["doctor"] == ["\n".join(lines) for lines in warned]
     page = page_of(tmp_path / "failed")
-    assert "What the doctor found" in page.all("h2")
+    assert "What the doctor found" in page.all("h2") and "Versions" in page.all("h2")
+    samples = read(tmp_path / "failed", "status.json")["samples"]
+    counts = f"{samples['train']:,} training + {samples['val']:,} validation samples"
+    assert page.all("p", "soft")[0].endswith(f", cpu, fp32, {counts}")
     shown = [*page.all("p"), *page.all("pre"), *page.all("td")]
     assert not [text for text in shown if re.search(r"\de\+\d", text)]  # 1e30, as it was typed
     result = read(tmp_path / "run", "result.json")
@@ -1062,6 +1065,32 @@ def test_a_logarithmic_axis(values, ticks):
     )
 
 
+def test_spikes_that_dwarf_the_other_values_are_cut_off():
+    falling = [(step, 3 + 40 / step) for step in range(1, 21)]
+    assert plots.limit([falling]) == math.inf
+    spike = [*falling[:5], (6, 246.2), *falling[6:]]
+    assert plots.limit([spike]) == 43
+    assert plots.limit([falling, spike]) == 43
+    wide = [*falling[:5], (6, 246.2), (7, 240.0), *falling[7:]]
+    assert plots.limit([wide]) == 43
+    for more in (
+        [*falling[:5], (6, 110.0), *falling[6:]],  # not three times as high
+        [(1, 246.2), *falling[1:]],
+        [*falling[:-1], (20, 246.2)],
+        [(x, 200.0 if x > 10 else 1.0) for x, _ in falling],  # not few
+        [*spike[2:9]],  # too few points to tell
+        [(x, 246.2 if x == 5 else 1.0) for x, _ in falling],  # no range
+    ):
+        assert plots.limit([more]) == math.inf
+    svg = plots.curves({"val": spike}, "the loss", {"val": "val"}, end=20)
+    assert "↑ max 246" in svg and "6,246.2" in svg and ">60<" not in svg and ">50<" in svg
+    ends = svg.index('class="curve"')
+    path = re.search(r' d="M([^"]*)"', svg[ends:])[1]
+    heights = [float(place.split()[1]) for place in path.split("L")]
+    assert min(heights) == heights[5] == plots.TOP
+    assert "max" not in plots.curves({"val": falling}, "the loss", {"val": "val"}, end=20)
+
+
 def test_a_curve_has_its_values_and_their_places():
     svg = plots.curves(
         {"val": [(0, 2), (50, 1), (200, 0)]}, "loss", {"val": "val"}, best=(50, 1), warmup=10
@@ -1255,8 +1284,11 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         if tag == "th" and "title" in attributes
     ]
     assert "Most confused" in shown.all("h3")
+    samples = "From the 359 test samples; the index counts from 0 within this split."
+    assert shown.all("p").count(samples) == 1
     if size == 50:
         assert len(heads) == 20  # the bars of the lowest ones
+        assert any(text.endswith(", lowest first: 20 of 50 classes.") for text in shown.all("p"))
         assert len(shown.all("details")) == 2 and not shown.all("td", "cell")
         [listed, _] = shown.all("details")
         assert listed.index(names[3]) < listed.index(names[9]) < listed.index(names[0])

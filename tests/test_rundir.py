@@ -303,6 +303,19 @@ def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
         assert result == expected
 
 
+def test_a_step_is_also_told_as_an_epoch_where_a_run_has_several():
+    texts = {}
+    for step, last, epochs in ((238, 280, 20.0), (150, 150, 37.5), (20, 200, 1.0), (7, None, None)):
+        result = RunResult(numbers={"step": last, "epoch": epochs})
+        texts[step] = result.moment(step)
+    assert texts == {
+        238: "epoch 17 (step 238)",
+        150: "epoch 37.5 (step 150)",
+        20: "step 20",
+        7: "step 7",
+    }
+
+
 @pytest.mark.skipif(
     not hasattr(os, "waitid"), reason="only some systems keep processes that have ended"
 )

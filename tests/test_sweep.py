@@ -584,7 +584,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     )
     with lock.held(tmp_path / "1"):
         assert sweep.main([str(tmp_path)]) == 0
-    *rows, last = capsys.readouterr().out.splitlines()
+    *rows, last, _ = capsys.readouterr().out.splitlines()
     assert [re.split(" {2,}", row)[:2] for row in rows[1:]] == [
         ["1", "running"],
         ["0", "unfinished"],

@@ -351,7 +351,7 @@ def test_the_line_on_the_columns_says_what_they_were_taken_for(table):
     data = table("zip,hour,y\n" + "\n".join(lines), target="y")
     assert columns_line(data.description()) == "y: 2 classes (0, 1); numbers: zip, hour"
     data = table("zip,hour,y\n" + "\n".join(lines), target="hour", categorical=["y"])
-    said = "hour: a number to predict; numbers: zip; categories: y (2)"
+    said = "hour: a number to predict, standardized for the loss; numbers: zip; categories: y (2)"
     assert columns_line(data.description()) == said
 
 

@@ -129,6 +129,18 @@ def test_a_table_that_is_too_wide_loses_its_least_useful_columns(
     assert drawn and all(len(one.split()) == len(names) + 1 for one in drawn)
 
 
+def test_the_mark_of_a_new_best_is_next_to_the_number_that_decides(monkeypatch, tmp_path):
+    screen = open_screen(monkeypatch, 100)
+    watch = fit(tmp_path, epochs=2, metrics={"acc": Accuracy(), "more": Accuracy()})
+    lines = left(screen)
+    (start,) = [i for i, line in enumerate(lines) if line.startswith(" epoch ")]
+    assert "val/acc    best  val/more" in lines[start]
+    assert 8 in watch.best
+    (row,) = [row for row in watch.rows if row["step"] == 8 and "val/acc" in row]
+    value = f"{row['val/acc']:.4f}"
+    assert f" {value}  *         {value} " in lines[start + 1]
+
+
 def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_path):
     screen = open_screen(monkeypatch)
 
@@ -144,12 +156,12 @@ def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_pat
 
 def test_a_header_is_printed_again_where_a_column_grows(monkeypatch, tmp_path):
     screen = open_screen(monkeypatch)
-    fit(tmp_path, epochs=200, max_steps=1201, eval_every=1000)  # 8 steps an epoch
+    fit(tmp_path, epochs=150, eval_every=1001)  # 8 steps an epoch
     rows = [line for line in left(screen) if re.match(r" *(epoch|\d|1,\d)", line)]
-    number = next(i for i, line in enumerate(rows) if line.lstrip().startswith("125/151"))
-    last = rows[-1]
-    assert "150.12/151" in last and rows[-2].split()[:2] == ["epoch", "step"]
-    assert rows[-2].index("step") + 4 == last.index("1,201/1,201") + 11 and number < len(rows) - 2
+    number = next(i for i, line in enumerate(rows) if line.startswith("125.12/150 "))
+    header = rows[number - 1]
+    assert rows[number - 2].split()[0] == "125/150" and header.split()[:2] == ["epoch", "step"]
+    assert header.index("step") + 4 == rows[number].index("1,001/1,200") + 11
 
 
 def test_a_table_that_is_too_wide_becomes_lines_of_names_and_values(monkeypatch, tmp_path):
@@ -199,7 +211,7 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
         "model    MLP, 85,002\n         parameters and more"
     )
     for command in (
-        "         python train.py evaluate run=x",
+        "evaluate python train.py evaluate run=x",
         "resume   python train.py run_dir=x",
         "Do: python3.12 train.py x=1234",
         "run      runs/the_name_of_a_long_run",
@@ -229,6 +241,14 @@ def test_large_counts_of_epochs_have_separators():
     assert progress.place(place) == {"epoch": "1,200/1,500", "step": "4,800/6,000"}
     place.step = 8
     assert progress.place(place) == {"epoch": "    2/1,500", "step": "    8/6,000"}
+
+
+def test_a_run_that_ends_within_an_epoch_counts_a_part_of_it():
+    place = types.SimpleNamespace(total_steps=150, steps_per_epoch=4, max_steps=150, step=1)
+    shown = []
+    for place.step in (1, 148, 150):
+        shown.append(progress.place(place)["epoch"])
+    assert shown == ["0.25/37.5", "  37/37.5", "37.5/37.5"]
 
 
 @pytest.mark.slow

@@ -423,7 +423,7 @@ def test_the_sentence_is_said_after_the_first_epoch(capsys):
     clock = Clock(at_least=0.015)
     fitted(Slow(60, clock), callbacks=[Progress()], epochs=2)
     lines = capsys.readouterr().out.splitlines()
-    said = [i for i, line in enumerate(lines) if line.startswith("speed    the CPU waited")]
+    said = [i for i, line in enumerate(lines) if line.startswith("speed    so far, the CPU waited")]
     assert len(said) == 1 and lines[said[0] - 1].startswith("epoch 1/2")
 
 

@@ -12,7 +12,7 @@ from typing import TextIO
 INDENT = " " * 9  # aligned with the text of lines such as "model    MLP, 85,002 parameters"
 STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
 # Matches lines with a command, which are not wrapped, so that you can copy them.
-COMMAND = re.compile(r"(^|: |^(?:resume|train|best) +)(\S*python[\d.]*|stoker|torchrun) ")
+COMMAND = re.compile(r"(^|: |^(?:evaluate|resume|train|best) +)(\S*python[\d.]*|stoker|torchrun) ")
 
 
 def is_terminal(file: TextIO) -> bool:

@@ -26,28 +26,30 @@ def efficiency(
     in_shape: tuple[int, ...] | None,
     samples_per_second: float | None,
     tokens: bool = False,
+    threads: int | None = None,
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
     `mfu` is the achieved fraction of the combined peak of all devices. If training was faster than
     the measured peak, the measurement was wrong, and both `peak_flops` and `mfu` are None. On the
-    CPU, the peak is that of `peak_threads` threads.
+    CPU, the peak is that of `peak_threads` threads: the `threads` that trained (by default, the
+    current number) in each process.
     """
     flops = per_sample(trainer.module, in_shape, tokens)
     achieved = flops * samples_per_second if flops and samples_per_second else None
+    workers = parallel.process_count
+    if trainer.device.type == "cpu":
+        workers *= threads or torch.get_num_threads()
     best = None
     with contextlib.suppress(RuntimeError):  # not enough memory for the matrices
-        best = peak(trainer.device, trainer.dtype) * parallel.process_count
-    threads = None
-    if trainer.device.type == "cpu":
-        threads = torch.get_num_threads() * parallel.process_count
+        best = peak(trainer.device, trainer.dtype) * workers
     if achieved and best and achieved > best:  # the device was busy when its peak was measured
         best = None
     return {
         "flops_per_sample": flops,
         "flops_per_second": achieved,
         "peak_flops": best,
-        "peak_threads": threads if best else None,
+        "peak_threads": workers if best and trainer.device.type == "cpu" else None,
         "mfu": achieved / best if achieved and best else None,
     }
 
@@ -102,16 +104,15 @@ def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
     The matrices are random: with equal numbers, a GPU draws less power and is faster than in real
-    work (by 13% on an H200). On the CPU, the result is that of one thread, times the number of
-    threads: a short product in one thread is likely to finish undisturbed by other programs.
+    work (by 13% on an H200). On the CPU, the result is that of one thread: a short product in one
+    thread is likely to finish undisturbed by other programs.
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)
     matrix = torch.randn(
         width, width, dtype=dtype or torch.float32, device=device, generator=generator
     )
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    with tuning.one_thread() if threads > 1 else contextlib.nullcontext():
+    with tuning.one_thread() if device.type == "cpu" else contextlib.nullcontext():
         devices.synchronize(device)
         times = [time.perf_counter()]
         while len(times) < 3 or times[-1] - times[0] < ENOUGH:
@@ -119,4 +120,4 @@ def peak(device: torch.device, dtype: torch.dtype | None) -> float:
             devices.synchronize(device)
             times.append(time.perf_counter())
     shortest = min(end - start for start, end in itertools.pairwise(times))
-    return threads * 2 * width**3 / shortest
+    return 2 * width**3 / shortest

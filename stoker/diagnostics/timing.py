@@ -144,7 +144,7 @@ class Timing(Callback):
         self.said = self.sentence(trainer, self.split(trainer))
         for callback in trainer.callbacks:
             if isinstance(callback, Progress) and self.said is not None:
-                callback.write(f"speed    {self.said}")
+                callback.write(f"speed    so far, {self.said}")
 
     def enter(self, name: str) -> None:
         """Note that a span has started."""

@@ -9,6 +9,7 @@ run's files. The files, which are untrusted, are read again only if their state 
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -200,16 +201,22 @@ def shown(value: object) -> str:
     return printable(" ".join(str(value).split()))[:MOST_TEXT]
 
 
-def curves_of(rows: list[Row], name: str) -> dict[str, list[list[float]]]:
-    """Return {metric: [steps, values]} for the losses and for `name`."""
-    from stoker.runs.plots import thin
+def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
+    """Return {metric: [steps, values]} for the losses and for `name`.
 
-    curves = {}
+    If spikes dwarf the other values, a third entry is the largest value to draw in a small curve.
+    """
+    from stoker.runs.plots import limit, thin
+
+    curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
         points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
             values = [float(f"{value:.4g}") for _, value in points]
             curves[shown(key)] = [[step for step, _ in points], values]
+            most = limit([points])
+            if most < math.inf:
+                curves[shown(key)].append(float(f"{most:.4g}"))
     return curves
 
 

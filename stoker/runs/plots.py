@@ -4,13 +4,14 @@ Curves keep their values in `data-points`, which templates/script.js shows and s
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from markupsafe import Markup
 
 from stoker.runs.page import render
+from stoker.trainer.number_format import brief
 
 Points = Sequence[tuple[float, float]]
 
@@ -23,6 +24,8 @@ RIGHT = 346
 FOOT = 186
 TOP = 8
 SMALLEST = 1e-100  # smaller values are drawn as 0
+SPIKES = 1 / 8  # largest fraction of a curve's points that can be spikes
+DWARFS = 3  # how many times as high as all other values a spike is
 
 
 @dataclass
@@ -55,14 +58,15 @@ class Plot:
     ylabel: str = ""
     epochs: float = 0  # epochs per step
     marks: list[dict[str, str]] = field(default_factory=list)
+    peak: tuple[float, str] | None = None  # (x, label) of a spike that is cut off at the top
 
     def across(self, x: float) -> float:
         """Return the x coordinate of a value in pixels."""
         return round(LEFT + (RIGHT - LEFT) * self.x.fraction(x), 1)
 
     def up(self, y: float) -> float:
-        """Return the y coordinate of a value in pixels."""
-        return round(FOOT + (TOP - FOOT) * self.y.fraction(y), 1)
+        """Return the y coordinate of a value in pixels. Values above the axis are cut off."""
+        return round(FOOT + (TOP - FOOT) * min(1.0, self.y.fraction(y)), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
         """Draw a path with an optional `colour`. The page shows `name` and `points` if given."""
@@ -161,15 +165,20 @@ def curves(
     The steps go from 0 to `end`, or further if a curve does.
 
     `colours` maps each curve to a CSS variable of the page. The axis is logarithmic if the largest
-    value is over `far` times the smallest. `epochs` is the number of epochs per step.
+    value is over `far` times the smallest. `epochs` is the number of epochs per step. Spikes above
+    the `limit` of the curves are cut off, and the highest one is labeled.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
     steps = [x for points in drawn.values() for x, _ in points]
-    values = [y for points in drawn.values() for _, y in points]
+    most = limit(drawn.values())
+    values = [min(y, most) for points in drawn.values() for _, y in points]
     x = linear([0, end, *steps], 5)
     last = float(max(0, end, *steps)) or x.high
     x = replace(x, high=last, ticks=[tick for tick in x.ticks if tick[0] <= last])
     plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
+    top = max((point for points in drawn.values() for point in points), key=itemgetter(1))
+    if top[1] > most:
+        plot.peak = (plot.across(top[0]), f"max {brief(top[1])}")
     if warmup:
         plot.box("warmup", 0, min(warmup, plot.x.high), plot.y.high)
     for name, points in drawn.items():
@@ -178,6 +187,23 @@ def curves(
         plot.rule(best[0])
         plot.dots("best", [best], "val")
     return plot.svg()
+
+
+def limit(lines: Collection[Points]) -> float:
+    """Return the largest value to draw: infinity, unless a few spikes dwarf all other values.
+
+    The first and the last point of a curve are never spikes: a loss starts high, and an accuracy
+    ends high.
+    """
+    ends = [points[i][1] for points in lines for i in (0, -1)]
+    inner = sorted((y for points in lines for _, y in points[1:-1]), reverse=True)
+    low = min([*ends, *inner])
+    limits = []
+    for i in range(int(SPIKES * len(inner))):
+        rest = max(*ends, inner[i + 1])
+        if inner[i] - low > DWARFS * (rest - low) > 0:
+            limits.append(rest)
+    return min(limits, default=math.inf)
 
 
 def fractions(

@@ -14,7 +14,7 @@ from stoker.runs.provenance import Revision
 from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
-from stoker.trainer.number_format import number
+from stoker.trainer.number_format import brief, number
 from stoker.trainer.stopping import StopReason
 from stoker.trainer.typed import is_number, typed
 
@@ -143,6 +143,15 @@ class RunResult:
             metrics[self.best.name] = self.best.value
         return metrics
 
+    def moment(self, step: int | None) -> str:
+        """Return 'epoch 7 (step 140)', or only the step if the whole run is a single epoch."""
+        last = self.numbers.get("step")
+        epochs = self.numbers.get("epoch")
+        text = f"step {step:,}"
+        if not step or not last or not epochs or epochs <= 1:
+            return text
+        return f"epoch {brief(step / last * epochs)} ({text})"
+
     def add_rows(self, path: Path) -> None:
         """Add the last value of each metric in a metrics.jsonl, and the training speed."""
         rows = read_rows(path)
@@ -234,7 +243,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     """
     if result.best is not None:
         best = result.best
-        yield f"best     {best.name} {number(best.value)} at step {best.step:,}"
+        yield f"best     {best.name} {number(best.value)} at {result.moment(best.step)}"
     tested = numbers(result.numbers, "test")
     if tested:
         yield f"test     {tested}"
@@ -248,7 +257,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     yield f"run      {folder}"
     again = result.script
     if again is None:
-        yield f"         {command_for('evaluate', folder, packages)}"
+        yield f"evaluate {command_for('evaluate', folder, packages)}"
         again = command(
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )

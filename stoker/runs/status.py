@@ -1,4 +1,4 @@
-"""status.json: when a run began and ended, on which machine, and its planned length."""
+"""status.json: when a run began and ended, on what it trains, and its planned length."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.runs import json_files, lock
 from stoker.runs.directory import STATUS
+from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class Status:
     total_steps: int | None = None
     machine: str | None = None
     doctor: list[str] | None = None  # the doctor's warnings
+    device: str | None = None
+    precision: str | None = None
+    samples: dict[str, int] | None = None  # by split, without the test split
+    versions: dict[str, str] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Status":
@@ -41,14 +46,24 @@ def begin(folder: Path, trainer: "Trainer") -> None:
     """Record that training starts or resumes."""
     if trainer.step == trainer.total_steps:  # the run is only being tested again
         return
+    from stoker.data.description import samples_in
+    from stoker.trainer import summary
+    from stoker.trainer.loading import by_name
+
     before = Status.read(folder) if trainer.step else Status()
     now = round(time.time(), 1)
+    loaders = {"train": trainer.train_loader, **by_name(trainer.val_loader)}
+    counts = {name: samples_in(loader) for name, loader in loaders.items()}
     status = Status(
         started=before.started or now,
         resumed=now,
         step=trainer.step,
         total_steps=trainer.total_steps,
         machine=machine(trainer.device),
+        device=str(trainer.device),
+        precision=summary.precision(trainer),
+        samples={name: count for name, count in counts.items() if count is not None},
+        versions=versions(),
     )
     json_files.write_json(folder / STATUS, dataclasses.asdict(status))
 

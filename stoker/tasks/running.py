@@ -36,6 +36,7 @@ class Run:
         draws: Whether to draw the report.
         loggers: The loggers that receive the result.
         script: The command of the script that trains; None if the command `stoker` trains.
+        threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
 
@@ -48,6 +49,7 @@ class Run:
     draws: bool
     loggers: Sequence["Logger"] = ()
     script: str | None = None
+    threads: int | None = None
     result: RunResult | None = None
 
     def train(self, threads: contextlib.AbstractContextManager[Any] | None = None) -> None:
@@ -96,12 +98,15 @@ class Run:
 
     def fit(self) -> None:
         """Fit the model; raise stopping.Interrupted if any process of the run got a signal."""
+        import torch
+
         from stoker.trainer import parallel
 
         trainer = self.parts.trainer
         train_loader, val_loader, _ = self.parts.loaders
         with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
+            self.threads = torch.get_num_threads()
             signaled_ranks = parallel.add_up(int(stopping.received is not None))
         if signaled_ranks and stopping.received is None:
             signals.record(signal.SIGTERM)
@@ -181,7 +186,11 @@ class Run:
         from stoker.diagnostics import flops
 
         more: dict[str, Any] = flops.efficiency(
-            self.parts.trainer, data.in_shape, result.samples_per_second, data.tokens is not None
+            self.parts.trainer,
+            data.in_shape,
+            result.samples_per_second,
+            tokens=data.tokens is not None,
+            threads=self.threads,
         )
         dataclasses.replace(result, **more).write(self.folder)
 

@@ -1,6 +1,5 @@
 """The callback that prints the progress of a fit."""
 
-import math
 import sys
 import time
 from collections import defaultdict
@@ -125,9 +124,11 @@ class Progress(Callback):
         self.is_evaluated = False
         self.last_line = time.monotonic()
         if self.table is not None:
-            mark = "*" if self.best is not None and self.best["step"] == trainer.step else ""
+            is_best = self.best is not None and self.best["step"] == trainer.step
+            # left-aligned, next to the number
+            mark = "*     " if is_best else ""
             rates = {"lr": self.rates.get("lr", ""), "samples/s": speed}
-            row = {**cells, "best": mark, **rates}
+            row = {**self.marked(cells, mark), **rates}
             less = ["lr", "step", "samples/s"] if "epoch" in cells else ["lr", "samples/s"]
             for name in ("", *less):
                 row.pop(name, None)
@@ -139,6 +140,16 @@ class Progress(Callback):
         if speed:
             parts.append(f"{speed} samples/s")
         self.write("  ".join(parts))
+
+    def marked(self, cells: dict[str, str], mark: str) -> dict[str, str]:
+        """Return the cells with the column "best" right of the monitored number."""
+        monitored = self.monitor.name.replace("train/loss", "loss") if self.monitor else ""
+        row = {}
+        for name, text in cells.items():
+            row[name] = text
+            if name == monitored:
+                row["best"] = mark
+        return {**row, "best": mark}
 
     def write(self, text: str) -> None:
         """Print a line of text. If there is a table, print it above the current step's line."""
@@ -154,7 +165,9 @@ def place(trainer: "Trainer") -> dict[str, str]:
     cells = {"step": f"{trainer.step:{len(steps)},}/{steps}"}
     if trainer.steps_per_epoch == trainer.max_steps:
         return cells
-    epochs = f"{math.ceil(trainer.total_steps / trainer.steps_per_epoch):,}"
+    epochs = f"{round(trainer.total_steps / trainer.steps_per_epoch, 2):,.10g}"
     done = trainer.step / trainer.steps_per_epoch
-    decimals = 0 if done.is_integer() else 2
-    return {"epoch": f"{done:{len(epochs)},.{decimals}f}/{epochs}", **cells}
+    text = f"{done:,.{0 if done.is_integer() else 2}f}"
+    if trainer.step == trainer.total_steps:
+        text = epochs
+    return {"epoch": f"{text:>{len(epochs)}}/{epochs}", **cells}

@@ -209,12 +209,11 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
 
 
 def advice(trainer: "Trainer") -> str:
-    """Return what to type if the weights become too large; do not propose what has no effect."""
-    ways = ["a lower optimizer.lr"]
+    """Return what to do if the weights become too large; do not propose what has no effect."""
+    others = []
     if trainer.max_grad_norm is None and step_uses(type(trainer), "max_grad_norm"):
-        ways.append("max_grad_norm=1")
+        others.append("max_grad_norm=1")
     if trainer.dtype is torch.float16:
-        ways.append("precision=bf16 instead of fp16")
-    if len(ways) > 1:
-        ways[-1] = f"or {ways[-1]}"
-    return f"Type {', '.join(ways)}."
+        others.append("precision=bf16 instead of fp16")
+    further = f" If that is not enough, set {' or '.join(others)}." if others else ""
+    return f"Use a lower optimizer.lr.{further}"

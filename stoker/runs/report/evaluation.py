@@ -23,7 +23,7 @@ Figure = dict[str, Any]  # {"title", "note", "svg"}
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return three groups of samples: highest loss, highest entropy, and random.
 
-    Each group is {"title", "samples", "table"}.
+    Each group is {"title", "samples", "table", "has_index"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
@@ -42,7 +42,13 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
         if described:
             names = list(described[0]["cells"])
             rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
-            groups.append({"title": title, "samples": described, "table": (names, rows)})
+            group = {
+                "title": title,
+                "samples": described,
+                "table": (names, rows),
+                "has_index": any(not one.file and one.line is None for one in samples),
+            }
+            groups.append(group)
     return groups
 
 
@@ -53,7 +59,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
     elif evaluation.unit == "samples":
         labels = [evaluation.classes[label] for label in labels]
-    line = f"index {sample.index:,}" if sample.line is None else f"line {sample.line:,}"
+    line = f"index {sample.index}" if sample.line is None else f"line {sample.line}"
     cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
     if evaluation.kind == "regression" and evaluation.targets == 1:
         cells["error"] = brief(sample.predicted[0] - sample.true[0])

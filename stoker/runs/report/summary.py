@@ -17,7 +17,8 @@ MOST_ERROR = 600  # characters in an error, whose last line says what to type
 def about(run: Run) -> str:
     """Return a line such as 'MLP on digits, cpu, fp32, 1,258 training samples'."""
     target = run.evaluation.target if run.evaluation else None
-    samples = run.result.samples or {}
+    known = run.result if run.result.device else run.status
+    samples = known.samples or {}
     counts = []
     for name, word in SPLITS.items():
         if name in samples:
@@ -27,8 +28,8 @@ def about(run: Run) -> str:
     parts = [
         " on ".join(filter(None, [target_name(run, "model"), data_name(run)])),
         f"target {target}" if target else "",
-        one_line(run.result.device),
-        one_line(run.result.precision),
+        one_line(known.device),
+        one_line(known.precision),
         f"{' + '.join(counts)} samples" if counts else "",
     ]
     return ", ".join(filter(None, parts))
