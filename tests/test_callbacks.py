@@ -340,7 +340,7 @@ def test_an_overflow_in_fp16_says_bf16():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan, .*\n.*or precision=bf16",
+        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan, .*\n.*set .*precision=bf16",
     ):
         trainer.fit(*loaders())
 

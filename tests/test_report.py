@@ -912,9 +912,9 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
 
 def test_a_limit_stands_beside_the_number_of_samples():
     config = {"limit_train": 0.5, "limit_val": None}
-    result = RunResult(samples={"train": 8000, "val": 2000, "test": 9})
+    result = RunResult(device="cpu", samples={"train": 8000, "val": 2000, "test": 9})
     assert summary.about(run_with(config=config, result=result)) == (
-        "8,000 training (limit_train=0.5) + 2,000 validation + 9 test samples"
+        "cpu, 8,000 training (limit_train=0.5) + 2,000 validation + 9 test samples"
     )
 
 
