@@ -1,16 +1,18 @@
 """The record of a data set: its splits, and the facts that models, losses and metrics need."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from stoker.data.description import KEYS, KINDS, Description
-from stoker.data.splits import Split
+from stoker.data.splits import DatasetSplit, Split
 from stoker.trainer.errors import (
     UserError,
     check_choice,
@@ -23,8 +25,10 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
-# Where Stoker's splits, torch's TensorDataset and Subset, and torchvision's data sets hold values.
-IN_MEMORY = ("inputs", "targets", "tensors", "data", "indices")
+# Where Stoker's splits, torchvision's data sets and most of your own hold values.
+IN_MEMORY = ("inputs", "targets", "data")
+LARGE = 2**30  # bytes; a larger array may be on a disk, so its fingerprint covers only pieces
+PIECES = 256  # the number of these pieces, which together are 1/256 of the array
 
 
 @dataclass
@@ -298,45 +302,63 @@ def fingerprint(data: Data) -> str:
     resumed run would see different samples.
 
     It covers the values of splits in memory; the relative paths, sizes and labels of image files;
-    and the length of your own splits and data sets, with the arrays that `_arrays` finds in them.
+    and the length of your own splits and data sets, with the arrays that `_feed` finds in them.
     It does not cover the root or modification times, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
+    places: dict[int, int] = {}
     for part in (data.train, data.val, *data.more_val.values()):
         state.update(f"{0 if part is None else length_of(part)} ".encode())
-        for array in _arrays(part):
-            state.update(f"{array.dtype} {tuple(array.shape)} ".encode())
-            # Hash the bytes without a copy; this takes 0.05 s for MNIST.
-            if isinstance(array, Tensor):
-                values = array.detach().cpu().contiguous().reshape(-1)
-                state.update(values.view(torch.uint8).numpy().data)
-            else:
-                state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        _feed(state, part, places)
         feed = getattr(part, "feed", None)
         if feed is not None:
             feed(state)
     return state.hexdigest()
 
 
-def _arrays(part: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
-    """Yield the tensors and arrays in which a split, or the data sets under it, hold their values.
+def _feed(state: "hashlib.blake2b", part: Any, places: dict[int, int]) -> None:
+    """Add the values that a split, or the data sets under it, hold in memory to a hash.
 
-    Other attributes may change while samples are read, and samples may be random.
+    Other attributes may change while samples are read, and samples may be random. `places` has the
+    place of each object that was already added, by its id. These are not read again.
     """
-    for name in IN_MEMORY:
-        value = getattr(part, name, None)
-        if name == "indices" and isinstance(value, Sequence):
-            value = np.array(value)
-        for array in value if isinstance(value, tuple) else (value,):
-            is_numeric = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
-            if isinstance(array, Tensor) or (is_numeric and not isinstance(array, np.memmap)):
-                yield array
-    several = getattr(part, "datasets", None)
-    for inner in several if isinstance(several, (list, tuple)) else ():
-        yield from _arrays(inner)
-    if hasattr(part, "dataset"):
-        yield from _arrays(part.dataset)
+    place = places.setdefault(id(part), len(places))
+    state.update(f"{place} ".encode())
+    if place < len(places) - 1:
+        return
+    values = [getattr(part, name, None) for name in IN_MEMORY]
+    if isinstance(part, TensorDataset):
+        values += part.tensors
+    elif isinstance(part, Subset):
+        values.append(np.array(part.indices))
+    for value in values:
+        is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
+        is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+        if (is_tensor and not value.is_nested) or is_array:
+            _feed_array(state, value)
+    if isinstance(part, ConcatDataset):
+        for inner in part.datasets:
+            _feed(state, inner, places)
+    elif isinstance(part, (Subset, DatasetSplit, DataLoader)):
+        _feed(state, part.dataset, places)
+
+
+def _feed_array(state: "hashlib.blake2b", array: Any) -> None:
+    """Add the values of a tensor or array to a hash; a large one is sampled in pieces."""
+    state.update(f"{array.dtype} {tuple(array.shape)} ".encode())
+    pieces = [array]
+    if array.nbytes > LARGE:
+        rows = math.ceil(len(array) / PIECES**2)
+        starts = range(0, len(array), math.ceil(len(array) / PIECES))
+        pieces = [array[start : start + rows] for start in starts]
+    for piece in pieces:
+        # Hash the bytes without a copy; this takes 0.05 s for MNIST.
+        if isinstance(piece, Tensor):
+            values = piece.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            state.update(values.view(torch.uint8).numpy().data)
+        else:
+            state.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:

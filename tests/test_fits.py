@@ -272,16 +272,17 @@ def test_a_training_is_made_longer_by_its_state(tmp_path):
 class Fragile:
     """A loader of a list of batches that fails once, at a batch of the n-th reading."""
 
-    def __init__(self, batches, position, reading=0):
+    def __init__(self, batches, position, reading=0, error=None):
         self.batches = batches
         self.position = position
         self.left = reading
+        self.error = error or OSError("lost")
 
     def __iter__(self):
         for number, batch in enumerate(self.batches):
             if number == self.position:
                 if self.left == 0:
-                    raise OSError("lost")
+                    raise self.error
                 self.left -= 1
             yield batch
 
@@ -344,6 +345,24 @@ def test_an_error_in_a_step_or_with_part_of_a_step_saves_nothing(tmp_path):
         fragile_fit(fragile, None, tmp_path / "b")
     assert max(checkpoint.files(tmp_path / "a")) == 10  # the best evaluation so far
     assert not checkpoint.files(tmp_path / "b")
+
+
+def test_a_lack_of_memory_in_the_loader_loses_no_step(tmp_path):
+    fragile = Fragile(lists()[0], 3, 1, torch.OutOfMemoryError("out of memory"))
+    with pytest.raises(TrainingError, match="Out of memory"):
+        fragile_fit(fragile, None, tmp_path)
+    assert max(checkpoint.files(tmp_path)) == 11
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    train, val = lists()
+    with pytest.raises(TrainingError, match="lost"):
+        fragile_fit(Fragile(train, 3), val, tmp_path)
+    assert "After the error, no checkpoint was saved: OSError: disk full" in caplog.text
 
 
 def test_weights_that_are_not_finite_are_not_saved_after_an_error(tmp_path, caplog):

@@ -378,3 +378,19 @@ def test_muon_trains_the_last_block_of_a_model_whose_head_is_its_embedding(is_ti
         id(model.widen.weight),
         id(model.shrink.weight),
     }
+
+
+def test_rates_of_rules_with_the_same_label_are_all_logged():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_model()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, inputs):
+            return self.scale * self.net(inputs)
+
+    trainer = make_trainer(Scaled(), groups=[{"match": "*.*", "lr": 1}], scheduler=None)
+    row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
+    rates = {key: row[key] for key in row if "lr" in key}
+    assert rates == {"train/lr": 0.01, "train/lr/1": 1.0, "train/lr/2": 1.0}

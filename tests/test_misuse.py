@@ -236,6 +236,29 @@ def test_an_error_in_a_batch_of_lists_names_every_kind_of_tensor():
     assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
 
 
+@pytest.mark.parametrize(
+    ("batch", "shown"),
+    [
+        (
+            [(torch.ones(4), torch.tensor(1))] * 3,
+            "batch[0][0] (4,) torch.float32 and 2 more, batch[0][1] () torch.int64 and 2 more.",
+        ),
+        (
+            [{"x": torch.ones(4), "y": torch.tensor(1)}] * 3,
+            "batch[0]['x'] (4,) torch.float32 and 2 more, batch[0]['y'] () torch.int64 and 2 more.",
+        ),
+    ],
+)
+def test_an_error_in_a_list_of_samples_names_every_kind_of_tensor(batch, shown):
+    class Refuses(Trainer):
+        def compute_loss(self, batch):
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        make_trainer(kind=Refuses).fit([batch])
+    assert explanation_of(caught.value).partition("The batch: ")[2] == shown
+
+
 @pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
 def test_bugs_stay_tracebacks(bug):
     class Buggy(OfDicts):
@@ -256,6 +279,17 @@ def test_bugs_stay_tracebacks(bug):
 class WrongKey(OfDicts):
     def compute_loss(self, batch):
         return self.model(batch["img"]).mean(), None
+
+
+class WrongKeyOfAnotherDict(OfDicts):
+    def compute_loss(self, batch):
+        return {"a": 1}["x" if batch["x"].ndim else "y"], None
+
+
+def test_a_wrong_key_of_another_dict_stays_a_traceback():
+    with pytest.raises(KeyError) as caught:
+        make_trainer(kind=WrongKeyOfAnotherDict).fit(of_dicts())
+    assert explanation_of(caught.value) is None and code_of(caught.value) == 1
 
 
 def test_a_wrong_key_of_a_batch_is_explained():

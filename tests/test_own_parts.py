@@ -252,6 +252,13 @@ def test_a_missing_argument_is_named():
     )
 
 
+def test_a_positional_argument_is_not_called_missing():
+    node = {"_target_": "torch.nn.Linear", "_args_": [3], "bais": True}
+    with pytest.raises(UserError) as caught:
+        build.build("model", node)
+    assert "needs the argument" not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["0.2", "0.2,0.3"])
 def test_a_plus_is_allowed_for_a_key_that_the_replaced_model_has_too(value):
     typed = ["+model.dropout=" + value, "+model.width=3", "model._target_=own_mine.Net"]

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from stoker import Trainer
+from stoker.data import record
 from stoker.data.datasets import Data, DatasetSplit, TensorSplit
 from stoker.data.description import data_line
 from stoker.data.loader import make_loaders
@@ -329,6 +330,83 @@ def test_a_fingerprint_covers_the_arrays_in_a_data_set(wrap):
 
     assert of(1, 2, 3) == of(1, 2, 3)
     assert of(1, 2, 3) != of(1, 2, 4)
+
+
+class Holds(Dataset):
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return 3
+
+
+class HoldsItself(Dataset):
+    def __len__(self):
+        return 3
+
+    @property
+    def dataset(self):
+        return HoldsItself()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        HoldsItself,
+        lambda: Holds(indices=[[1, 2], [3], []]),
+        lambda: Holds(data=torch.eye(3).to_sparse()),
+        lambda: Holds(data=torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+        lambda: Holds(data=numpy.array(["a", "b", "c"])),
+    ],
+)
+def test_a_fingerprint_does_not_cover_values_that_it_cannot_read(make):
+    of_length = fingerprint(data_of("mine", {"train": Holds()}))
+    assert fingerprint(data_of("mine", {"train": make()})) == of_length
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int64])
+def test_a_fingerprint_covers_values_of_all_types(dtype):
+    def of(*values):
+        data = torch.tensor(values).to(dtype)
+        return fingerprint(data_of("mine", {"train": Holds(data=data.conj())}))
+
+    assert of(0, 1, 1) == of(0, 1, 1)
+    assert of(0, 1, 1) != of(0, 1, 0)
+
+
+def test_a_fingerprint_reads_a_shared_data_set_once_and_knows_which_is_repeated(monkeypatch):
+    sizes = []
+    feed_array = record._feed_array
+
+    def counted(state, array):
+        sizes.append(len(array))
+        feed_array(state, array)
+
+    monkeypatch.setattr(record, "_feed_array", counted)
+    first, second = TensorDataset(torch.zeros(5)), TensorDataset(torch.ones(5))
+
+    def of(*datasets):
+        return fingerprint(data_of("mine", {"train": ConcatDataset(datasets)}))
+
+    fingerprint(data_of("mine", {"train": Subset(first, [1]), "val": Subset(first, [2, 3])}))
+    assert sizes == [1, 5, 2]
+    assert of(first, second, first) == of(first, second, first)
+    assert of(first, second, first) != of(first, second, second)
+
+
+def test_a_fingerprint_samples_a_large_array(monkeypatch):
+    monkeypatch.setattr(record, "LARGE", 1000)
+
+    def of(place, kind):
+        values = torch.zeros(100_000, dtype=torch.uint8)
+        values[place] = 1
+        return fingerprint(data_of("mine", {"train": Holds(data=kind(values))}))
+
+    for kind in (torch.Tensor.clone, torch.Tensor.numpy):
+        # The pieces have 2 rows and start every 391.
+        assert of(2, kind) == of(3, kind) == of(390, kind)
+        assert len({of(place, kind) for place in (0, 1, 2, 391, 392)}) == 5
 
 
 def test_a_fingerprint_covers_the_indices_of_a_subset():

@@ -172,6 +172,14 @@ def test_a_stream_does_not_resume_with_a_different_number_of_workers(tmp_path, b
     assert_same(fresh.module.state_dict(), weights)
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0)])
+def test_a_stream_resumes_with_one_worker_instead_of_none(tmp_path, before, now):
+    make_trainer(max_steps=3, callbacks=[Checkpoint(tmp_path)]).fit(loader(num_workers=before))
+    resumed = make_trainer(max_steps=6)
+    resumed.fit(loader(num_workers=now), resume=tmp_path)
+    assert resumed.step == 6
+
+
 def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     class Endless:
         def __iter__(self):

@@ -395,7 +395,21 @@ def test_any_prompt_is_text():
 
 
 @pytest.mark.parametrize(
-    "text", ["id", "null", "NaN", "2024", "it's", 'a "b" (c)', "back\\", "größe", "a,b", "x: y", ""]
+    "text",
+    [
+        "id",
+        "null",
+        "NaN",
+        "2024",
+        "it's",
+        'a "b" (c)',
+        "back\\",
+        "back\\\n",
+        "größe",
+        "a,b",
+        "x: y",
+        "",
+    ],
 )
 def test_a_list_is_shown_as_hydra_reads_it(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser

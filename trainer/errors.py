@@ -107,7 +107,7 @@ def item_as_typed(value: Any) -> str:
 def quoted(text: str, mark: str = "'") -> str:
     """Quote text so that Hydra reads it unchanged."""
     # Backslashes before a quotation mark, including the closing one, are doubled.
-    inside = re.sub(rf"(\\+)(?={mark}|$)", r"\1\1", text).replace(mark, f"\\{mark}")
+    inside = re.sub(rf"(\\+)(?={mark}|\Z)", r"\1\1", text).replace(mark, f"\\{mark}")
     return f"{mark}{inside}{mark}"
 
 

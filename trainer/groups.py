@@ -176,9 +176,15 @@ def scale_rates(groups: Groups, usual: Any) -> None:
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *."""
+    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *.
+
+    If an earlier group of another name has the same label, the label is the group's index.
+    """
+    names: dict[str, str] = {}  # the group name of each label
     result = []
     for i, group in enumerate(groups):
-        label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")
-        result.append(label or (REST if "name" in group else str(i)))
+        name = group.get("name", "")
+        label = re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i))
+        is_free = names.setdefault(label, name) == name
+        result.append(label if is_free else str(i))
     return result

@@ -4,6 +4,7 @@ torchrun starts the processes and provides the store. This module imports torch 
 is used.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ SEVERAL = ("ddp", "fsdp")  # strategies with several processes
 
 # Holds a `store` for each thread, because a thread that waits for the store blocks its connection.
 connections = threading.local()
+waits = itertools.count()  # numbers the calls of `wait_for_ranks`
 timeout: float = 300  # seconds to wait for another rank
 
 
@@ -154,13 +156,14 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have called this with the same `name`.
+    """Wait until all ranks have called this with the same `name`, as often as this rank.
 
     Unlike a collective operation, it lets a signal interrupt the wait.
     """
-    publish(f"{name}/{rank()}", True)
+    number = next(waits)  # because the keys stay in the store
+    publish(f"{name}/{number}/{rank()}", True)
     for peer in range(world_size()):
-        receive(f"{name}/{peer}", by=peer)
+        receive(f"{name}/{number}/{peer}", by=peer)
 
 
 def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:

@@ -350,7 +350,9 @@ class IterableLoader(Seekable):
         if state == {}:
             return
         before = state.get("workers")
-        if None not in (before, self.workers) and before != self.workers:
+        is_known = before is not None and self.workers is not None
+        # One worker reads in the same order as none.
+        if is_known and max(1, before) != max(1, self.workers):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "
                 f"now {self.workers}, which changes the order of its samples.\n"

@@ -355,10 +355,13 @@ def raise_if_explained(
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    alike: dict[str, list[str]] = {}  # the tensors of a list of samples, by their place in it
+    # The tensors that are alike, such as those of a list of samples.
+    alike: dict[tuple[str, int, torch.dtype], list[str]] = {}
     for name, one in batches.entries(batch):
-        place = re.sub(r"(?<=\])\[\d+\]", "[]", name)
-        alike.setdefault(place, []).append(f"{name} {tuple(one.shape)} {one.dtype}")
+        place = re.sub(r"\[\d+\]", "[]", name)
+        alike.setdefault((place, one.ndim, one.dtype), []).append(
+            f"{name} {tuple(one.shape)} {one.dtype}"
+        )
     shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The batch: {shown}."
@@ -391,8 +394,17 @@ def missing_key(
     error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error that lists the keys of the batch if your code uses another key."""
-    is_key = isinstance(error, KeyError) and isinstance(batch, Mapping)
-    if not is_key or frames[-1].name not in TAKE_A_BATCH or "batch[" not in str(frames[-1].line):
+    is_missing = (
+        isinstance(error, KeyError)
+        and isinstance(batch, Mapping)
+        and bool(error.args)
+        and error.args[0] not in list(batch)  # which may be unhashable
+    )
+    if (
+        not is_missing
+        or frames[-1].name not in TAKE_A_BATCH
+        or "batch[" not in str(frames[-1].line)
+    ):
         return None
     return UserError(f"{cause(error)}.\nThe keys of the batch are {first_few(list(batch), 10)}.")
 

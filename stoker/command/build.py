@@ -117,7 +117,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             raise  # a bug in the user's own code needs its traceback
         given = {*node, *passed}
         for name, default in arguments_of(key, target)[0].items():
-            if default is REQUIRED and name not in given and isinstance(error, TypeError):
+            is_missing = default is REQUIRED and name not in given and "_args_" not in node
+            if is_missing and isinstance(error, TypeError):
                 raise UserError(
                     f"{key}: {target} needs the argument {name}. Type +{key}.{name}=..."
                 ) from error

@@ -37,7 +37,7 @@ def show_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
 @contextlib.contextmanager
 def for_script(resume: str) -> Iterator[None]:
     """Handle a script's signals within this context; the command `resume` resumes the script."""
-    global can_raise, received_at, resume_command, has_advised
+    global can_raise, resume_command, has_advised
     if threading.current_thread() is not threading.main_thread() or can_raise:
         yield  # only the main thread can handle signals; or the command already handles them
         return

@@ -153,6 +153,7 @@ class Checkpoint(Monitor):
             return
         try:
             self.save(trainer)
+            self.wait()
         except Exception as failure:  # must not hide the error that ended the fit
             log.warning("After the error, no checkpoint was saved: %s", cause(failure))
 
@@ -203,9 +204,12 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
     loader = trainer.train_loader
     if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
         return False  # it may have read a part of the next step
-    frames = traceback.extract_tb(error.__traceback__, limit=1)
+    frames: list[traceback.FrameSummary] = []
+    for one in (error, error.__cause__):  # an explanation is raised from the loader's error
+        if one is not None:
+            frames += traceback.extract_tb(one.__traceback__, limit=1)
     # This text is a source line of `fit` in trainer.py: change both together.
-    return "for batch in self.train_loader:" in str(frames[0].line)
+    return any("for batch in self.train_loader:" in str(frame.line) for frame in frames)
 
 
 def advice(trainer: "Trainer") -> str:
