@@ -251,11 +251,6 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: Could not append to config. An item is already at 'epochs'",
         "'epochs=3'",
     ),
-    (
-        "+model.dropout=0.3",
-        "error: Could not append to config. An item is already at",
-        "'model.dropout=0.3'",
-    ),
     ("~foo", "error: Could not delete", "'foo'"),
     ("~model.foo", "error: Could not delete", "foo"),
     ("=3", "error: =3: these settings cannot be read", ""),

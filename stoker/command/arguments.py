@@ -38,7 +38,8 @@ def typed() -> list[str]:
     overrides = plain(HydraConfig.get().overrides)["task"]
     # In a sweep, Hydra spells it ~experiment=null.
     deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
-    return [*(NO_EXPERIMENT if one in deleted else one for one in overrides), *in_python]
+    restored = [NO_EXPERIMENT if one in deleted else one for one in overrides]
+    return [*(re.sub(r"^\+\+", "+", one) for one in restored), *in_python]
 
 
 def typed_keys() -> set[str]:
@@ -77,23 +78,21 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in the form that Hydra expects.
 
     `stoker plan` is short for `stoker task=plan`, and so on for each task. A task that takes a run
-    accepts `dataset.root=DIR` even if the default data set has no `root`. With a typed `_target_`,
-    a plus before its arguments is always allowed. The project's experiment, its `configs/` and its
+    accepts `dataset.root=DIR` even if the default data set has no `root`. A plus before a key with
+    a dot adds or replaces a value. The project's experiment, its `configs/` and its
     folder for runs are added. A prompt and settings such as `dataset.delimiter` are quoted, so that
     Hydra keeps them as typed. `experiment=null` is replaced with Hydra's own spelling.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
-    keys = {argument.partition("=")[0].lstrip("+") for argument in arguments}
     experiments = [i for i, one in enumerate(arguments) if one.startswith("experiment=")]
     for i, argument in enumerate(arguments):
         if i in experiments[:-1]:
             continue  # Hydra would delete the experiment, even if `experiment=null` came first
         key, _, value = argument.partition("=")
         # `model=mlp` may have a key that your own model has too, so `+` may also replace a value.
-        part, _, last = key.rpartition(".")
-        if re.match(r"\+\w", key) and last != "_target_" and f"{part[1:]}._target_" in keys:
+        if re.match(r"\+\w+\.", key):
             argument = f"+{argument}"
         if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"
