@@ -333,9 +333,11 @@ def _feed(state: "hashlib.blake2b", part: Any, places: dict[int, int]) -> None:
     elif isinstance(part, Subset):
         values.append(np.array(part.indices))
     for value in values:
-        is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
-        is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
-        if (is_tensor and not value.is_nested) or is_array:
+        if isinstance(value, Tensor):
+            is_plain = value.layout is torch.strided and not value.is_nested
+        else:
+            is_plain = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+        if is_plain:
             _feed_array(state, value)
     if isinstance(part, ConcatDataset):
         for inner in part.datasets:

@@ -350,12 +350,12 @@ class IterableLoader(Seekable):
         if state == {}:
             return
         before = state.get("workers")
-        is_known = before is not None and self.workers is not None
+        workers = self.workers
         # One worker reads in the same order as none.
-        if is_known and max(1, before) != max(1, self.workers):
+        if before is not None and workers is not None and max(1, before) != max(1, workers):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "
-                f"now {self.workers}, which changes the order of its samples.\n"
+                f"now {workers}, which changes the order of its samples.\n"
                 f"Type dataset.workers={before} (in a script, the DataLoader's num_workers). For a "
                 "new run, choose a different run_dir."
             )
