@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,22 +244,42 @@ def entry_of_sweep(path: Path) -> Entry:
     folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     folders.sort(key=lambda job: natural(job.name))
     jobs = [Job(folder) for folder in folders]
-    ended = [job.result for job in jobs if job.result is not None]
+    state, note = progress_of(jobs, max(len(jobs), planned if isinstance(planned, int) else 0))
+    return entry_of_best(path, jobs) | {
+        "sweep": True,
+        "status": state,
+        "time": (path / SWEEP).stat().st_mtime,
+        "seconds": sum(job.seconds for job in jobs) or None,
+        "since": None,
+        "settings": settings_of({}, command if are_overrides(command) else []),
+        "note": note,
+        "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
+    }
+
+
+def progress_of(jobs: Sequence[Job], total: int) -> tuple[str, str]:
+    """Return the status of a sweep, and a note such as "3 of 12 jobs, 1 failed"."""
+    ended = len([job for job in jobs if job.result is not None])
     states = [status.state_of(job.folder, job.result) for job in jobs]
-    total = max(len(jobs), planned if isinstance(planned, int) else 0)
     failed = states.count("failed")
-    state = "failed" if failed else "done"
-    if len(ended) < total:
-        state = "running" if "running" in states else "stopped"
-    note = f"{len(ended)} of {counted(total, 'job')}"
+    note = f"{ended} of {counted(total, 'job')}"
     if failed:
         note += f", {failed} failed"
+    if ended < total:
+        return ("running" if "running" in states else "stopped"), note
+    return ("failed" if failed else "done"), note
+
+
+def entry_of_best(path: Path, jobs: Sequence[Job]) -> Entry:
+    """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)
     groups = ranking.ranked([job for job in jobs if job.is_done], keys, metric, high)
     best = [job for job in groups[0] if job.best and job.best.name == metric] if groups else []
-    entry = entry_of_run(best[0].folder if best else next(iter(folders), path), set())
-    if best:  # the means over the seeds
+    shown_job = next(iter(best or jobs), None)
+    entry = entry_of_run(shown_job.folder if shown_job else path, set())
+    entry["jobs"] = [shown(job.folder.name) for job in best]
+    if best:
         value = statistics.fmean(job.best.value for job in best if job.best)
         entry["best"] = [shown(metric), value, not high]
         for test in list(best[0].tests)[:1]:
@@ -269,17 +289,7 @@ def entry_of_sweep(path: Path) -> Entry:
         if key in keys:
             choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)
             entry[name] = shown(", ".join(choices))
-    return entry | {
-        "sweep": True,
-        "jobs": [shown(job.folder.name) for job in best],
-        "status": state,
-        "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(job.seconds for job in jobs) or None,
-        "since": None,
-        "settings": settings_of({}, command if are_overrides(command) else []),
-        "note": note,
-        "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
-    }
+    return entry
 
 
 def main(arguments: list[str]) -> int:
