@@ -958,7 +958,12 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
         ["2", "failed"],
         ["5", "failed"],
     ] and "seed=-1" in table[2][2]
-    assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "resume"]
+    assert [line.split()[0] for line in lines[start + 5 :]] == [
+        "best",
+        "sweep",
+        "report",
+        "resume",
+    ]
     assert lines[start + 5] == f"best     {PROGRAM} model=mlp epochs=2"
     for job in map(str, range(6)):
         left = {
