@@ -369,11 +369,10 @@ def test_more_ranks_than_samples_in_a_batch_are_refused(forks, tmp_path, batch_s
     """57 = 3 * 18 + 3."""
     done = forks.ranks(tmp_path, 4, *JOB, f"batch_size={batch_size}")
     assert done.codes == [2] * 4, (done.codes, done.late, done.errs)
-    assert (
-        "batch_size" in done.errs[0]
-        and "Type" in done.errs[0]
-        and len(done.errs[0].splitlines()) <= 3
-    ), done.errs
+    printed = [error for error in done.errs if error]  # by the rank that came first
+    assert len(printed) == 1, done.errs
+    assert "batch_size" in printed[0] and "Type" in printed[0]
+    assert len(printed[0].splitlines()) <= 3, done.errs
     assert not list(tmp_path.glob("run/*"))
 
 

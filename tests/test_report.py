@@ -1353,7 +1353,7 @@ def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):
     shutil.copytree(run[0], tmp_path / "run")
     (tmp_path / "run" / name).write_bytes(content)
     whole, shown = page_of(run[0]).all("h2"), page_of(tmp_path / "run").all("h2")
-    gone = {"metrics.jsonl": {"Training"}, "result.json": {"Time", "Memory", "Versions"}}
+    gone = {"metrics.jsonl": {"Training"}, "result.json": {"Time", "Memory"}}
     gone |= {
         "evaluation.json": {
             "Classes",

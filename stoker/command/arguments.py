@@ -39,7 +39,12 @@ def typed() -> list[str]:
     # In a sweep, Hydra spells it ~experiment=null.
     deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
     restored = [NO_EXPERIMENT if one in deleted else one for one in overrides]
-    return [*(re.sub(r"^\+\+", "+", one) for one in restored), *in_python]
+    return [*map(with_one_plus, restored), *in_python]
+
+
+def with_one_plus(override: str) -> str:
+    """Undo the second plus that `for_hydra` adds."""
+    return re.sub(r"^\+\+", "+", override)
 
 
 def typed_keys() -> set[str]:

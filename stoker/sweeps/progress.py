@@ -121,7 +121,7 @@ def announce(
     """Record and print what this process is about to run. The directory must already be checked."""
     global ends
     added = arguments.search_path()
-    typed = [argument for argument in sys.argv[1:] if argument not in added]
+    typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
     SweepRecord(typed, count, searched, pruner).write(folder)
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
