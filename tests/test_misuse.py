@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from conftest import assert_same, make_data, make_model, make_trainer
+from conftest import Careless, assert_same, make_data, make_model, make_trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stoker import Trainer
@@ -453,15 +453,6 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     model = make_model()
     make_trainer(model, kind=Two, optimizer=last, epochs=1).fit(loader())
     assert not caplog.records
-
-
-class Careless(Trainer):
-    def train_step(self, batch):
-        loss, _ = self.compute_loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def clip(trainer):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, make_data, make_model, make_trainer
+from conftest import Careless, assert_same, make_data, make_model, make_trainer
 from safetensors.torch import load_file
 
 from stoker import Trainer
@@ -139,21 +139,12 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     )
 
 
-class OwnStep(Trainer):
-    def train_step(self, batch):
-        loss, _ = self.compute_loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "further"),
     [
         (Trainer, {}, " If that is not enough, set max_grad_norm=1."),
         (Trainer, {"max_grad_norm": 1.0}, ""),  # it is already clipped
-        (OwnStep, {}, ""),  # it does not clip
+        (Careless, {}, ""),  # it does not clip
     ],
 )
 def test_the_rate_of_the_parameter_is_named_and_only_what_has_an_effect(

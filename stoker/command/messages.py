@@ -107,7 +107,7 @@ def several_values(error: BaseException) -> str | None:
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'\n", str(error))
     if ambiguous is None:
         return None
-    typed = re.sub(r"^\+\+", "+", ambiguous[1])
+    typed = arguments.with_one_plus(ambiguous[1])
     key, _, value = typed.lstrip("+").partition("=")
     return (
         f"{typed}: several values need a sweep. Type -m {typed}.\n"
