@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.runs.readable import duration, seconds
 from stoker.trainer.errors import printable
-from stoker.trainer.number_format import brief, number
+from stoker.trainer.number_format import brief, counted, number
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,7 +61,7 @@ def templates() -> "jinja2.Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"brief": brief, "number": number}
+    environment.globals |= {"brief": brief, "counted": counted, "number": number}
     environment.globals |= {"duration": duration, "seconds": seconds}
     return environment
 
