@@ -254,6 +254,11 @@ def be_a_run(folder, script, arguments, environment, files, watched, file=None, 
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have them ignored
         signal.signal(number, signal.SIG_DFL)
     os.environ.update({name: str(value) for name, value in environment.items()})
+    import torch
+
+    # After a fork, the first call makes torch's thread pool again. Without a lock: when two threads
+    # of gloo are the first, torch aborts ("Invalid thread pool!").
+    torch.set_num_threads(torch.get_num_threads())
     from stoker.runs import report
 
     # Half a second of drawing, of which tests/test_report.py has enough.
