@@ -33,7 +33,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loss_mean = Mean()
     batch = None
 
-    def compute(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
+    def compute_losses(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
         with trainer.autocast:
             return [(part, *trainer.compute_loss(part)) for part in parts]
 
@@ -46,7 +46,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)
-                results = trainer.eval_splitter.apply(compute, batch)
+                results = trainer.eval_splitter.apply(compute_losses, batch)
                 if not parallel.has_samples(loader):  # do not count a copy of a sample
                     continue
                 for part, loss, outputs in results:

@@ -46,8 +46,10 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of Trainer, steps and evaluation with a variable `loss`, which compute_loss returned.
-CALL_COMPUTE_LOSS = ("train_step", "accumulate", "run")
+# Functions of this package that use what compute_loss returned.
+USE_THE_LOSS = {"train_step", "accumulate", "scaled", "compute_losses"}
+# What torch raises for a loss that is one tensor in place of a pair, or that is not a scalar.
+NOT_A_SCALAR = "iteration over a 0-d tensor|grad can be implicitly created only for scalar"
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
@@ -413,36 +415,21 @@ def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if `compute_loss` did not return (loss, outputs), or `train_step` a loss."""
-    # The two texts below are source lines of trainer.py and steps.py: change them together.
-    is_recording = any("window.loss.update(loss" in str(frame.line) for frame in frames)
-    if is_recording and isinstance(error, AttributeError):  # the loss is not a tensor
+    kind = type(trainer).__name__
+    last = frames[-1]
+    is_ours = last.filename.startswith(LIBRARIES[1])
+    is_wrong = is_ours and isinstance(error, (AttributeError, TypeError, ValueError))
+    caller = frames[-2].name if last.name == "update" else ""  # `update` of a mean loss
+    if is_wrong and caller == "fit":
         return UserError(
-            f"{type(trainer).__name__}.train_step must return the mean loss of the batch as a "
-            "scalar tensor, such as loss.detach()."
+            f"{kind}.train_step must return the mean loss of the batch as a scalar tensor, such as "
+            "loss.detach()."
         )
-    outside_torch = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
-    at_the_call = "compute_loss(" in str(outside_torch[-1].line)
-    is_unpacked = at_the_call and isinstance(error, (TypeError, ValueError))
-    wrong = wrong_loss(error)
-    if is_unpacked or wrong or "grad can be implicitly created only for scalar" in str(error):
+    is_wrong_loss = is_wrong and (last.name in USE_THE_LOSS or caller == "run")
+    if is_wrong_loss or re.search(NOT_A_SCALAR, str(error)):
         return UserError(
-            f"{type(trainer).__name__}.compute_loss must return (loss, outputs): the mean loss of "
-            f"the batch as a scalar, and the outputs for the metrics.{wrong}"
+            f"{kind}.compute_loss must return (loss, outputs): the mean loss of the batch as a "
+            "scalar tensor, and the outputs for the metrics.\n"
+            "Return the sum of several losses: return sum(losses.values()), outputs"
         )
     return None
-
-
-def wrong_loss(error: BaseException) -> str:
-    """Return a sentence about a loss that is not a tensor, or "" if the last one is a tensor."""
-    loss: Any = torch.tensor(0.0)
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if code.co_filename.startswith(LIBRARIES[1]) and code.co_name in CALL_COMPUTE_LOSS:
-            loss = frame.f_locals.get("loss", loss)
-            if loss is None and code.co_name == "run":
-                return ""  # an evaluation needs no loss
-    if isinstance(loss, torch.Tensor):
-        return ""
-    if isinstance(loss, (Mapping, str)):  # a dict of two losses is unpacked to two str
-        return "\nReturn the sum of a dict of losses, as in: return sum(losses.values()), outputs"
-    return f"\nThe loss is {kind_of(loss)}."
