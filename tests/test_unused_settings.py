@@ -52,7 +52,7 @@ def test_a_warmup_is_shorter_than_the_training():
         ("freeze=[layers.0.*] callbacks.freeze.thaw_at=20", "thaw_at=20: this run has only 20 st"),
         (
             "freeze=[layers.0.*] 'callbacks.freeze.thaw_at=5 epochs'",
-            "thaw_at=5 epochs: this run has only 20 steps, so thawing would have no effect",
+            "thaw_at=5 epochs: this run has only 20 steps, so this setting would have no",
         ),
         (
             "eval_every=3 dataset.val_fraction=0",

@@ -64,7 +64,6 @@ class Setting:
         local: Whether the ranks of a run may have different values.
         debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
-        every: What the value counts. If a run has fewer of these, the key has no effect.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run leaves it out.
         aliases: Other names that people type for the key.
@@ -76,7 +75,6 @@ class Setting:
     local: bool = False
     debug: Any = None
     loader: bool = False
-    every: Literal["step", "evaluation"] | None = None
     once: bool = False
     aliases: tuple[str, ...] = ()
 
@@ -137,7 +135,7 @@ SETTINGS: Mapping[str, Setting] = {
     "groups": Setting(),
     "freeze": Setting(),
     "ema": Setting(),
-    "patience": Setting(resume="longer", every="evaluation", aliases=("early_stopping",)),
+    "patience": Setting(resume="longer", aliases=("early_stopping",)),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(),
     "seed": Setting(tasks=(*TRAINING, "generate")),
@@ -153,8 +151,8 @@ SETTINGS: Mapping[str, Setting] = {
     "deterministic": Setting(),
     # logging, evaluation and checkpoints
     "log_every": Setting(resume="any"),
-    "eval_every": Setting(resume="any", every="step"),
-    "checkpoint.every": Setting(resume="any", every="step"),
+    "eval_every": Setting(resume="any"),
+    "checkpoint.every": Setting(resume="any"),
     "checkpoint.epochs": Setting(resume="any"),
     "checkpoint.minutes": Setting(resume="any"),
     "checkpoint.keep": Setting(resume="any"),
@@ -196,7 +194,7 @@ SETTINGS: Mapping[str, Setting] = {
     "metrics": Setting(),
     "callbacks": Setting(),
     "callbacks.freeze.thaw_at": Setting(),
-    "callbacks.lookahead.every": Setting(every="step"),
+    "callbacks.lookahead.every": Setting(),
     **{f"callbacks.{name}": Setting(resume="any") for name in OBSERVERS},
 }
 GROUP_OF_MANY = "callbacks"  # the group that takes several options, as a list

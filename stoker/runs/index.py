@@ -220,7 +220,7 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     return curves
 
 
-class Job:
+class SweepJob:
     """A job of a sweep, as far as the index needs it."""
 
     def __init__(self, folder: Path) -> None:
@@ -243,7 +243,7 @@ def entry_of_sweep(path: Path) -> Entry:
     command = record.get("typed")
     folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     folders.sort(key=lambda job: natural(job.name))
-    jobs = [Job(folder) for folder in folders]
+    jobs = [SweepJob(folder) for folder in folders]
     state, note = progress_of(jobs, max(len(jobs), planned if isinstance(planned, int) else 0))
     return entry_of_best(path, jobs) | {
         "sweep": True,
@@ -257,7 +257,7 @@ def entry_of_sweep(path: Path) -> Entry:
     }
 
 
-def progress_of(jobs: Sequence[Job], total: int) -> tuple[str, str]:
+def progress_of(jobs: Sequence[SweepJob], total: int) -> tuple[str, str]:
     """Return the status of a sweep, and a note such as "3 of 12 jobs, 1 failed"."""
     ended = len([job for job in jobs if job.result is not None])
     states = [status.state_of(job.folder, job.result) for job in jobs]
@@ -270,7 +270,7 @@ def progress_of(jobs: Sequence[Job], total: int) -> tuple[str, str]:
     return ("failed" if failed else "done"), note
 
 
-def entry_of_best(path: Path, jobs: Sequence[Job]) -> Entry:
+def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
     """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from stoker.command import arguments
 from stoker.command.build import arguments_of
 from stoker.command.new_targets import arguments_given
-from stoker.command.settings import LOADER_KEYS, SETTINGS
+from stoker.command.settings import LOADER_KEYS
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.number_format import counted
@@ -115,31 +115,25 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     every = per_epoch
     if parts.loaders[1] is not None and cfg.eval_every is not None:
         every = cfg.eval_every
-    lengths = {
-        "step": steps,
-        "evaluation": math.ceil(steps / every),
-    }
-    for key, setting in SETTINGS.items():
-        if setting.every is None:
-            continue
-        if key == "eval_every" and steps > per_epoch:  # it replaces the evaluation in each epoch
-            continue
-        value = OmegaConf.select(cfg, key)
-        length = lengths[setting.every]
+    evaluations = math.ceil(steps / every)
+    in_steps = counted(steps, "step")
+    beyond = {  # key -> the largest value that has an effect, and the length of the run
         # The first evaluation is the best so far, so patience only counts the others.
-        most = length - 1 if key == "patience" else length
-        if key in typed and value is not None and value > most:
-            raise UserError(
-                f"{key}={value}: this run has only {counted(length, setting.every)}, so this "
-                "setting would have no effect. Lower the value, train longer, or remove the key."
-            )
-    key = "callbacks.freeze.thaw_at"
-    if key in typed:
+        "patience": (evaluations - 1, counted(evaluations, "evaluation")),
+        "eval_every": (steps, in_steps),
+        "checkpoint.every": (steps, in_steps),
+        "callbacks.lookahead.every": (steps, in_steps),
+        "callbacks.freeze.thaw_at": (steps - 1, in_steps),
+    }
+    if steps > per_epoch:  # then eval_every replaces the evaluation in each epoch
+        del beyond["eval_every"]
+    for key, (most, length) in beyond.items():
         value = OmegaConf.select(cfg, key)
-        count, in_epochs = check_thaw_at(value)
-        if steps <= count * (per_epoch if in_epochs else 1) < math.inf:
-            length = counted(steps, "step")
+        if key not in typed or value is None:
+            continue
+        count, in_epochs = check_thaw_at(value) if key.endswith("thaw_at") else (value, False)
+        if most < count * (per_epoch if in_epochs else 1) < math.inf:
             raise UserError(
-                f"{key}={value}: this run has only {length}, so thawing would have no "
-                "effect. Lower the value, train longer, or remove the key."
+                f"{key}={value}: this run has only {length}, so this setting would have no effect. "
+                "Lower the value, train longer, or remove the key."
             )
