@@ -32,7 +32,7 @@ def help_text(typed: Sequence[str] = ()) -> str:
     if any(chosen):
         return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
     command = " ".join(invocation.program())
-    lines = [f"{command} [key=value ...] [group=option ...]", "", "Examples:"]
+    lines = [f"{command} [task] [key=value ...] [group=option ...]", "", "Examples:"]
     for example, meaning in EXAMPLES.items():
         lines.append(f"  {command} {example}".rstrip())
         lines += folded(meaning, 6)
