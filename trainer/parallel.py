@@ -573,8 +573,8 @@ class Agreement:
         """Return the seconds since the start; with several processes, at the last exchange."""
         return time.monotonic() - self.start if process_count == 1 else self.agreed
 
-    def exchange_next(self) -> None:
-        """Exchange values at the next call, because the next operation may take long."""
+    def exchange_at_next_poll(self) -> None:
+        """Exchange values at the next poll, before or after an operation that may take long."""
         self.calls = 0
         self.soonest = 1
 

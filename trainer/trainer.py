@@ -78,11 +78,11 @@ class Trainer(Predicting, Stoppable, Reporting):
     # - Predicting: predict. Its base Batching measures and splits batches: step_samples and
     #   step_weight are those of this process's part, process_weight is the factor of its loss.
     # - Stoppable: stop, interrupt, poll_interruption, stop_reason, failed (an error ended the fit)
-    # - Reporting: call (a hook), log, check_and_log, history (the logged rows), data_bytes (the
-    #   loaders' data on the device). Its base Stateful is what a checkpoint saves: is_due,
-    #   epochs_before (of earlier fits), carried (state kept from batch to batch, as in an RNN),
-    #   unoptimized (parameters without an optimizer, whose gradients would accumulate)
-    # `fitting.prepare` resets what belongs to one fit: loaders, lengths, scheduler, history, ...
+    # - Reporting: call (a hook), log, check_and_log, history (the logged rows). Its base Stateful:
+    #   is_due (every n steps and at the last one), epochs_before (of earlier fits), carried (state
+    #   kept from batch to batch, as in an RNN), unoptimized (parameters without an optimizer)
+    # `fitting.prepare` sets what belongs to one fit: train_loader, val_loader, steps_per_epoch,
+    # total_steps, scheduler, history, evaluation_due, stop_reason and failed.
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -113,7 +113,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
         # Evaluations need less memory: with micro_batch="auto", their size adapts separately.
         self.eval_splitter = self.splitter.for_evaluation()
-        self.agreement = parallel.Agreement()
+        self.agreement = parallel.Agreement()  # of all processes, on interruptions and the time
 
         # `module` keeps the user's parameter names; `model` is what a step calls.
         self.module = devices.place(model, self.device, channels_last)
@@ -141,8 +141,8 @@ class Trainer(Predicting, Stoppable, Reporting):
 
         self.step = 0
         self.rates = (0.0,)
-        self.window = Window()
-        self.spans = silent_spans()
+        self.window = Window()  # the loss, gradient norm and time since the last logged row
+        self.spans = silent_spans()  # a callback such as Timing replaces them
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train to the last step, or until a callback stops the run; return the logged rows.
@@ -157,10 +157,10 @@ class Trainer(Predicting, Stoppable, Reporting):
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
         batch = None  # the last batch, for error messages
-        with fitting.setup_and_cleanup(self):
+        with fitting.setup_and_cleanup(self):  # gradients, random states, loaders and memory
             try:
                 self.call("on_fit_start")
-                parallel.broadcast_weights(self.model)
+                parallel.broadcast_weights(self.model)  # in case only rank 0's have changed
                 self.window.start_clock()
                 if self.evaluation_due:  # resumed at an interrupted evaluation: repeat only that
                     self.end_step(self.val_loader is not None)
@@ -201,7 +201,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
-        terms = []  # `steps.accumulate` is a copy of this loop: change both
+        terms = []  # steps.py repeats this loop and the clipping: change both
         micro_batches = self.split_with_fractions(batch)
         for i, (micro_batch, fraction) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
@@ -242,15 +242,15 @@ class Trainer(Predicting, Stoppable, Reporting):
         if evaluates:
             with self.spans["evaluation"]:  # also covers `log`, unlike the span in `evaluate`
                 # This may take long, so processes exchange interruptions before and after it.
-                self.agreement.exchange_next()
+                self.agreement.exchange_at_next_poll()
                 results = evaluation.validate(self)
-                self.agreement.exchange_next()
+                self.agreement.exchange_at_next_poll()
                 self.evaluation_due = False  # before `log`, whose callbacks may evaluate too
                 self.log(results)
         if self.step % self.steps_per_epoch == 0:
             self.call("on_epoch_end")
         self.call("on_step_end")
-        self.poll_interruption()
+        self.poll_interruption()  # sets stop_reason if a process was interrupted
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""

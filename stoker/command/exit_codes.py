@@ -17,6 +17,7 @@ from stoker.command.help import help_text
 from stoker.command.messages import FAILING, explanation, message
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import (
+    RunInUse,
     TrainingError,
     UserError,
     cause,
@@ -27,10 +28,10 @@ from stoker.trainer.errors import (
 # docs/exit-codes.md explains each code. For a signal, such as Ctrl-C, see `signals.exit_code`.
 OK = 0
 INTERNAL_ERROR = 1
-USER_ERROR = 2
-TRAINING_ERROR = 3
+USER_ERROR = UserError.exit_code
+TRAINING_ERROR = TrainingError.exit_code
 DIFFERENT = 4
-IN_USE = 75  # "try again later" in sysexits.h
+IN_USE = RunInUse.exit_code
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
 # Packages that start the jobs of a sweep, and raise their own error when a job dies.
 LAUNCHERS = ("joblib", "submitit")
