@@ -41,6 +41,8 @@ class F1(Sums):
     Outputs and targets have shape (N, labels).
     """
 
+    higher_is_better = True
+
     def update(self, outputs, targets):
         check_same_shape(outputs, targets)
         predicted, true = outputs > 0, targets > 0

@@ -16,7 +16,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.runs.loggers import JSONL, charted
 from stoker.trainer.callbacks import Callback, Checkpoint, EarlyStopping, Progress
 from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import Accuracy, Confusion
+from stoker.trainer.metrics import Accuracy, Confusion, Sums
 from stoker.trainer.train_metrics import TrainMetrics
 
 
@@ -144,6 +144,25 @@ def test_a_name_that_is_a_typo_or_has_no_mode_is_refused_at_once(monitor, mode):
     with pytest.raises(UserError, match="no such number is logged") as raised:
         make_trainer(callbacks=[EarlyStopping(2, monitor=monitor, mode=mode)]).fit(*loaders())
     assert len(str(raised.value).splitlines()) <= 3
+
+
+def test_a_metric_that_does_not_say_which_direction_is_better_is_not_monitored_unasked():
+    class MeanOutput(Sums):
+        def update(self, outputs, targets):
+            self.add(torch.stack([outputs.sum(), torch.tensor(outputs.numel())]))
+
+        def value(self, sums):
+            return sums[0] / sums[1]
+
+    def stop_of(monitor="auto", mode="auto"):
+        stop = EarlyStopping(2, monitor=monitor, mode=mode)
+        make_trainer(callbacks=[stop], metrics={"mean": MeanOutput()}).fit(*loaders())
+        return stop.name, stop.sign
+
+    assert stop_of() == ("val/loss", -1)
+    assert stop_of("val/mean", "max") == ("val/mean", 1)
+    with pytest.raises(UserError, match="or a metric without higher_is_better, also type"):
+        stop_of("val/mean")
 
 
 def test_a_number_that_never_comes_is_warned_of_once(caplog):

@@ -209,7 +209,8 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
     assert type(caught.value) is error and caught.value.__notes__ == [text]
     if kind is not Trainer:
         place = rf"In compute_loss \({re.escape(__file__)}:\d+\)\."
-        assert re.match(rf"{place} The batch: batch\['x'\] ", text)
+        batch = "batch" if use == "fit" else "val batch"
+        assert re.match(rf"{place} The {batch}: batch\['x'\] ", text)
     assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
     assert message(caught.value).startswith(f"error: {first_line(caught.value)}\n{text}")
 
@@ -666,3 +667,40 @@ def test_an_error_of_the_model_in_predict_is_its_own():
 
     with pytest.raises(AttributeError, match="colour"):
         make_trainer(Broken(*make_model())).predict([torch.ones(8, 6)])
+
+
+class Fixed(Trainer):
+    """Takes only batches of 4 samples."""
+
+    def compute_loss(self, batch):
+        inputs, targets = batch
+        return self.loss(self.model(inputs)[:4], targets), None
+
+
+def test_an_error_in_an_evaluation_shows_its_own_batch():
+    train, val = [(torch.ones(n, 6), torch.zeros(n).long()) for n in (4, 9)]
+    with pytest.raises(ValueError, match="Expected input batch_size") as caught:
+        make_trainer(kind=Fixed, epochs=1).fit([train], [val])
+    text = explanation_of(caught.value)
+    assert text.endswith("The val batch: batch[0] (9, 6) torch.float32, batch[1] (9,) torch.int64.")
+    assert caught.value.__notes__ == [text]
+
+
+def test_a_batch_of_a_type_that_torch_refuses_is_shown():
+    class OfLists(Trainer):
+        def compute_loss(self, batch):
+            return torch.nn.functional.embedding([1, 2], self.module[0].weight).mean(), None
+
+    with pytest.raises(TypeError, match="must be Tensor, not list") as caught:
+        make_trainer(kind=OfLists).fit(loader())
+    assert "The batch: batch[0] (" in explanation_of(caught.value)
+    assert code_of(caught.value) == 2
+
+
+def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
+    class NoSuper(Trainer):
+        def __init__(self, model, **settings):
+            self.own = settings
+
+    with pytest.raises(UserError, match=r"NoSuper.__init__ must call super\(\).__init__"):
+        NoSuper(make_model()).fit(loader())

@@ -54,7 +54,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                     trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
+        misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter, f"{split} batch")
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")

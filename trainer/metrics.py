@@ -91,10 +91,11 @@ class Sums:
 
     Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and `value(sums)`. The
     sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
-    counts. `higher_is_better` is None if neither direction is better.
+    counts. Set `higher_is_better` in the subclass to select weights by the metric. It is None if
+    neither direction is better.
     """
 
-    higher_is_better: bool | None = True
+    higher_is_better: bool | None = None
 
     def __init__(self) -> None:
         self.reset()
@@ -192,6 +193,8 @@ class Accuracy(OfClasses):
     Outputs are (N, C, ...), targets (N, ...).
     """
 
+    higher_is_better = True
+
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         true = class_of(targets, outputs)
         self.add_hits(true == outputs.argmax(1), self.counts(targets, true))
@@ -223,8 +226,6 @@ class TopK(Accuracy):
 
 class Confusion(OfClasses):
     """The (C, C) matrix of counts: one row per true class, one column per predicted class."""
-
-    higher_is_better: bool | None = None
 
     def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
         self.num_classes: int = check_number(
@@ -327,6 +328,7 @@ class R2(Sums):
     # Targets are summed relative to the first one. Relative to 0, sums of squares would suffer from
     # cancellation; relative to a rounded mean, those of a constant target would not be 0.
     origin: torch.Tensor
+    higher_is_better = True
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)

@@ -29,6 +29,7 @@ from stoker.trainer.errors import (
     UserError,
     cause,
     did_you_mean,
+    explanation_of,
     first_few,
     first_line,
     kind_of,
@@ -202,6 +203,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     Raises:
         UserError: This is not a single loader of batches, or the Trainer is closed.
     """
+    check_built(trainer)
     if trainer.module is None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
@@ -224,6 +226,14 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if use == "predict" and shuffles:
         launch.warn(
             "predict: the loader shuffles, so the outputs are in random order. Use shuffle=False."
+        )
+
+
+def check_built(trainer: "Trainer") -> None:
+    """Raise UserError if the constructor of a subclass does not call the one of Trainer."""
+    if not hasattr(trainer, "module"):
+        raise UserError(
+            f"{type(trainer).__name__}.__init__ must call super().__init__(*args, **kwargs)."
         )
 
 
@@ -329,10 +339,14 @@ def uses_loss(kind: type) -> bool:
 
 
 def raise_if_explained(
-    trainer: "Trainer", error: BaseException, batch: Any, splitter: "Splitter"
+    trainer: "Trainer", error: BaseException, batch: Any, splitter: "Splitter", name: str = "batch"
 ) -> None:
-    """Raise a clearer error if the cause is a known mistake or a lack of memory; else return."""
-    if not isinstance(error, Exception) or isinstance(error, UserError):
+    """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
+
+    If torch raised the error, attach a text that shows the batch, under this name, and the place.
+    """
+    is_explained = isinstance(error, UserError) or explanation_of(error) is not None
+    if is_explained or not isinstance(error, Exception):
         return
     if isinstance(error, NotFinite):
         raise nonfinite.explained(trainer, error) from None
@@ -350,7 +364,9 @@ def raise_if_explained(
     )
     if explained is not None:
         raise explained from error
-    if not methods or type(error) not in REFUSALS or devices.NOT_OF_A_BATCH.search(str(error)):
+    in_torch = frames[-1].filename.startswith(LIBRARIES[0])
+    is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_torch)
+    if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
         return
     places = [
         f"In {frame.name} ({frame.filename}:{frame.lineno}). "
@@ -359,14 +375,14 @@ def raise_if_explained(
     ]
     # The tensors that are alike, such as those of a list of samples.
     alike: dict[tuple[str, int, torch.dtype], list[str]] = {}
-    for name, one in batches.entries(batch):
-        place = re.sub(r"\[\d+\]", "[]", name)
-        alike.setdefault((place, one.ndim, one.dtype), []).append(
-            f"{name} {tuple(one.shape)} {one.dtype}"
+    for place, one in batches.entries(batch):
+        pattern = re.sub(r"\[\d+\]", "[]", place)
+        alike.setdefault((pattern, one.ndim, one.dtype), []).append(
+            f"{place} {tuple(one.shape)} {one.dtype}"
         )
     shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
     shown = first_few(shapes, 6).removesuffix(".")
-    text = f"{''.join(places[-1:])}The batch: {shown}."
+    text = f"{''.join(places[-1:])}The {name}: {shown}."
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)

@@ -72,7 +72,8 @@ class Monitor(Callback):
                 f"monitor={as_typed(self.name)}: no such number is logged, or it is unknown "
                 f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
                 f"Choose one of: {', '.join(higher_is_better)}.\n"
-                "For a number that you log yourself, also type monitor_mode=max or min."
+                "For a number that you log yourself, or a metric without higher_is_better, also "
+                "type monitor_mode=max or min."
             )
         self.sign = 1 if higher else -1
         self.warned = False
