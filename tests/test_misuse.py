@@ -704,3 +704,26 @@ def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
 
     with pytest.raises(UserError, match=r"NoSuper.__init__ must call super\(\).__init__"):
         NoSuper(make_model()).fit(loader())
+
+
+def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
+    )
+    inputs = torch.arange(24).reshape(8, 3)
+    with pytest.raises(UserError) as caught:
+        make_trainer(model).fit([(inputs, torch.zeros(8).long())])
+    assert str(caught.value) == (
+        "An index into an Embedding is out of range. In the batch, batch[0] has values from 0 to "
+        "23, batch[1] has values from 0 to 0. Embedding 0 has 10 rows."
+    )
+
+
+def test_a_loss_without_a_gradient_is_explained():
+    class Detached(Trainer):
+        def compute_loss(self, batch):
+            loss, outputs = super().compute_loss(batch)
+            return loss.detach(), outputs
+
+    with pytest.raises(UserError, match="The loss does not depend on a trainable parameter"):
+        make_trainer(kind=Detached).fit(loader())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from stoker.trainer import batches
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_few
 
 # regular expression for an error message of torch -> what to do about it
 ADVICE = {
@@ -32,6 +32,11 @@ ADVICE = {
         "strategy=ddp: a parameter got two gradients in one backward().\n"
         "A step must call self.model as a whole, once per backward(), not self.module."
     ),
+    "does not require grad and does not have a grad_fn": (
+        "The loss does not depend on a trainable parameter.\n"
+        "In compute_loss, do not call detach() or item() on the loss or use torch.no_grad(). If "
+        "parameters are frozen, leave some trainable."
+    ),
 }
 # torch's messages about tensors on two devices.
 TWO_DEVICES = "(on|at) the same device|not on the expected device|Expected object of device type"
@@ -45,12 +50,32 @@ def explain(
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
             return UserError(advice)
+    if "index out of range in self" in text:
+        return UserError(out_of_range(module, batch))
     wrong = misplaced(module, batch, device)
     if wrong and re.search(TWO_DEVICES, text):
         return UserError(
             f"Tensors on two devices: the Trainer uses {device}, but {'; '.join(wrong[:3])}."
         )
     return None
+
+
+def out_of_range(module: torch.nn.Module, batch: Any) -> str:
+    """Return a message about an index that is too large for an Embedding."""
+    sizes = [
+        f"{name or 'the model'} has {child.num_embeddings:,} rows"
+        for name, child in module.named_modules()
+        if isinstance(child, torch.nn.Embedding)
+    ]
+    ranges = [
+        f"{name} has values from {tensor.min():,} to {tensor.max():,}"
+        for name, tensor in batches.entries(batch)
+        if tensor.numel() and tensor.dtype in (torch.int32, torch.int64)
+    ]
+    return (
+        f"An index into an Embedding is out of range. In the batch, {first_few(ranges, 3)}. "
+        f"Embedding {first_few(sizes, 3)}."
+    )
 
 
 def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:
