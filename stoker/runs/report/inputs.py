@@ -81,8 +81,10 @@ class Run:
     def is_one_epoch(self) -> bool:
         """Whether the whole run of `max_steps` steps is a single epoch, as for a stream."""
         most = self.config.get("max_steps")
-        last = self.rows[-1] if self.rows else None
-        return bool(last and is_number(most) and abs(last["epoch"] * most - last["step"]) < 0.5)
+        if not self.rows or not is_number(most):
+            return False
+        last = self.rows[-1]
+        return abs(last["epoch"] * most - last["step"]) < 0.5
 
     @property
     def step(self) -> float:
@@ -135,8 +137,8 @@ def read_texts(path: Path) -> list[tuple[Row, str]]:
             texts.append((row, shortened(entries["text"], MOST_SAMPLE)))
     if len(texts) <= MOST_TEXTS:
         return texts
-    last = len(texts) - 1
-    return [texts[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+    every = (len(texts) - 1) / (MOST_TEXTS - 1)
+    return [texts[round(i * every)] for i in range(MOST_TEXTS)]
 
 
 def numbers_in(entries: dict[str, Any]) -> Row:
