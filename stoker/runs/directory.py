@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import datetime
-import itertools
 import os
 import shutil
 from collections.abc import Iterable
@@ -43,8 +42,12 @@ def claim(model: str, dataset: str) -> str:
 
 def make_new(folder: Path, key: str = "run_dir") -> Path:
     """Create the folder, appending a number to its name if it exists, and return its path."""
-    numbered = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
-    return next(path for path in itertools.chain([folder], numbered) if make(path, key))
+    path = folder
+    number = 1
+    while not make(path, key):
+        number += 1
+        path = folder.with_name(f"{folder.name}-{number}")
+    return path
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:

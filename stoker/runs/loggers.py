@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -79,9 +78,10 @@ class JSONL(Callback):
         if not os.path.lexists(self.path):
             return 0
         kept: list[bytes] = []
-        if step > 0:
-            before = itertools.takewhile(lambda pair: pair[0]["step"] <= step, lines_of(self.path))
-            kept = [line for _, line in before][: self.rows]
+        for row, line in lines_of(self.path):
+            if step == 0 or row["step"] > step or len(kept) == self.rows:
+                break
+            kept.append(line)
         with replacing(self.path) as partial:
             Path(partial).write_bytes(b"".join(kept))
         return len(kept)
