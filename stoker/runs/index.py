@@ -207,17 +207,26 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     If spikes dwarf the other values, a third entry is the largest value to draw in a small curve.
     """
     from stoker.runs.plots import limit, thin
+    from stoker.runs.report.curves import series
 
     curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
-        points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
-        if points:
-            values = [float(f"{value:.4g}") for _, value in points]
-            curves[shown(key)] = [[step for step, _ in points], values]
-            most = limit([points])
-            if most < math.inf:
-                curves[shown(key)].append(float(f"{most:.4g}"))
+        points = thin(series(rows, key), MOST_POINTS)
+        if not points:
+            continue
+        curve: list[Any] = [
+            [step for step, _ in points],
+            [four_digits(value) for _, value in points],
+        ]
+        most = limit([points])
+        if most < math.inf:
+            curve.append(four_digits(most))
+        curves[shown(key)] = curve
     return curves
+
+
+def four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 class SweepJob:
@@ -244,7 +253,10 @@ def entry_of_sweep(path: Path) -> Entry:
     folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     folders.sort(key=lambda job: natural(job.name))
     jobs = [SweepJob(folder) for folder in folders]
-    state, note = progress_of(jobs, max(len(jobs), planned if isinstance(planned, int) else 0))
+    total = len(jobs)
+    if isinstance(planned, int):
+        total = max(total, planned)
+    state, note = progress_of(jobs, total)
     return entry_of_best(path, jobs) | {
         "sweep": True,
         "status": state,
@@ -274,17 +286,19 @@ def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
     """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)
-    groups = ranking.ranked([job for job in jobs if job.is_done], keys, metric, high)
-    best = [job for job in groups[0] if job.best and job.best.name == metric] if groups else []
-    shown_job = next(iter(best or jobs), None)
-    entry = entry_of_run(shown_job.folder if shown_job else path, set())
+    done = [job for job in jobs if job.is_done]
+    groups = ranking.ranked(done, keys, metric, high)
+    first = groups[0] if groups else []
+    values = {job: job.best.value for job in first if job.best and job.best.name == metric}
+    best = list(values)
+    folders = [job.folder for job in [*best, *jobs]]
+    entry = entry_of_run(next(iter(folders), path), set())
     entry["jobs"] = [shown(job.folder.name) for job in best]
     if best:
-        value = statistics.fmean(job.best.value for job in best if job.best)
-        entry["best"] = [shown(metric), value, not high]
+        entry["best"] = [shown(metric), statistics.fmean(values.values()), not high]
         for test in list(best[0].tests)[:1]:
-            values = [job.tests[test] for job in best if test in job.tests]
-            entry["test"] = [shown(test), statistics.fmean(values)]
+            tests = [job.tests[test] for job in best if test in job.tests]
+            entry["test"] = [shown(test), statistics.fmean(tests)]
     for name, key in (("data", "dataset"), ("model", "model")):
         if key in keys:
             choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)

@@ -213,7 +213,8 @@ def predict(
     """
     about = model.about
     path = os.path.expanduser(str(path))
-    size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"] or ()))))
+    numbers = math.prod(about["in_shape"] or ())
+    size = max(1, min(batch_size, AT_ONCE // (8 * numbers)))
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
         from stoker.data import tables  # imports pyarrow

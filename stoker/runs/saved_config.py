@@ -227,9 +227,10 @@ def load_config(key: str, folder: str | Path) -> Config:
     path = Path(folder) / CONFIG
     if not path.is_file():
         reason = "this is not a run directory, because it has no config.yaml"
-        if not os.path.isdir(folder):
-            is_file = os.path.isfile(folder)
-            reason = "this is a file" if is_file else "there is no such folder"
+        if os.path.isfile(folder):
+            reason = "this is a file"
+        elif not os.path.isdir(folder):
+            reason = "there is no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()
