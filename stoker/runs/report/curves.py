@@ -98,8 +98,9 @@ def warmup_of(run: Run) -> int:
     is_ours = str(run.config.get("scheduler._target_")).startswith(SCHEDULES)
     if not is_ours or not is_number(warmup) or not total:
         return 0
-    steps = warmup * total if warmup < 1 else warmup
-    return round(min(max(0, steps), total))
+    if warmup < 1:
+        warmup *= total
+    return round(min(max(0, warmup), total))
 
 
 def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -116,7 +117,7 @@ def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float
     first = rate * (start + (1 - start) / (warmup + 1))
     logged = [step for step, _ in points]
     ends = [(1, first), (warmup + 1, rate)]
-    return [end for end in ends if end[0] not in logged and end[0] < logged[-1]]
+    return [(step, value) for step, value in ends if step < logged[-1] and step not in logged]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from stoker.runs import plots
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, rounded_percent, shortened
@@ -106,8 +107,6 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     """Return the calibration plot and, for two classes, the ROC and precision-recall curves."""
     import numpy
 
-    from stoker.runs import plots
-
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
     drawn = []
     points = calibration(evaluation.confidence) if evaluation.confidence else []
@@ -162,8 +161,6 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 def regression(evaluation: Evaluation) -> list[Figure]:
     """Return a scatter plot and an error histogram for each of the first targets."""
-    from stoker.runs import plots
-
     figures = []
     targets = evaluation.targets if evaluation.points else 0
     for i in range(min(targets, MOST_TARGETS)):

@@ -196,9 +196,8 @@ def evaluation_of(entries: Any) -> Evaluation:
     evaluation.points = list(filter(is_pair, evaluation.points))
     if not are_counts(evaluation):
         raise ValueError
-    for name in ("worst", "uncertain", "random"):
-        samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
-        setattr(evaluation, name, samples)
+    for samples in (evaluation.worst, evaluation.uncertain, evaluation.random):
+        samples[:] = [sample for sample in samples if fits(sample, evaluation)]
     return evaluation
 
 
@@ -222,7 +221,8 @@ def are_counts(evaluation: Evaluation) -> bool:
     for counts in (evaluation.confidence, evaluation.second):
         if counts is not None:
             samples, some = numpy.array(counts, dtype=float)
-            if len(samples) % 10 or (some < 0).any() or (some > samples).any():
+            are_valid = (some >= 0) & (some <= samples)
+            if len(samples) % 10 or not are_valid.all():
                 return False
     return evaluation.second is None or size == 2
 

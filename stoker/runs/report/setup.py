@@ -45,7 +45,9 @@ def is_choice(override: str) -> bool:
     match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
     if match is None:
         return False
-    return all(file_of(f"{match[1]}/{name}") is not None for name in match[2].split(","))
+    group, options = match.groups()
+    files = [file_of(f"{group}/{option}") for option in options.split(",")]
+    return None not in files
 
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
@@ -90,7 +92,10 @@ def commands(run: Run) -> list[tuple[str, str]]:
         return []
     packages = trusted(run)
     samples = run.result.samples or {}
-    split = next((name for name in ("test", "val") if name in samples), "train")
+    split = "train"
+    for name in ("val", "test"):
+        if name in samples:
+            split = name
     dataset = str(run.config.get("dataset._target_"))
     listed = [["Evaluate it", "evaluate"]]
     if split == "val":
