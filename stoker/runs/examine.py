@@ -262,12 +262,14 @@ class Positions(Examination):
         losses = columns.pop("losses", None)
         samples = super().chosen(columns)
         for i, sample in enumerate(samples):
+            true = labels[i]
             if losses is not None:
-                is_known = labels[i] != IGNORED
-                sample.tokens = [classes[label] for label in labels[i][is_known].tolist()]
+                is_known = true != IGNORED
+                sample.tokens = [classes[label] for label in true[is_known].tolist()]
                 sample.losses = [round(loss, 3) for loss in losses[i][is_known].tolist()]
             if predicted is not None:
-                sample.masks = [mask_png(mask, len(classes)) for mask in (labels[i], predicted[i])]
+                masks = (true, predicted[i])
+                sample.masks = [mask_png(mask, len(classes)) for mask in masks]
         return samples
 
     def complete(self, evaluation: Evaluation) -> None:
@@ -402,7 +404,8 @@ def png(image: Tensor) -> str:
     """
     from PIL import Image
 
-    image = image[:3] if len(image) >= 3 else image[:1]
+    channels = 3 if len(image) >= 3 else 1
+    image = image[:channels]
     if image.dtype != torch.uint8:
         image = image - image.min()
         image = (255 * image / image.max().clamp_min(1e-12)).round().to(torch.uint8)

@@ -165,6 +165,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     except UserError:  # its config is damaged
         run = inputs.Run(path)
     times = run.status
+    started = times.started or 0
     tests = list(run.result.tests().items())
     best = run.best
     is_reproduced = "task=reproduce" in (run.overrides or [])
@@ -172,7 +173,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "status": run.state,
         "seconds": run.result.seconds or times.seconds,
         "since": times.resumed if run.state == "running" else None,
-        "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
+        "time": started if 0 < started < 1e11 else path.stat().st_mtime,
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
@@ -187,13 +188,15 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 
 def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
     """Return {key: value} for the typed settings, or for the whole config if `typed` is None."""
-    pairs = {key: as_typed(value) for key, value in config.items()}
-    if typed is not None:
-        split = (override.lstrip("+").partition("=") for override in typed)
-        pairs = {key: value for key, equals, value in split if equals}
-    for place in ("run_dir", "hydra.sweep.dir"):
-        pairs.pop(place, None)
-    return {shown(key): shown(pairs[key]) for key in list(pairs)[:MOST_SETTINGS]}
+    pairs = {}
+    if typed is None:
+        pairs = {key: as_typed(value) for key, value in config.items()}
+    for override in typed or []:
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals:
+            pairs[key] = value
+    keys = [key for key in pairs if key not in ("run_dir", "hydra.sweep.dir")]
+    return {shown(key): shown(pairs[key]) for key in keys[:MOST_SETTINGS]}
 
 
 def shown(value: object) -> str:
@@ -301,8 +304,8 @@ def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
             entry["test"] = [shown(test), statistics.fmean(tests)]
     for name, key in (("data", "dataset"), ("model", "model")):
         if key in keys:
-            choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)
-            entry[name] = shown(", ".join(choices))
+            choices = [job.settings[key] for job in jobs if key in job.settings]
+            entry[name] = shown(", ".join(dict.fromkeys(choices)))
     return entry
 
 
