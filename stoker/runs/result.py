@@ -105,10 +105,10 @@ class RunResult:
         contents = dataclasses.asdict(self)
         contents |= contents.pop("numbers")
         always = ALWAYS if self.error is None else ()
-        known = {
-            name: value for name, value in contents.items() if value is not None or name in always
-        }
-        json_files.write_json(Path(folder) / RESULT, known)
+        for name, value in list(contents.items()):
+            if value is None and name not in always:
+                del contents[name]
+        json_files.write_json(Path(folder) / RESULT, contents)
 
     @property
     def has_failed(self) -> bool:
@@ -163,10 +163,11 @@ class RunResult:
 
         A run that resumes at its last step only evaluates, so its times do not describe training.
         """
-        is_same_end = before is not None and before.steps == self.steps == self.total_steps
-        if before is None or before.seconds is None or not is_same_end:
+        if before is None or before.seconds is None:
             return self
-        return dataclasses.replace(before, numbers=self.numbers, best=self.best)
+        if before.steps == self.steps == self.total_steps:
+            return dataclasses.replace(before, numbers=self.numbers, best=self.best)
+        return self
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
@@ -241,8 +242,8 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
 
     `packages` are the packages that the run trusts.
     """
-    if result.best is not None:
-        best = result.best
+    best = result.best
+    if best is not None:
         yield f"best     {best.name} {number(best.value)} at {result.moment(best.step)}"
     tested = numbers(result.numbers, "test")
     if tested:

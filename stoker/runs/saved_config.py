@@ -64,10 +64,9 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, config[group])
         check_parts(config)
-    nodes = config["callbacks"]
-    config["callbacks"] = {
-        name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)
-    }
+    for name, node in list(config["callbacks"].items()):
+        if not is_on(node) or is_logger(node):
+            del config["callbacks"][name]
     return OmegaConf.create(config)
 
 
@@ -127,11 +126,11 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     if cfg.task == "predict" and cfg.split is not None:
         tasks.add("evaluate")
     before = dotted.flat(saved)
-    wrong = [
-        key
-        for key in sorted(arguments.typed_keys())
-        if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key))
-    ]
+    wrong = []
+    for key in sorted(arguments.typed_keys()):
+        is_used = not tasks.isdisjoint(settings.record(key).tasks)
+        if not is_used and "${" not in str(before.get(key)):
+            wrong.append(key)
     if wrong:
         settings_typed = "this setting" if len(wrong) == 1 else "these settings"
         raise UserError(
