@@ -20,19 +20,18 @@ from typing import Any
 from stoker import project
 from stoker.command import subcommand
 from stoker.runs import directory, lock, ranking, status
+from stoker.runs.directory import JOB, SWEEP
 from stoker.runs.json_files import read_json, read_text
 from stoker.runs.page import render
 from stoker.runs.readable import natural
-from stoker.runs.result import RunResult, are_overrides
+from stoker.runs.result import RunResult, valid_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
 from stoker.trainer.number_format import counted
 
 NAME = "index.html"
 LOCK = ".index.lock"
-SWEEP = "sweep.json"
 SWEEP_PAGE = "sweep.html"
-JOB = "job.json"
 LEVELS = 2  # levels of folders: runs/NAME and runs/GROUP/NAME
 PATIENCE = 5  # seconds to wait for another process that is updating the page
 START = '<script type="application/json" id="runs">\n'
@@ -239,9 +238,11 @@ class SweepJob:
         self.folder = folder
         self.result = RunResult.read(folder)
         result = self.result or RunResult()
-        overrides = (read_json(folder / JOB) or {}).get("overrides")
-        typed = overrides if are_overrides(overrides) else result.overrides
-        self.settings = ranking.settings_of(typed or [])
+        record = read_json(folder / JOB) or {}
+        typed = valid_overrides(record.get("overrides"))
+        if typed is None:
+            typed = result.overrides or []
+        self.settings = ranking.settings_of(typed)
         self.best = result.best if result.is_finished else None
         self.tests = result.tests()
         self.seconds = result.seconds or status.Status.read(folder).seconds or 0.0
@@ -252,7 +253,7 @@ def entry_of_sweep(path: Path) -> Entry:
     """Return what the page shows for a sweep: how many jobs have ended, and the best row."""
     record = read_json(path / SWEEP) or {}
     planned = record.get("jobs")
-    command = record.get("typed")
+    command = valid_overrides(record.get("typed"))
     folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     folders.sort(key=lambda job: natural(job.name))
     jobs = [SweepJob(folder) for folder in folders]
@@ -266,7 +267,7 @@ def entry_of_sweep(path: Path) -> Entry:
         "time": (path / SWEEP).stat().st_mtime,
         "seconds": sum(job.seconds for job in jobs) or None,
         "since": None,
-        "settings": settings_of({}, command if are_overrides(command) else []),
+        "settings": settings_of({}, command or []),
         "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }

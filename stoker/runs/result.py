@@ -95,8 +95,7 @@ class RunResult:
             result: RunResult = typed(contents, cls)
         except TypeError:
             return cls(error=f"its {RESULT} is damaged", code=3)
-        if result.overrides is not None and not are_overrides(result.overrides):
-            result.overrides = None
+        result.overrides = valid_overrides(result.overrides)
         result.numbers = metrics_in(contents)
         return result
 
@@ -275,8 +274,10 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
     return command(words)
 
 
-def are_overrides(value: Any) -> bool:
-    """Return whether an entry in a file is a valid list of typed settings."""
+def valid_overrides(value: Any) -> list[str] | None:
+    """Return an entry in a file if it is a valid list of typed settings, or else None."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
-        return False
-    return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)
+        return None
+    if not all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value):
+        return None
+    return value

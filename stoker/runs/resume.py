@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import dotted, settings
-from stoker.runs.directory import CONFIG, RESULT, WRITTEN
+from stoker.runs.directory import CONFIG, JOB, RESULT, WRITTEN
 from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
@@ -65,7 +65,7 @@ def to_resume(
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:
     """Raise UserError if starting over would replace files, unless `overwrite` is set."""
-    names = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
+    names = sorted({path.name for path in folder.iterdir()} - {LOCK, JOB})
     if names and not overwrite:
         raise UserError(
             f"run_dir={folder}: resume=never starts over, but {names[0]} exists."

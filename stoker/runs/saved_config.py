@@ -19,7 +19,7 @@ from stoker.command.build import (
     without_downloads,
 )
 from stoker.runs.directory import CONFIG, TYPED
-from stoker.runs.result import are_overrides
+from stoker.runs.result import valid_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
@@ -265,7 +265,7 @@ def overrides_in(folder: Path) -> list[str] | None:
         overrides = json.loads(first.removeprefix(TYPED.encode()))
     except (OSError, ValueError, RecursionError):
         return None
-    return overrides if are_overrides(overrides) else None
+    return valid_overrides(overrides)
 
 
 def is_plain(text: str) -> bool:
