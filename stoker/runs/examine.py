@@ -54,7 +54,7 @@ class Examination:
         self.data = data
         self.batch_size: int = loader.batch_size  # over all processes
         self.order: Tensor | None = None  # indices of the samples chosen by limit_val
-        if loader.samples < getattr(loader, "split_size", 0):
+        if loader.samples < loader.split_size:
             self.order = loader.order(0)
         self.reset()
 
