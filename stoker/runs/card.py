@@ -49,15 +49,21 @@ def write(
     # weights could give different files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
-    classes = [] if evaluation is None else classes_of(evaluation)
+    split = tested_split(result)
+    unit = "samples"
+    classes = []
+    if evaluation is not None:
+        split = evaluation.split
+        unit = evaluation.unit
+        classes = classes_of(evaluation)
     text = render(
         "model.md.jinja",
         **facts(module, about, result),
         usual=usual,
         task=task_of(about, data.target_shape),
         date=datetime.date.today(),
-        split=tested_split(result) if evaluation is None else evaluation.split,
-        unit="samples" if evaluation is None else evaluation.unit,
+        split=split,
+        unit=unit,
         places=data.target_shape,
         classes=classes[:MOST_CLASSES],
         all_classes=len(classes),

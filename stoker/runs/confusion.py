@@ -85,7 +85,8 @@ def most_confused(classes: list[Class]) -> list[list[str]]:
     rows = []
     for cell in numpy.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS]:
         i, j = divmod(int(cell), len(classes))
-        if wrong[i, j]:
-            true = classes[i]
-            rows.append([true.name, classes[j].name, f"{wrong[i, j]:,} of {true.count:,}"])
+        true = classes[i]
+        count = wrong[i, j]
+        if count:
+            rows.append([true.name, classes[j].name, f"{count:,} of {true.count:,}"])
     return rows

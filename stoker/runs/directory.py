@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import datetime
-import itertools
 import os
 import shutil
 from collections.abc import Iterable
@@ -20,6 +19,8 @@ SAMPLES = "samples.jsonl"  # texts that a language model generates at each evalu
 WEIGHTS = "model.safetensors"  # the tested weights, for sharing
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
+SWEEP = "sweep.json"  # the command line of a sweep, in the sweep's directory
+JOB = "job.json"  # the typed settings of a sweep's job
 PACKAGES = "provenance/packages.txt"
 CHANGES = "provenance/changes.diff"
 TYPED = "# typed: "  # the start of a config.yaml, before a JSON list of the typed settings
@@ -43,8 +44,12 @@ def claim(model: str, dataset: str) -> str:
 
 def make_new(folder: Path, key: str = "run_dir") -> Path:
     """Create the folder, appending a number to its name if it exists, and return its path."""
-    numbered = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
-    return next(path for path in itertools.chain([folder], numbered) if make(path, key))
+    path = folder
+    number = 1
+    while not make(path, key):
+        number += 1
+        path = folder.with_name(f"{folder.name}-{number}")
+    return path
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:

@@ -54,7 +54,7 @@ class Examination:
         self.data = data
         self.batch_size: int = loader.batch_size  # over all processes
         self.order: Tensor | None = None  # indices of the samples chosen by limit_val
-        if loader.samples < getattr(loader, "split_size", 0):
+        if loader.samples < loader.split_size:
             self.order = loader.order(0)
         self.reset()
 
@@ -121,10 +121,10 @@ class Examination:
             evaluation.confusion = counts.tolist()
             evaluation.chance = (per_class.max() / per_class.sum()).item()
         for name, highest in self.lists.items():
-            setattr(evaluation, name, self.chosen(highest.over_ranks()))
-        for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
+            columns = highest.over_ranks()
             if self.order is not None:
-                sample.index = int(self.order[sample.index])
+                columns["index"] = self.order[columns["index"]]
+            setattr(evaluation, name, self.chosen(columns))
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Return {name: values} with one row per sample: the "loss", and what `chosen` needs."""
@@ -211,11 +211,8 @@ class Classes(Examination):
         probability = probabilities.gather(1, predicted.unsqueeze(1)).squeeze(1)
         if self.bins is None:
             self.bins = probabilities.new_zeros(2, 2, BINS)
-        pairs = [(probability, true == predicted), (probabilities[:, -1], true == 1)]
-        for bins, (values, are_so) in zip(self.bins, pairs, strict=True):
-            indices = (values * BINS).long().clamp(0, BINS - 1)
-            counts = torch.stack([torch.ones_like(values), are_so.to(values.dtype)])
-            bins.index_add_(1, indices, counts)
+        add_counts(self.bins[0], probability, true == predicted)
+        add_counts(self.bins[1], probabilities[:, -1], true == 1)
         return {
             "loss": -logs.gather(1, true.unsqueeze(1)).squeeze(1),
             "entropy": torch.special.entr(probabilities).sum(-1),
@@ -230,6 +227,13 @@ class Classes(Examination):
         if bins is not None:
             evaluation.confidence, second = bins.long().tolist()
             evaluation.second = second if self.data.num_classes == 2 else None
+
+
+def add_counts(bins: Tensor, values: Tensor, selected: Tensor) -> None:
+    """Add samples to a pair of histograms of their `values`: all, and the `selected` ones."""
+    indices = (values * BINS).long().clamp(0, BINS - 1)
+    counts = torch.stack([torch.ones_like(values), selected.to(values.dtype)])
+    bins.index_add_(1, indices, counts)
 
 
 class Positions(Examination):
@@ -258,12 +262,14 @@ class Positions(Examination):
         losses = columns.pop("losses", None)
         samples = super().chosen(columns)
         for i, sample in enumerate(samples):
+            true = labels[i]
             if losses is not None:
-                is_known = labels[i] != IGNORED
-                sample.tokens = [classes[label] for label in labels[i][is_known].tolist()]
+                is_known = true != IGNORED
+                sample.tokens = [classes[label] for label in true[is_known].tolist()]
                 sample.losses = [round(loss, 3) for loss in losses[i][is_known].tolist()]
             if predicted is not None:
-                sample.masks = [mask_png(mask, len(classes)) for mask in (labels[i], predicted[i])]
+                masks = (true, predicted[i])
+                sample.masks = [mask_png(mask, len(classes)) for mask in masks]
         return samples
 
     def complete(self, evaluation: Evaluation) -> None:
@@ -398,7 +404,8 @@ def png(image: Tensor) -> str:
     """
     from PIL import Image
 
-    image = image[:3] if len(image) >= 3 else image[:1]
+    channels = 3 if len(image) >= 3 else 1
+    image = image[:channels]
     if image.dtype != torch.uint8:
         image = image - image.min()
         image = (255 * image / image.max().clamp_min(1e-12)).round().to(torch.uint8)
@@ -419,22 +426,27 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
     cells = iter(values)
     row: dict[str, Any] = {}
     for column in data.table["columns"][:MOST_COLUMNS]:
-        categories = column.get("categories")
-        if categories is None:
-            value = next(cells)
-            is_missing = value == 0 and data.table.get("missing") == "mean"
-            known: Any = as_written(value, column["mean"], column["std"])
-            if column.get("date"):
-                moment = numpy.datetime64(round(known * MINUTES), "m")
-                known = str(moment).replace("T", " ").removesuffix(" 00:00")
-            row[column["name"]] = "" if is_missing else known
-        else:
+        cell: Any = ""
+        if "categories" in column:
+            categories = column["categories"]
             block = list(itertools.islice(cells, len(categories)))
-            row[column["name"]] = categories[block.index(1)] if 1 in block else ""
+            if 1 in block:
+                cell = categories[block.index(1)]
+        else:
+            value = next(cells)
+            if value != 0 or data.table.get("missing") != "mean":
+                cell = as_written(value, column)
+        row[column["name"]] = cell
     return row
 
 
-def as_written(value: float, mean: float, std: float) -> float:
+def as_written(value: float, column: dict[str, Any]) -> float | str:
     """Undo the standardization of a number, and round it to the precision of float32."""
+    std = column["std"]
     error = std * abs(float(numpy.spacing(numpy.float32(value))))
-    return round(value * std + mean, -math.ceil(math.log10(error))) + 0.0  # turns -0.0 into 0.0
+    digits = -math.ceil(math.log10(error))
+    number: float = round(value * std + column["mean"], digits) + 0.0  # turns -0.0 into 0.0
+    if not column.get("date"):
+        return number
+    moment = numpy.datetime64(round(number * MINUTES), "m")
+    return str(moment).replace("T", " ").removesuffix(" 00:00")

@@ -71,9 +71,14 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
         else:
             data = build_dataset(dataset)
             data.prepare_as(about)
-            split = data.train if data.test is None else data.test
-            inputs, _ = split[list(range(min(SAMPLES, len(split))))]
-            source = f"{'training' if data.test is None else 'test'} samples of {data.name}"
+            name = "test"
+            split = data.test
+            if split is None:
+                name = "training"
+                split = data.train
+            count = min(SAMPLES, len(split))
+            inputs, _ = split[list(range(count))]
+            source = f"{name} samples of {data.name}"
     except (UserError, OSError) as error:
         log.warning(
             "The run's data cannot be read, so the outputs are compared on generated inputs: %s",

@@ -20,19 +20,18 @@ from typing import Any
 from stoker import project
 from stoker.command import subcommand
 from stoker.runs import directory, lock, ranking, status
+from stoker.runs.directory import JOB, SWEEP
 from stoker.runs.json_files import read_json, read_text
 from stoker.runs.page import render
 from stoker.runs.readable import natural
-from stoker.runs.result import RunResult, are_overrides
+from stoker.runs.result import RunResult, valid_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
 from stoker.trainer.number_format import counted
 
 NAME = "index.html"
 LOCK = ".index.lock"
-SWEEP = "sweep.json"
 SWEEP_PAGE = "sweep.html"
-JOB = "job.json"
 LEVELS = 2  # levels of folders: runs/NAME and runs/GROUP/NAME
 PATIENCE = 5  # seconds to wait for another process that is updating the page
 START = '<script type="application/json" id="runs">\n'
@@ -165,6 +164,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     except UserError:  # its config is damaged
         run = inputs.Run(path)
     times = run.status
+    started = times.started or 0
     tests = list(run.result.tests().items())
     best = run.best
     is_reproduced = "task=reproduce" in (run.overrides or [])
@@ -172,7 +172,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "status": run.state,
         "seconds": run.result.seconds or times.seconds,
         "since": times.resumed if run.state == "running" else None,
-        "time": times.started if 0 < (times.started or 0) < 1e11 else path.stat().st_mtime,
+        "time": started if 0 < started < 1e11 else path.stat().st_mtime,
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
@@ -187,13 +187,15 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 
 def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
     """Return {key: value} for the typed settings, or for the whole config if `typed` is None."""
-    pairs = {key: as_typed(value) for key, value in config.items()}
-    if typed is not None:
-        split = (override.lstrip("+").partition("=") for override in typed)
-        pairs = {key: value for key, equals, value in split if equals}
-    for place in ("run_dir", "hydra.sweep.dir"):
-        pairs.pop(place, None)
-    return {shown(key): shown(pairs[key]) for key in list(pairs)[:MOST_SETTINGS]}
+    pairs = {}
+    if typed is None:
+        pairs = {key: as_typed(value) for key, value in config.items()}
+    for override in typed or []:
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals:
+            pairs[key] = value
+    keys = [key for key in pairs if key not in ("run_dir", "hydra.sweep.dir")]
+    return {shown(key): shown(pairs[key]) for key in keys[:MOST_SETTINGS]}
 
 
 def shown(value: object) -> str:
@@ -207,17 +209,26 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     If spikes dwarf the other values, a third entry is the largest value to draw in a small curve.
     """
     from stoker.runs.plots import limit, thin
+    from stoker.runs.report.curves import series
 
     curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
-        points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
-        if points:
-            values = [float(f"{value:.4g}") for _, value in points]
-            curves[shown(key)] = [[step for step, _ in points], values]
-            most = limit([points])
-            if most < math.inf:
-                curves[shown(key)].append(float(f"{most:.4g}"))
+        points = thin(series(rows, key), MOST_POINTS)
+        if not points:
+            continue
+        curve: list[Any] = [
+            [step for step, _ in points],
+            [four_digits(value) for _, value in points],
+        ]
+        most = limit([points])
+        if most < math.inf:
+            curve.append(four_digits(most))
+        curves[shown(key)] = curve
     return curves
+
+
+def four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 class SweepJob:
@@ -227,9 +238,11 @@ class SweepJob:
         self.folder = folder
         self.result = RunResult.read(folder)
         result = self.result or RunResult()
-        overrides = (read_json(folder / JOB) or {}).get("overrides")
-        typed = overrides if are_overrides(overrides) else result.overrides
-        self.settings = ranking.settings_of(typed or [])
+        record = read_json(folder / JOB) or {}
+        typed = valid_overrides(record.get("overrides"))
+        if typed is None:
+            typed = result.overrides or []
+        self.settings = ranking.settings_of(typed)
         self.best = result.best if result.is_finished else None
         self.tests = result.tests()
         self.seconds = result.seconds or status.Status.read(folder).seconds or 0.0
@@ -240,18 +253,21 @@ def entry_of_sweep(path: Path) -> Entry:
     """Return what the page shows for a sweep: how many jobs have ended, and the best row."""
     record = read_json(path / SWEEP) or {}
     planned = record.get("jobs")
-    command = record.get("typed")
+    command = valid_overrides(record.get("typed"))
     folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
     folders.sort(key=lambda job: natural(job.name))
     jobs = [SweepJob(folder) for folder in folders]
-    state, note = progress_of(jobs, max(len(jobs), planned if isinstance(planned, int) else 0))
+    total = len(jobs)
+    if isinstance(planned, int):
+        total = max(total, planned)
+    state, note = progress_of(jobs, total)
     return entry_of_best(path, jobs) | {
         "sweep": True,
         "status": state,
         "time": (path / SWEEP).stat().st_mtime,
         "seconds": sum(job.seconds for job in jobs) or None,
         "since": None,
-        "settings": settings_of({}, command if are_overrides(command) else []),
+        "settings": settings_of({}, command or []),
         "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }
@@ -274,21 +290,23 @@ def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
     """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)
-    groups = ranking.ranked([job for job in jobs if job.is_done], keys, metric, high)
-    best = [job for job in groups[0] if job.best and job.best.name == metric] if groups else []
-    shown_job = next(iter(best or jobs), None)
-    entry = entry_of_run(shown_job.folder if shown_job else path, set())
+    done = [job for job in jobs if job.is_done]
+    groups = ranking.ranked(done, keys, metric, high)
+    first = groups[0] if groups else []
+    values = {job: job.best.value for job in first if job.best and job.best.name == metric}
+    best = list(values)
+    folders = [job.folder for job in [*best, *jobs]]
+    entry = entry_of_run(next(iter(folders), path), set())
     entry["jobs"] = [shown(job.folder.name) for job in best]
     if best:
-        value = statistics.fmean(job.best.value for job in best if job.best)
-        entry["best"] = [shown(metric), value, not high]
+        entry["best"] = [shown(metric), statistics.fmean(values.values()), not high]
         for test in list(best[0].tests)[:1]:
-            values = [job.tests[test] for job in best if test in job.tests]
-            entry["test"] = [shown(test), statistics.fmean(values)]
+            tests = [job.tests[test] for job in best if test in job.tests]
+            entry["test"] = [shown(test), statistics.fmean(tests)]
     for name, key in (("data", "dataset"), ("model", "model")):
         if key in keys:
-            choices = dict.fromkeys(job.settings[key] for job in jobs if key in job.settings)
-            entry[name] = shown(", ".join(choices))
+            choices = [job.settings[key] for job in jobs if key in job.settings]
+            entry[name] = shown(", ".join(dict.fromkeys(choices)))
     return entry
 
 

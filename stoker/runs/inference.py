@@ -152,22 +152,23 @@ def best(folder: str | Path) -> tuple[Path, State]:
     If the run has not finished, return its best checkpoint so far, with a warning.
     """
     try:
-        found = checkpoint.best(Path(folder) / "checkpoints")
+        chosen = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # the error's advice is meant for training
         raise TrainingError(
             f"{first_line(error)}\nIf {Path(folder) / 'model.safetensors'} exists, it contains the "
             "tested weights; model.md next to it explains how to load them."
         ) from None
-    if found is None:
+    if chosen is None:
         raise UserError(
             f"run={folder}: this run has no checkpoint. To continue, repeat the command that "
             f"started it, with run_dir={folder}."
         )
+    path, state = chosen
     if finished(folder) is None:
         log.warning(
-            "run=%s has not finished. Using %s, its best checkpoint so far.", folder, found[0].name
+            "run=%s has not finished. Using %s, its best checkpoint so far.", folder, path.name
         )
-    return found
+    return path, state
 
 
 def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torch.nn.Module:
@@ -213,15 +214,18 @@ def predict(
     """
     about = model.about
     path = os.path.expanduser(str(path))
-    size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"] or ()))))
+    numbers = math.prod(about["in_shape"] or ())
+    size = max(1, min(batch_size, AT_ONCE // (8 * numbers)))
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
         from stoker.data import tables  # imports pyarrow
 
         key = "line"
+        place = f"{printable(path)}, line "
         batches = tables.read_batches(path, about["table"], size, **reading)
     elif card.is_image(about):
         key = "file"
+        place = ""
         batches = image_batches(path, about, size, skip)
     else:
         raise UserError(
@@ -229,7 +233,6 @@ def predict(
             "which is neither images nor a table.\nTo predict on the run's own data, type "
             "split=test. To continue a prompt, type task=generate prompt=TEXT."
         )
-    place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
     for labels, inputs in batches:
         with torch.inference_mode():
@@ -242,11 +245,12 @@ def predict(
 
 def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[Any]) -> None:
     """Raise TrainingError for the first sample with non-finite scores or values."""
-    if card.is_usual(outputs, about) and not outputs.isfinite().all():
-        first = int(outputs.isfinite().all(1).int().argmin())
-        raise TrainingError(
-            f"{place}{printable(labels[first])}: the model returns non-finite values."
-        )
+    if not card.is_usual(outputs, about):
+        return
+    are_finite = outputs.isfinite().all(1)
+    if not are_finite.all():
+        first = labels[int(are_finite.int().argmin())]
+        raise TrainingError(f"{place}{printable(first)}: the model returns non-finite values.")
 
 
 def in_units(outputs: Any, about: Description) -> Any:

@@ -21,10 +21,10 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
         return ""
 
 
-def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
+def read_json(path: str | Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file is missing or has no object."""
     try:
-        return parsed(files.read(path, most))
+        return parsed(files.read(path, MOST_BYTES))
     except OSError:
         return None
 

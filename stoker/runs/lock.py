@@ -74,7 +74,9 @@ def locked_file(folder: Path) -> FileIO:
         try:
             wait_for(file, 0.2)  # another process might be testing the lock with `is_held`
         except TimeoutError:
-            owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
+            owner = ""
+            if os.name == "posix":
+                owner = file.read(200).decode(errors="replace").strip()
             file.close()
             raise RunInUse(
                 f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -80,8 +79,10 @@ class JSONL(Callback):
             return 0
         kept: list[bytes] = []
         if step > 0:
-            before = itertools.takewhile(lambda pair: pair[0]["step"] <= step, lines_of(self.path))
-            kept = [line for _, line in before][: self.rows]
+            for row, line in lines_of(self.path):
+                if row["step"] > step or len(kept) == self.rows:
+                    break
+                kept.append(line)
         with replacing(self.path) as partial:
             Path(partial).write_bytes(b"".join(kept))
         return len(kept)
@@ -110,7 +111,7 @@ class Logger(Callback):
     awaits_result = False  # whether `finish` will be called after the fit
     begun = False
     failed = False
-    begun_at: int | None = None  # the step at which the fit began
+    begun_at = 0  # the step at which the fit began
 
     def begin(self, trainer: Trainer) -> None:
         """Start a run in the tool, or continue it if `begun_at` is above 0."""
@@ -184,11 +185,11 @@ class Logger(Callback):
 
 def charted(row: Row) -> dict[str, float]:
     """Return the numbers of a row that are plotted over the steps, without the epoch."""
-    return {
-        chart_of(name): value
-        for name, value in row.items()
-        if isinstance(value, float) and name != "epoch"
-    }
+    numbers = {}
+    for name, value in row.items():
+        if isinstance(value, float) and name != "epoch":
+            numbers[chart_of(name)] = value
+    return numbers
 
 
 def chart_of(name: str) -> str:
@@ -213,7 +214,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         # Hide the rows that a killed run wrote after its last checkpoint: they are written again.
-        self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
+        self.writer = SummaryWriter(self.folder, purge_step=self.begun_at + 1)
         # The HParams tab has a column per setting, so only pass settings that change the result.
         shown = {}
         for key, value in self.config.items():
@@ -363,7 +364,9 @@ def open_experiment(uri: str, name: str) -> tuple[Any, str]:
             wait_for(stack.enter_context(file), PATIENCE)
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name(name)
-        return client, experiment.experiment_id if experiment else client.create_experiment(name)
+        if experiment is None:
+            return client, client.create_experiment(name)
+        return client, experiment.experiment_id
 
 
 def need(package: str, tool: str) -> None:

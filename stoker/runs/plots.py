@@ -3,6 +3,7 @@
 Curves keep their values in `data-points`, which templates/script.js shows and saves.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ class Axis:
     def fraction(self, value: float) -> float:
         """Return the position of a value on the axis, from 0 to 1."""
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return math.log(value / self.low, self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -169,16 +170,17 @@ def curves(
     the `limit` of the curves are cut off, and the highest one is labeled.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
-    steps = [x for points in drawn.values() for x, _ in points]
+    together = list(itertools.chain(*drawn.values()))
+    steps = [0, end, *[step for step, _ in together]]
     most = limit(drawn.values())
-    values = [min(y, most) for points in drawn.values() for _, y in points]
-    x = linear([0, end, *steps], 5)
-    last = float(max(0, end, *steps)) or x.high
+    values = [min(value, most) for _, value in together]
+    x = linear(steps, 5)
+    last = float(max(steps)) or x.high
     x = replace(x, high=last, ticks=[tick for tick in x.ticks if tick[0] <= last])
     plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
-    top = max((point for points in drawn.values() for point in points), key=itemgetter(1))
-    if top[1] > most:
-        plot.peak = (plot.across(top[0]), f"max {brief(top[1])}")
+    step, top = max(together, key=itemgetter(1))
+    if top > most:
+        plot.peak = (plot.across(step), f"max {brief(top)}")
     if warmup:
         plot.box("warmup", 0, min(warmup, plot.x.high), plot.y.high)
     for name, points in drawn.items():
@@ -195,8 +197,13 @@ def limit(lines: Collection[Points]) -> float:
     The first and the last point of a curve are never spikes: a loss starts high, and an accuracy
     ends high.
     """
-    ends = [points[i][1] for points in lines for i in (0, -1)]
-    inner = sorted((y for points in lines for _, y in points[1:-1]), reverse=True)
+    ends: list[float] = []
+    inner: list[float] = []
+    for points in lines:
+        values = [value for _, value in points]
+        ends += [values[0], values[-1]]
+        inner += values[1:-1]
+    inner.sort(reverse=True)
     low = min([*ends, *inner])
     limits = []
     for i in range(int(SPIKES * len(inner))):
@@ -214,7 +221,8 @@ def fractions(
     ideal: Points = (),
 ) -> Markup:
     """Draw a curve in the unit square, such as precision over recall, and a faint `ideal` curve."""
-    plot = Plot(linear([0, 1]), linear([0, 1]), f"{ylabel} by {xlabel}", xlabel, ylabel)
+    axis = linear([0, 1])
+    plot = Plot(axis, axis, f"{ylabel} by {xlabel}", xlabel, ylabel)
     if ideal:
         plot.line("", ideal, "c7")
     plot.line(name, points, "val")
@@ -237,7 +245,7 @@ def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
 def against(points: Points, label: str) -> Markup:
     """Draw (true, predicted) pairs as dots, and the line on which both are equal."""
     points = points[:: math.ceil(len(points) / MOST_DOTS)]
-    axis = linear([value for point in points for value in point])
+    axis = linear(list(itertools.chain(*points)))
     plot = Plot(axis, axis, label, "true", "predicted")
     diagonal = plot.places([(axis.low, axis.low), (axis.high, axis.high)])
     plot.mark("rule", f"M{'L'.join(diagonal)}")

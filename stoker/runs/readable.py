@@ -41,7 +41,9 @@ def estimate(value: float) -> str:
     if round(value) < 100:
         return f"{value:.0f} s"
     minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def duration(value: float) -> str:

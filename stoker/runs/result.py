@@ -95,8 +95,7 @@ class RunResult:
             result: RunResult = typed(contents, cls)
         except TypeError:
             return cls(error=f"its {RESULT} is damaged", code=3)
-        if result.overrides is not None and not are_overrides(result.overrides):
-            result.overrides = None
+        result.overrides = valid_overrides(result.overrides)
         result.numbers = metrics_in(contents)
         return result
 
@@ -105,10 +104,10 @@ class RunResult:
         contents = dataclasses.asdict(self)
         contents |= contents.pop("numbers")
         always = ALWAYS if self.error is None else ()
-        known = {
-            name: value for name, value in contents.items() if value is not None or name in always
-        }
-        json_files.write_json(Path(folder) / RESULT, known)
+        for name, value in list(contents.items()):
+            if value is None and name not in always:
+                del contents[name]
+        json_files.write_json(Path(folder) / RESULT, contents)
 
     @property
     def has_failed(self) -> bool:
@@ -163,10 +162,11 @@ class RunResult:
 
         A run that resumes at its last step only evaluates, so its times do not describe training.
         """
-        is_same_end = before is not None and before.steps == self.steps == self.total_steps
-        if before is None or before.seconds is None or not is_same_end:
+        if before is None or before.seconds is None:
             return self
-        return dataclasses.replace(before, numbers=self.numbers, best=self.best)
+        if before.steps == self.steps == self.total_steps:
+            return dataclasses.replace(before, numbers=self.numbers, best=self.best)
+        return self
 
 
 def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
@@ -241,8 +241,8 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
 
     `packages` are the packages that the run trusts.
     """
-    if result.best is not None:
-        best = result.best
+    best = result.best
+    if best is not None:
         yield f"best     {best.name} {number(best.value)} at {result.moment(best.step)}"
     tested = numbers(result.numbers, "test")
     if tested:
@@ -274,8 +274,10 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
     return command(words)
 
 
-def are_overrides(value: Any) -> bool:
-    """Return whether an entry in a file is a valid list of typed settings."""
+def valid_overrides(value: Any) -> list[str] | None:
+    """Return an entry in a file if it is a valid list of typed settings, or else None."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
-        return False
-    return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)
+        return None
+    if not all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value):
+        return None
+    return value

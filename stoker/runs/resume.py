@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import dotted, settings
-from stoker.runs.directory import CONFIG, RESULT, WRITTEN
+from stoker.runs.directory import CONFIG, JOB, RESULT, WRITTEN
 from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
@@ -65,7 +65,7 @@ def to_resume(
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:
     """Raise UserError if starting over would replace files, unless `overwrite` is set."""
-    names = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
+    names = sorted({path.name for path in folder.iterdir()} - {LOCK, JOB})
     if names and not overwrite:
         raise UserError(
             f"run_dir={folder}: resume=never starts over, but {names[0]} exists."
@@ -130,20 +130,17 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             f"{name} holds a run that was started in a different way: one of the two runs was "
             "started by a script, the other from the command line. Choose a different run_dir."
         )
-    followed = [for_reading(before), for_reading(now)]
-    on = callbacks_on(followed[0]) | callbacks_on(followed[1])
+    followed_before = for_reading(before)
+    followed_now = for_reading(now)
+    on = callbacks_on(followed_before) | callbacks_on(followed_now)
     differences = []
-    for key in sorted({*before, *now}):
+    for key in sorted({*before, *now} - {SCRIPT}):
+        value = now.get(key)
+        was = before.get(key)
+        is_same = value == was or followed_now.get(key) == followed_before.get(key)
         is_off = key.startswith("callbacks.") and key.split(".")[1] not in on
-        if (
-            before.get(key) == now.get(key)
-            or followed[0].get(key) == followed[1].get(key)
-            or settings.may_differ(key, longer=longer)
-            or is_off
-            or key == SCRIPT
-        ):
-            continue
-        differences.append(f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})")
+        if not (is_same or is_off or settings.may_differ(key, longer=longer)):
+            differences.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
     if differences:
         raise UserError(
             f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"
@@ -158,9 +155,14 @@ def callbacks_on(values: dict[str, Any]) -> set[str]:
 
     The settings of other callbacks are not compared, because an earlier version might lack them.
     """
-    paths = {key: key.split(".") for key in values if key.startswith("callbacks.")}
-    names = {path[1] for path in paths.values()}
-    off = {path[1] for key, path in paths.items() if values[key] is None and len(path) <= 3}
+    names = set()
+    off = set()
+    for key, value in values.items():
+        group, *path = key.split(".")
+        if group == "callbacks" and path:
+            names.add(path[0])
+            if value is None and len(path) <= 2:
+                off.add(path[0])
     return names - off
 
 

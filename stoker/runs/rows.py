@@ -37,7 +37,8 @@ def last_values(rows: list[Row]) -> Row:
 
 def training_speed(rows: list[Row]) -> int | None:
     """Return the training speed over these rows in samples per second, or None if unknown."""
-    samples, seconds = 0, 0
+    samples = 0
+    seconds = 0
     for row in map(metrics_in, rows):
         samples += row.get("train/samples") or 0
         seconds += row.get("train/seconds") or 0

@@ -19,7 +19,7 @@ from stoker.command.build import (
     without_downloads,
 )
 from stoker.runs.directory import CONFIG, TYPED
-from stoker.runs.result import are_overrides
+from stoker.runs.result import valid_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
@@ -64,10 +64,9 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, config[group])
         check_parts(config)
-    nodes = config["callbacks"]
-    config["callbacks"] = {
-        name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)
-    }
+    for name, node in list(config["callbacks"].items()):
+        if not is_on(node) or is_logger(node):
+            del config["callbacks"][name]
     return OmegaConf.create(config)
 
 
@@ -127,11 +126,11 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
     if cfg.task == "predict" and cfg.split is not None:
         tasks.add("evaluate")
     before = dotted.flat(saved)
-    wrong = [
-        key
-        for key in sorted(arguments.typed_keys())
-        if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key))
-    ]
+    wrong = []
+    for key in sorted(arguments.typed_keys()):
+        is_used = not tasks.isdisjoint(settings.record(key).tasks)
+        if not is_used and "${" not in str(before.get(key)):
+            wrong.append(key)
     if wrong:
         settings_typed = "this setting" if len(wrong) == 1 else "these settings"
         raise UserError(
@@ -227,9 +226,10 @@ def load_config(key: str, folder: str | Path) -> Config:
     path = Path(folder) / CONFIG
     if not path.is_file():
         reason = "this is not a run directory, because it has no config.yaml"
-        if not os.path.isdir(folder):
-            is_file = os.path.isfile(folder)
-            reason = "this is a file" if is_file else "there is no such folder"
+        if os.path.isfile(folder):
+            reason = "this is a file"
+        elif not os.path.isdir(folder):
+            reason = "there is no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()
@@ -265,7 +265,7 @@ def overrides_in(folder: Path) -> list[str] | None:
         overrides = json.loads(first.removeprefix(TYPED.encode()))
     except (OSError, ValueError, RecursionError):
         return None
-    return overrides if are_overrides(overrides) else None
+    return valid_overrides(overrides)
 
 
 def is_plain(text: str) -> bool:

@@ -13,18 +13,16 @@ from pathlib import Path
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
-from stoker.runs.directory import METRICS, RESULT
+from stoker.runs.directory import JOB, METRICS, RESULT, SWEEP
 from stoker.runs.json_files import read_json, read_record, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
-from stoker.runs.result import Best, RunResult, are_overrides
+from stoker.runs.result import Best, RunResult, valid_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.typed import is_number
 
-JOB = "job.json"  # the typed settings of a job
-SWEEP = "sweep.json"  # the command line of the sweep
 DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 
@@ -127,8 +125,7 @@ def read_job(folder: Path) -> Job:
 def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if they are missing."""
     record = read_json(folder / JOB) or {}
-    overrides = record.get("overrides")
-    return overrides if are_overrides(overrides) else None
+    return valid_overrides(record.get("overrides"))
 
 
 def progress(folder: Path) -> str:

@@ -24,9 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from stoker.command import exit_codes, settings, subcommand
 from stoker.command.shell import command, setting
 from stoker.runs import index, ranking
-from stoker.runs.directory import CONFIG, make, make_new, remove_untrained
+from stoker.runs.directory import CONFIG, SWEEP, make, make_new, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
-from stoker.sweeps.jobs import STATUSES, SWEEP
+from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable

@@ -13,6 +13,7 @@ from typing import Any
 from stoker.command import subcommand
 from stoker.runs.confusion import classes_of, digits, most_confused
 from stoker.runs.evaluation import Evaluation
+from stoker.runs.page import render
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
@@ -36,8 +37,6 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 def html(folder: str | Path, state: str | None = None) -> str:
     """Return the page. If it exceeds MOST_PAGE bytes, leave out pictures, settings and classes."""
-    from stoker.runs.page import render
-
     shown = facts(inputs.read_run(folder, state))
     text = render("report.html", **shown)
     if len(text.encode()) >= MOST_PAGE:

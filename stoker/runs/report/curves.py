@@ -1,5 +1,6 @@
 """The curves of a run over its steps: loss, metrics, learning rate, gradient norm and memory."""
 
+import itertools
 import math
 from typing import Any
 
@@ -27,43 +28,34 @@ def frames(run: Run) -> list[dict[str, Any]]:
     "keys" is {name of a curve: its color}.
     """
     rows = run.rows
+    names = list(dict.fromkeys(itertools.chain(*rows)))  # in the order they were logged
     split = "val"
     if run.best is not None and not run.best.name.startswith("train/"):
         split, _, _ = run.best.name.partition("/")
+    loss = f"{split}/loss"
+    metrics = [name for name in names if name.startswith(f"{split}/") and name != loss]
     drawn = []
-    for name in [f"{split}/loss", *metrics_of(rows, split)[:MOST_METRICS]]:
+    for name in [loss, *metrics[:MOST_METRICS]]:
         _, _, metric = name.partition("/")
         lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
         far = LOSS_FAR if metric == "loss" else math.inf
         drawn.append(frame(run, shortened(metric), lines, far))
-    for name, title in MEASURED.items():
+    rest = others(names, [loss, *metrics])[:MOST_METRICS]
+    titles = MEASURED | {name: shortened(name) for name in rest}
+    for name, title in titles.items():
         points = series(rows, name)
         if name == "train/lr" and len(points) > 1:
             points = sorted([*ramp(run, points), *points])
         drawn.append(frame(run, title, {title: points}))
-    for name in others(rows, split)[:MOST_METRICS]:
-        title = shortened(name)
-        drawn.append(frame(run, title, {title: series(rows, name)}))
     return [one for one in drawn if one is not None]
 
 
-def metrics_of(rows: list[Row], split: str) -> list[str]:
-    """Return the metrics of a validation split except the loss, in the order they were logged."""
-    names = names_in(rows)
-    return [name for name in names if name.startswith(f"{split}/") and name != f"{split}/loss"]
-
-
-def others(rows: list[Row], split: str) -> list[str]:
+def others(names: list[str], validated: list[str]) -> list[str]:
     """Return all other names: your own numbers, more validation sets, and parameter groups."""
-    drawn = {*NUMBERS, f"{split}/loss", *metrics_of(rows, split)}
+    drawn = {*NUMBERS, *validated}
     drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
-    names = [name for name in names_in(rows) if "/" in name and name not in drawn]
-    return sorted(names, key=lambda name: name.startswith("train/"))
-
-
-def names_in(rows: list[Row]) -> list[str]:
-    """Return the names in the rows, in the order in which they first occur."""
-    return list(dict.fromkeys(name for row in rows for name in row))
+    rest = [name for name in names if "/" in name and name not in drawn]
+    return sorted(rest, key=lambda name: name.startswith("train/"))
 
 
 def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
@@ -79,6 +71,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
     best = next((point for point in lines.get("val", []) if point[0] == step), None)
     warmup = warmup_of(run)
     last = run.rows[-1]
+    epochs = 0 if run.is_one_epoch else last["epoch"] / max(1, last["step"])
     svg = plots.curves(
         lines,
         f"{title} over the steps",
@@ -87,7 +80,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
         best=best,
         warmup=warmup,
         far=far,
-        epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
+        epochs=epochs,
     )
     return {
         "title": title,
@@ -105,8 +98,9 @@ def warmup_of(run: Run) -> int:
     is_ours = str(run.config.get("scheduler._target_")).startswith(SCHEDULES)
     if not is_ours or not is_number(warmup) or not total:
         return 0
-    steps = warmup * total if warmup < 1 else warmup
-    return round(min(max(0, steps), total))
+    if warmup < 1:
+        warmup *= total
+    return round(min(max(0, warmup), total))
 
 
 def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -122,8 +116,8 @@ def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float
         return []
     first = rate * (start + (1 - start) / (warmup + 1))
     logged = [step for step, _ in points]
-    ends = ((1, first), (warmup + 1, rate))
-    return [end for end in ends if end[0] not in logged and end[0] < logged[-1]]
+    ends = [(1, first), (warmup + 1, rate)]
+    return [(step, value) for step, value in ends if step < logged[-1] and step not in logged]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from stoker.runs import plots
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, rounded_percent, shortened
@@ -31,36 +32,41 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
         "Most uncertain: highest entropy": evaluation.uncertain,
         "Random samples": evaluation.random,
     }
+    most = MOST_SHOWN[evaluation.unit]
     groups = []
     room = MOST_PICTURES
     for title, samples in lists.items():
-        described = [shown(sample, evaluation) for sample in samples[: MOST_SHOWN[evaluation.unit]]]
+        if not samples:
+            continue
+        described = [shown(sample, evaluation) for sample in samples[:most]]
+        names = list(described[0]["cells"])
+        rows = []
         for facts in described:
+            rows.append([facts["cells"].get(name, "") for name in names])
             room -= sum(map(len, facts["pictures"]))
             if room < 0:
                 facts["pictures"] = []
-        if described:
-            names = list(described[0]["cells"])
-            rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
-            group = {
-                "title": title,
-                "samples": described,
-                "table": (names, rows),
-                "has_index": any(not one.file and one.line is None for one in samples),
-            }
-            groups.append(group)
+        group = {
+            "title": title,
+            "samples": described,
+            "table": (names, rows),
+            "has_index": any(not one.file and one.line is None for one in samples),
+        }
+        groups.append(group)
     return groups
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     """Return what the template shows about a sample. "cells" is the sample's row in a table."""
-    labels = [sample.true, sample.predicted]
-    if evaluation.kind == "regression":
-        labels = ["; ".join(map(number, values[:MOST_NUMBERS])) for values in labels]
-    elif evaluation.unit == "samples":
-        labels = [evaluation.classes[label] for label in labels]
-    line = f"index {sample.index}" if sample.line is None else f"line {sample.line}"
-    cells = {"": one_line(sample.file) or line, "true": labels[0], "predicted": labels[1]}
+    place = one_line(sample.file)
+    if not place:
+        place = f"index {sample.index}" if sample.line is None else f"line {sample.line}"
+    cells = {"": place, "true": sample.true, "predicted": sample.predicted}
+    for name in ("true", "predicted"):
+        if evaluation.kind == "regression":
+            cells[name] = "; ".join(map(number, cells[name][:MOST_NUMBERS]))
+        elif evaluation.unit == "samples":
+            cells[name] = evaluation.classes[cells[name]]
     if evaluation.kind == "regression" and evaluation.targets == 1:
         cells["error"] = brief(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
@@ -68,14 +74,17 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         if sample.loss is not None:
             cells["P(true)"] = rounded_percent(math.exp(-max(sample.loss, 0)))
     for name, value in sample.columns.items():
-        text = f"{value:.12g}" if isinstance(value, float) else shortened(value)
-        cells.setdefault(shortened(name), text)
-    pictures = [sample.png] if sample.png and is_small_png(sample.png) else []
+        if isinstance(value, float):
+            value = f"{value:.12g}"
+        cells.setdefault(shortened(name), shortened(value))
+    pictures = list(sample.masks)
+    if sample.png and is_small_png(sample.png):
+        pictures.insert(0, sample.png)
     return {
         "cells": cells,
         "is_right": sample.true == sample.predicted,
         "loss": "" if sample.loss is None else number(sample.loss),
-        "pictures": [*pictures, *sample.masks],
+        "pictures": pictures,
         "tokens": tokens_of(sample),
     }
 
@@ -96,13 +105,11 @@ def figure(title: str, svg: Any, note: str = "") -> Figure:
 
 def probabilities(evaluation: Evaluation) -> list[Figure]:
     """Return the calibration plot and, for two classes, the ROC and precision-recall curves."""
-    from stoker.runs import plots
+    import numpy
 
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
     drawn = []
-    points: list[tuple[float, float]] = []
-    if evaluation.confidence is not None:
-        points = calibration(evaluation.confidence)
+    points = calibration(evaluation.confidence) if evaluation.confidence else []
     if len(points) > 1:
         svg = plots.fractions(
             "correct", points, "predicted probability", "fraction correct", ideal=diagonal
@@ -111,8 +118,9 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
         drawn.append(figure("calibration", svg, note))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
-        areas = (roc[1:, 0] - roc[:-1, 0]) * (roc[1:, 1] + roc[:-1, 1]) / 2
-        note = f"for class {evaluation.classes[1]}, AUC {areas.sum():.3f}; gray: guessing"
+        false_positives, recall = roc.T
+        area = numpy.diff(false_positives) @ (recall[1:] + recall[:-1]) / 2
+        note = f"for class {evaluation.classes[1]}, AUC {area:.3f}; gray: guessing"
         svg = plots.fractions(
             "recall", roc.tolist(), "false positive rate", "recall", ideal=diagonal
         )
@@ -133,8 +141,9 @@ def calibration(counts: list[list[int]]) -> Any:
     middles = (numpy.arange(samples.size) + 0.5) / samples.size
     probabilities = (samples * middles.reshape(samples.shape)).sum(1)
     totals = samples.sum(1)
-    points = numpy.stack([probabilities, right.sum(1), totals], 1)[totals >= FEWEST]
-    return (points[:, :2] / points[:, 2:]).tolist()
+    points = numpy.stack([probabilities, right.sum(1)], 1)
+    is_large = totals >= FEWEST
+    return (points[is_large] / totals[is_large, None]).tolist()
 
 
 def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
@@ -142,7 +151,8 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
     import numpy
 
     bins = numpy.array(counts, dtype=float)
-    taken, right = bins[:, bins[0] > 0][:, ::-1].cumsum(1)
+    occupied = bins[:, bins[0] > 0]
+    taken, right = numpy.fliplr(occupied).cumsum(1)
     wrong = taken - right
     recall = right / right[-1]
     roc = numpy.stack([wrong / max(1, wrong[-1]), recall], 1)
@@ -151,16 +161,17 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 def regression(evaluation: Evaluation) -> list[Figure]:
     """Return a scatter plot and an error histogram for each of the first targets."""
-    from stoker.runs import plots
-
     figures = []
     targets = evaluation.targets if evaluation.points else 0
     for i in range(min(targets, MOST_TARGETS)):
         points = [(true[i], predicted[i]) for true, predicted in evaluation.points]
         errors = [predicted - true for true, predicted in points]
-        of = f" of target {i + 1}" if targets > 1 else ""
-        mean = math.fsum(map(abs, errors)) / len(errors)
-        note = f"{number(mean)} on average" if targets > 1 else ""
+        of = ""
+        note = ""
+        if targets > 1:
+            of = f" of target {i + 1}"
+            mean = math.fsum(map(abs, errors)) / len(errors)
+            note = f"{number(mean)} on average"
         title = f"predicted against true{of}"
         figures.append(figure(title, plots.against(points, title)))
         svg = plots.histogram(errors, "predicted minus true", f"histogram of errors{of}")

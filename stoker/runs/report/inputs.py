@@ -81,8 +81,10 @@ class Run:
     def is_one_epoch(self) -> bool:
         """Whether the whole run of `max_steps` steps is a single epoch, as for a stream."""
         most = self.config.get("max_steps")
-        last = self.rows[-1] if self.rows else None
-        return bool(last and is_number(most) and abs(last["epoch"] * most - last["step"]) < 0.5)
+        if not self.rows or not is_number(most):
+            return False
+        last = self.rows[-1]
+        return abs(last["epoch"] * most - last["step"]) < 0.5
 
     @property
     def step(self) -> float:
@@ -135,8 +137,8 @@ def read_texts(path: Path) -> list[tuple[Row, str]]:
             texts.append((row, shortened(entries["text"], MOST_SAMPLE)))
     if len(texts) <= MOST_TEXTS:
         return texts
-    last = len(texts) - 1
-    return [texts[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+    every = (len(texts) - 1) / (MOST_TEXTS - 1)
+    return [texts[round(i * every)] for i in range(MOST_TEXTS)]
 
 
 def numbers_in(entries: dict[str, Any]) -> Row:
@@ -194,9 +196,8 @@ def evaluation_of(entries: Any) -> Evaluation:
     evaluation.points = list(filter(is_pair, evaluation.points))
     if not are_counts(evaluation):
         raise ValueError
-    for name in ("worst", "uncertain", "random"):
-        samples = [sample for sample in getattr(evaluation, name) if fits(sample, evaluation)]
-        setattr(evaluation, name, samples)
+    for samples in (evaluation.worst, evaluation.uncertain, evaluation.random):
+        samples[:] = [sample for sample in samples if fits(sample, evaluation)]
     return evaluation
 
 
@@ -220,7 +221,8 @@ def are_counts(evaluation: Evaluation) -> bool:
     for counts in (evaluation.confidence, evaluation.second):
         if counts is not None:
             samples, some = numpy.array(counts, dtype=float)
-            if len(samples) % 10 or (some < 0).any() or (some > samples).any():
+            are_valid = (some >= 0) & (some <= samples)
+            if len(samples) % 10 or not are_valid.all():
                 return False
     return evaluation.second is None or size == 2
 

@@ -1,5 +1,6 @@
 """How to repeat and use a run: the settings that differ from the defaults, and commands."""
 
+import itertools
 import re
 from typing import Any
 
@@ -26,7 +27,7 @@ def settings(run: Run) -> dict[str, Any]:
     is_script = saved_config.script_of(run.config) is not None
     defaults = {} if is_script else defaults_of(run.overrides or [])
     rows = []
-    for key, value in list(run.config.items())[:MOST_ENTRIES]:
+    for key, value in itertools.islice(run.config.items(), MOST_ENTRIES):
         default = defaults.get(key, MISSING)
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
             continue  # a reference to another key, which has its own line
@@ -44,7 +45,9 @@ def is_choice(override: str) -> bool:
     match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
     if match is None:
         return False
-    return all(file_of(f"{match[1]}/{name}") is not None for name in match[2].split(","))
+    group, options = match.groups()
+    files = [file_of(f"{group}/{option}") for option in options.split(",")]
+    return None not in files
 
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
@@ -70,7 +73,9 @@ def origin(run: Run) -> list[tuple[str, str]]:
     if run.result.will_repeat and is_number(rate):
         anew = [override for override in run.overrides if not override.startswith("run_dir=")]
         default = defaults_of(run.overrides).get("optimizer.lr")
-        lower = min(rate / 10, default) if is_number(default) else rate / 10
+        lower = rate / 10
+        if is_number(default):
+            lower = min(lower, default)
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
     elif run.state == "failed":
@@ -87,19 +92,26 @@ def commands(run: Run) -> list[tuple[str, str]]:
         return []
     packages = trusted(run)
     samples = run.result.samples or {}
-    split = next((name for name in ("test", "val") if name in samples), "train")
+    split = "train"
+    for name in ("val", "test"):
+        if name in samples:
+            split = name
     dataset = str(run.config.get("dataset._target_"))
-    option = ["split=val"] if split == "val" else []
-    listed = [("Evaluate it", command_for("evaluate", run.folder, packages, *option))]
+    listed = [["Evaluate it", "evaluate"]]
+    if split == "val":
+        listed[0].append("split=val")
     if dataset.startswith(OF_TEXT):
-        listed.append(("Generate text", command_for("generate", run.folder, packages)))
+        listed.append(["Generate text", "generate"])
     else:
         source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={split}"
-        listed.append(("Make predictions", command_for("predict", run.folder, packages, source)))
+        listed.append(["Make predictions", "predict", source])
     if dataset.startswith("stoker.") or run.evaluation is not None:
         # If samples have an arbitrary structure, the inputs of the model are unknown.
-        listed.append(("Export it", command_for("export", run.folder, packages, "format=onnx")))
-    return listed
+        listed.append(["Export it", "export", "format=onnx"])
+    return [
+        (purpose, command_for(task, run.folder, packages, *options))
+        for purpose, task, *options in listed
+    ]
 
 
 def trusted(run: Run) -> list[str]:

@@ -16,36 +16,38 @@ MOST_ERROR = 600  # characters in an error, whose last line says what to type
 
 def about(run: Run) -> str:
     """Return a line such as 'MLP on digits, cpu, fp32, 1,258 training samples'."""
-    target = run.evaluation.target if run.evaluation else None
     known = run.result if run.result.device else run.status
     samples = known.samples or {}
     counts = []
     for name, word in SPLITS.items():
         if name in samples:
+            count = f"{samples[name]:,} {word}"
             limit = run.config.get(f"limit_{name}")
-            of_more = f" (limit_{name}={limit})" if is_number(limit) else ""
-            counts.append(f"{samples[name]:,} {word}{of_more}")
-    parts = [
-        " on ".join(filter(None, [target_name(run, "model"), data_name(run)])),
-        f"target {target}" if target else "",
-        one_line(known.device),
-        one_line(known.precision),
-        f"{' + '.join(counts)} samples" if counts else "",
-    ]
+            if is_number(limit):
+                count += f" (limit_{name}={limit})"
+            counts.append(count)
+    names = [target_name(run, "model"), data_name(run)]
+    parts = [" on ".join(filter(None, names))]
+    if run.evaluation is not None and run.evaluation.target:
+        parts.append(f"target {run.evaluation.target}")
+    parts += [one_line(known.device), one_line(known.precision)]
+    if counts:
+        parts.append(f"{' + '.join(counts)} samples")
     return ", ".join(filter(None, parts))
 
 
 def progress(run: Run, now: float) -> str:
     """Return 'done at step 200' or 'running, step 1,200 of 4,000 (30%), about 4 min to go'."""
     is_running = run.state == "running"
+    step = run.step
     total = run.total_steps
-    text = f"{run.state}{', ' if is_running else ' at '}step {run.step:,.0f}"
-    if total and total != run.step:
-        text += f" of {total:,} ({run.step / total:.0%})"
+    text = f"{run.state}{', ' if is_running else ' at '}step {step:,.0f}"
+    if total and total != step:
+        text += f" of {total:,} ({step / total:.0%})"
     if is_running and total and run.status.resumed is not None:
-        done = run.step - (run.status.step or 0)
+        done = step - (run.status.step or 0)
         if done >= 1:
-            left = (now - run.status.resumed) / done * (total - run.step)
+            left = (now - run.status.resumed) / done * (total - step)
             text += f", about {estimate(max(0, left))} to go"
     if run.result.stopped is not None:
         text += f": {one_line(run.result.stopped.text)}"
