@@ -231,5 +231,9 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
     """Return a TensorSplit for the rest and one for each fraction, with None for an empty one."""
-    parts = split_indices(targets, fractions, seed)
-    return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]
+    return tensor_splits(split_indices(targets, fractions, seed), inputs, targets)
+
+
+def tensor_splits(parts: Sequence[Tensor], *tensors: Tensor) -> list[Any]:
+    """Return a TensorSplit of these indices for each part, with None for an empty one."""
+    return [TensorSplit(*(x[part] for x in tensors)) if len(part) else None for part in parts]
