@@ -94,8 +94,6 @@ def image_folder(
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
     """
-    import PIL
-
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
     if resize is not None:
@@ -121,21 +119,11 @@ def image_folder(
         if len(wanted) == 2 and tuple(wanted) != shape:
             shape = (wanted[0], wanted[1])
             form = True  # resized as in task=predict
-    source = hashlib.blake2b(digest_size=8)
-    source.update(os.fsencode(f"{os.path.realpath(root)}\0{[channels, *shape]} {form}"))
-    state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
-    images = 0
-    for files, _ in listed.values():
-        images += len(files)
-        files.feed(state)
-        state.update(files.files["time"].tobytes())
-    pixels, place = open_cache(
-        cache, source.hexdigest(), state.hexdigest(), images, (channels, *shape)
-    )
-    splits = {}
-    slots = torch.arange(images).split([len(files) for files, _ in listed.values()])
-    for (name, (files, targets)), own in zip(listed.items(), slots, strict=True):
-        splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, own, place)
+    splits = {
+        name: ImageSplit(files, targets, shape, channels, form)
+        for name, (files, targets) in listed.items()
+    }
+    _share_cache(splits, cache, root)
     if skip:
         splits = _without_broken(splits, classes)
     undivided = splits["train"]
@@ -159,6 +147,26 @@ def image_folder(
         mean=mean,
         std=std,
     )
+
+
+def _share_cache(splits: "dict[str, ImageSplit]", cache: str | bool, root: str) -> None:
+    """Open the cache of decoded images, and give each image a slot in it."""
+    import PIL
+
+    shape = splits["train"].shape
+    source = hashlib.blake2b(digest_size=8)
+    source.update(os.fsencode(f"{os.path.realpath(root)}\0{list(shape)} {splits['train'].resize}"))
+    state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
+    images = 0
+    for split in splits.values():
+        split.slots += images
+        images += len(split)
+        split.files.feed(state)
+        state.update(split.files.files["time"].tobytes())
+    pixels, place = open_cache(cache, source.hexdigest(), state.hexdigest(), images, shape)
+    for split in splits.values():
+        split.cache = pixels
+        split.place = place
 
 
 def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
