@@ -160,11 +160,6 @@ def samples_in(loader: Any) -> int | None:
     return length_of(getattr(loader, "dataset", None))
 
 
-def has_length(loader: Any) -> bool:
-    """Return whether the number of batches is known, even without `steps_per_epoch`."""
-    return length_of(getattr(loader, "loader", loader)) is not None
-
-
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool = False) -> str:
     """Return the line that describes the data; `undivided`: one split holds all samples."""
     counts = []
@@ -178,8 +173,9 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
         counts.append(f"all {count}" if undivided else f"{count} {name}")
     line = f"data     {data.name}"
     facts = [f"{', '.join(counts)} samples"] if counts else []
-    train = loaders.get("train")
-    if train is not None and samples_in(train) is None and not has_length(train):
+    train = loaders.get("train", ())
+    batches = getattr(train, "loader", train)  # without `steps_per_epoch`
+    if samples_in(train) is None and length_of(batches) is None:
         facts.append("train is a stream")
     if facts:
         line += f": {'; '.join(facts)}"
