@@ -173,9 +173,9 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
         counts.append(f"all {count}" if undivided else f"{count} {name}")
     line = f"data     {data.name}"
     facts = [f"{', '.join(counts)} samples"] if counts else []
-    train = loaders.get("train", ())
-    batches = getattr(train, "loader", train)  # without `steps_per_epoch`
-    if samples_in(train) is None and length_of(batches) is None:
+    train = loaders.get("train")
+    batches = getattr(train, "loader", train)  # its length is None even with `steps_per_epoch`
+    if train is not None and samples_in(train) is None and length_of(batches) is None:
         facts.append("train is a stream")
     if facts:
         line += f": {'; '.join(facts)}"

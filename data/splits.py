@@ -234,4 +234,8 @@ def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) 
 
 def tensor_splits(parts: Sequence[Tensor], *tensors: Tensor) -> list[Any]:
     """Return a TensorSplit of these indices for each part, with None for an empty one."""
-    return [TensorSplit(*(x[part] for x in tensors)) if len(part) else None for part in parts]
+    splits: list[Any] = []
+    for part in parts:
+        selected = [tensor[part] for tensor in tensors]
+        splits.append(TensorSplit(*selected) if len(part) else None)
+    return splits

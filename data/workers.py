@@ -148,8 +148,8 @@ class Workers:
             try:
                 return next(self.batches, END)
             except Exception as error:
-                # Otherwise a worker died, or the batch could not be transferred: too many open
-                # files, or too little shared memory.
+                # Unless the batch is late, a worker died or could not transfer the batch: there
+                # were too many open files, or too little shared memory.
                 if not is_late(error) or time.monotonic() >= limit:
                     raise self._lost(error) from None
 
