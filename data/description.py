@@ -14,7 +14,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-# The maximum number of values in a sample, and the maximum number of classes.
+# The maximum number of values in a sample or a table, and of classes.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]
@@ -160,11 +160,6 @@ def samples_in(loader: Any) -> int | None:
     return length_of(getattr(loader, "dataset", None))
 
 
-def has_length(loader: Any) -> bool:
-    """Return whether the number of batches is known, even without `steps_per_epoch`."""
-    return length_of(getattr(loader, "loader", loader)) is not None
-
-
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool = False) -> str:
     """Return the line that describes the data; `undivided`: one split holds all samples."""
     counts = []
@@ -179,7 +174,8 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
     line = f"data     {data.name}"
     facts = [f"{', '.join(counts)} samples"] if counts else []
     train = loaders.get("train")
-    if train is not None and samples_in(train) is None and not has_length(train):
+    batches = getattr(train, "loader", train)  # its length is None even with `steps_per_epoch`
+    if train is not None and samples_in(train) is None and length_of(batches) is None:
         facts.append("train is a stream")
     if facts:
         line += f": {'; '.join(facts)}"

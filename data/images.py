@@ -55,7 +55,7 @@ IMAGE_ENDINGS = (
 # Allowed file formats, whatever the extension. Pillow reads many more, but for some of them it
 # starts another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-# folder name -> split
+# folder name -> split, in the order in which splits are listed
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 MOST_SIZE = 4096  # maximum side length of resized images, in pixels: 50 MB per color image
 CHUNK = 16 * MIB  # bytes of pixels to decode at a time when all images are read
@@ -94,8 +94,6 @@ def image_folder(
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
     """
-    import PIL
-
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
     if resize is not None:
@@ -121,21 +119,11 @@ def image_folder(
         if len(wanted) == 2 and tuple(wanted) != shape:
             shape = (wanted[0], wanted[1])
             form = True  # resized as in task=predict
-    source = hashlib.blake2b(digest_size=8)
-    source.update(os.fsencode(f"{os.path.realpath(root)}\0{[channels, *shape]} {form}"))
-    state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
-    images = 0
-    for files, _ in listed.values():
-        images += len(files)
-        files.feed(state)
-        state.update(files.times.tobytes())
-    pixels, place = open_cache(
-        cache, source.hexdigest(), state.hexdigest(), images, (channels, *shape)
-    )
-    splits = {}
-    slots = torch.arange(images).split([len(files) for files, _ in listed.values()])
-    for (name, (files, targets)), own in zip(listed.items(), slots, strict=True):
-        splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, own, place)
+    splits = {
+        name: ImageSplit(files, targets, shape, channels, form)
+        for name, (files, targets) in listed.items()
+    }
+    _share_cache(splits, cache, root)
     if skip:
         splits = _without_broken(splits, classes)
     undivided = splits["train"]
@@ -159,6 +147,26 @@ def image_folder(
         mean=mean,
         std=std,
     )
+
+
+def _share_cache(splits: "dict[str, ImageSplit]", cache: str | bool, root: str) -> None:
+    """Open the cache of decoded images, and give each image a slot in it."""
+    import PIL
+
+    shape = splits["train"].shape
+    source = hashlib.blake2b(digest_size=8)
+    source.update(os.fsencode(f"{os.path.realpath(root)}\0{list(shape)} {splits['train'].resize}"))
+    state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
+    images = 0
+    for split in splits.values():
+        split.slots += images
+        images += len(split)
+        split.files.feed(state)
+        state.update(split.files.files["time"].tobytes())
+    pixels, place = open_cache(cache, source.hexdigest(), state.hexdigest(), images, shape)
+    for split in splits.values():
+        split.cache = pixels
+        split.place = place
 
 
 def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
@@ -214,18 +222,19 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
             )
         return {"train": root}
     tops: dict[str, str] = {}
+    for name, part in PARTS.items():
+        if name in names:
+            top = os.path.join(root, name)
+            if part in tops:
+                raise UserError(
+                    f"{printable(top)}: {printable(tops[part])} is already the {part} split.\n"
+                    "Remove one of the two folders, or merge them."
+                )
+            tops[part] = top
     for name in names:
-        part = PARTS.get(name)
-        if part is None:
+        if name not in PARTS:
             left_out[f"folder next to train ({printable(name)})"] += 1
-        elif part in tops:
-            raise UserError(
-                f"{printable(os.path.join(root, name))}: {printable(tops[part])} is already the "
-                f"{part} split.\nRemove one of the two folders, or merge them."
-            )
-        else:
-            tops[part] = os.path.join(root, name)
-    return {part: tops[part] for part in ("train", "val", "test") if part in tops}
+    return tops
 
 
 def _folders(top: str) -> list[str]:
@@ -258,10 +267,10 @@ def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Fil
         images += sorted(below, key=lambda image: os.path.split(image[0]))
         labels += [classes.index(name)] * (len(images) - len(labels))
     start = len(os.path.join(top, ""))
-    names = [os.fsencode(path[start:]) for path, _, _ in images]
-    sizes = [size for _, size, _ in images]
-    times = [time for _, _, time in images]
-    return Paths(top, names, sizes, times), torch.tensor(labels, dtype=torch.int64)
+    rows = [(os.fsencode(path[start:]), size, time) for path, size, time in images]
+    longest = max((len(name) for name, _, _ in rows), default=1)
+    form = [("name", f"S{longest}"), ("size", numpy.int64), ("time", numpy.int64)]
+    return Paths(top, numpy.array(rows, form)), torch.tensor(labels, dtype=torch.int64)
 
 
 def _images_below(
@@ -312,11 +321,9 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     broken: list[str] = []
     readable = {}
     for name, split in splits.items():
-        unreadable = split.broken()
-        broken += [split.files[i] for i in unreadable]
-        keep = torch.ones(len(split), dtype=torch.bool)
-        keep[unreadable] = False
-        readable[name] = split.take(keep.nonzero().view(-1))
+        is_readable = split.are_readable()
+        broken += [split.files[int(i)] for i in (~is_readable).nonzero()]
+        readable[name] = split.take(is_readable.nonzero().view(-1))
     if not broken:
         return splits
     shown = first_few(broken, 3)
@@ -353,38 +360,31 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 
 @dataclasses.dataclass(eq=False)
 class Paths:
-    """File paths below a root, and the sizes and modification times of the files.
+    """File paths below a root. `files` is an array of (name, size, modification time) of each file.
 
     The names are in one array of bytes, so that worker processes can share its memory. With a list
     of strings, each access would copy the memory page that has the string's reference count.
     """
 
     root: str
-    names: Any
-    sizes: Any
-    times: Any
-
-    def __post_init__(self) -> None:
-        self.names = numpy.asarray(self.names, dtype=numpy.bytes_)
-        self.sizes = numpy.asarray(self.sizes, dtype=numpy.int64)
-        self.times = numpy.asarray(self.times, dtype=numpy.int64)
+    files: Any
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.files)
 
     def __getitem__(self, i: int) -> str:
-        return os.path.join(self.root, os.fsdecode(self.names[i]))
+        return os.path.join(self.root, os.fsdecode(self.files["name"][i]))
 
     def take(self, indices: Tensor) -> "Paths":
         """Return the paths at these indices."""
-        chosen = indices.numpy()
-        return Paths(self.root, self.names[chosen], self.sizes[chosen], self.times[chosen])
+        return Paths(self.root, self.files[indices.numpy()])
 
     def feed(self, state: "hashlib.blake2b") -> None:
         """Add all names and sizes to a hash, but not the root or the times."""
-        state.update(b"".join(self.names.tolist()))
-        state.update(numpy.strings.str_len(self.names).cumsum().tobytes())
-        state.update(self.sizes.tobytes())
+        names = self.files["name"]
+        state.update(b"".join(names.tolist()))
+        state.update(numpy.strings.str_len(names).cumsum().tobytes())
+        state.update(self.files["size"].tobytes())
 
 
 # (paths of the images, labels)
@@ -444,15 +444,14 @@ class ImageSplit:
         state.update(f"{self.shape} ".encode())
         self.files.feed(state)
 
-    def broken(self) -> list[int]:
-        """Return the indices of unreadable images. Images in the cache are not tried again."""
-        broken = []
+    def are_readable(self) -> Tensor:
+        """Return which images can be read. Images in the cache are not tried again."""
+        result = torch.ones(len(self), dtype=torch.bool)
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
-                indices = part.tolist()
-                readable = pool.map(self._is_readable, indices)
-                broken += [i for i, fine in zip(indices, readable, strict=True) if not fine]
-        return broken
+                readable = list(pool.map(self._is_readable, part.tolist()))
+                result[part] = torch.tensor(readable, dtype=torch.bool)
+        return result
 
     def _is_readable(self, index: int) -> bool:
         try:

@@ -20,7 +20,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
-from stoker.trainer.number_format import size_of
+from stoker.trainer.number_format import counted, size_of
 from stoker.trainer.seeding import mix_seed, random_stream
 from stoker.trainer.transfer import move, to_device
 
@@ -66,9 +66,9 @@ def make_loaders(
     If `augment` contains torchvision transforms, the training split is streamed.
     """
     device = torch.device(device)
-    settings.check("dataset.resident", resident)
-    settings.check("dataset.workers", workers)
-    settings.check("dataset.timeout", timeout)
+    reading: dict[str, Any] = {"workers": workers, "timeout": timeout}
+    for key, value in {"resident": resident, **reading}.items():
+        settings.check(f"dataset.{key}", value)
     settings.check("limit_train", limit_train)
     settings.check("limit_val", limit_val)
     splits = data.parts()
@@ -78,15 +78,21 @@ def make_loaders(
         splits = {only: splits[only]}
     options: dict[str, dict[str, Any]] = {}
     for name, split in splits.items():
-        size = eval_batch_size or batch_size
-        options[name] = {"batch_size": size, "device": device, "seed": seed}
+        options[name] = {
+            "batch_size": eval_batch_size or batch_size,
+            "device": device,
+            "seed": seed,
+        }
         # An evaluation of a single split reads all of it, unless the split has no length.
         if name not in ("train", "test") and (only is None or length_of(split) is None):
             options[name]["limit"] = limit_val
     if only is None:
-        training = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
-        options["train"] |= {**training, "batch_size": batch_size}
-    reading: dict[str, Any] = {"workers": workers, "timeout": timeout}
+        options["train"] |= {
+            "batch_size": batch_size,
+            "shuffle": True,
+            "drop_last": drop_last,
+            "limit": limit_train,
+        }
     loaders: dict[str, Any] = {}
     if data.kind == "other":
         _refuse(
@@ -124,8 +130,7 @@ def make_loaders(
     if len(held) < len(splits):
         if workers == "auto":
             reading["workers"] = choose_workers(first, transforms)
-        count = reading["workers"]
-        streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
+        streamed = f"streamed with {counted(reading['workers'], 'worker')}"
         why = f"{why}; the training split {streamed}" if fits else f"{streamed}, {why}"
     elif resident is True or not hasattr(first, "missing"):
         # With resident=auto, images are streamed until all are decoded, so workers have an effect.
@@ -274,9 +279,7 @@ class Loader(Ordered):
         self.augment.check(data.in_shape, data.target_shape)
         # Mixing needs the whole batch, so samples are divided among the processes afterward.
         self.dealt_late = bool(self.augment.rest)
-        self.share = self.batch_size
-        if not self.dealt_late:
-            self.share = len(self.mine(torch.empty(self.batch_size)))
+        self.share = len(self._dealt(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
         # For each sample, whether `flip: alternate` flips it in even or in odd epochs.
         self.flip_parity = torch.rand(self.split_size, generator=self._seeded("flip")) < 0.5

@@ -109,9 +109,9 @@ class Ordered(Seekable):
         a copy of the first one, because the other processes wait for every process to take part:
         see parallel.has_samples.
         """
-        return (
-            batch[launch.rank() :: launch.world_size()] if len(batch) > launch.rank() else batch[:1]
-        )
+        if len(batch) <= launch.rank():
+            return batch[:1]
+        return batch[launch.rank() :: launch.world_size()]
 
     def close(self) -> None:
         """Release the data and stop the workers; the loader cannot be used afterward."""

@@ -358,9 +358,8 @@ def _feed_array(state: "hashlib.blake2b", array: Any) -> None:
         # Hash the bytes without a copy; this takes 0.05 s for MNIST.
         if isinstance(piece, Tensor):
             values = piece.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            state.update(values.view(torch.uint8).numpy().data)
-        else:
-            state.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            piece = values.view(torch.uint8).numpy()
+        state.update(np.ascontiguousarray(piece).reshape(-1).data)
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
@@ -416,9 +415,7 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
 
 def _target_shape(part: Split) -> tuple[int, ...]:
     targets = getattr(part, "targets", None)
-    if targets is None:
-        return tuple(getattr(part, "target_shape", ()))
-    return tuple(targets.shape[1:])
+    return tuple(getattr(part, "target_shape", ()) if targets is None else targets.shape[1:])
 
 
 def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:

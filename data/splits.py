@@ -136,13 +136,11 @@ def split_indices(targets: Tensor | int, fractions: Sequence[float], seed: int) 
     if isinstance(targets, Tensor) and targets.ndim == 1 and n > 0:
         groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
-    pieces: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
+    cuts = []
     for group in groups:
         shuffled = group[torch.randperm(len(group), generator=generator)]
-        cuts = shuffled.split(_sizes(len(group), fractions))
-        for piece, cut in zip(pieces, cuts, strict=True):
-            piece.append(cut)
-    parts = [torch.cat(piece).sort().values for piece in pieces]
+        cuts.append(shuffled.split(_sizes(len(group), fractions)))
+    parts = [torch.cat(pieces).sort().values for pieces in zip(*cuts, strict=True)]
     _check_sizes(parts, fractions)
     return parts
 
@@ -231,5 +229,13 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
     """Return a TensorSplit for the rest and one for each fraction, with None for an empty one."""
-    parts = split_indices(targets, fractions, seed)
-    return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]
+    return tensor_splits(split_indices(targets, fractions, seed), inputs, targets)
+
+
+def tensor_splits(parts: Sequence[Tensor], *tensors: Tensor) -> list[Any]:
+    """Return a TensorSplit of these indices for each part, with None for an empty one."""
+    splits: list[Any] = []
+    for part in parts:
+        selected = [tensor[part] for tensor in tensors]
+        splits.append(TensorSplit(*selected) if len(part) else None)
+    return splits

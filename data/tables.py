@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.data.description import Column, Description, names_of
+from stoker.data.description import MOST_NUMBERS, Column, Description, names_of
 from stoker.data.record import Data, unknown_class
-from stoker.data.splits import TensorSplit, check_fractions, divide
+from stoker.data.splits import check_fractions, divide, tensor_splits
 from stoker.trainer.errors import (
     UserError,
     as_typed,
@@ -43,7 +43,6 @@ FIRST = 2  # line of the first row; the header is line 1
 PIECE = 2**18  # bytes of a csv file read at once
 ROWS = 2**12  # rows of a parquet file read at once
 LONGEST = 2**20  # maximum size of a header in bytes
-MOST_NUMBERS = 2**28  # maximum number of values in a table
 EMPTY = ("", "?")  # missing values, in any column
 WORDS = ("na", "n/a", "nan", "null", "none")  # also missing values, except in a text target
 MISSING = (*EMPTY, *WORDS)
@@ -100,8 +99,10 @@ def csv(
         "decimal": decimal,
         "marks": marks,
     }
+    if trained is not None and trained["table"] is None:
+        raise UserError("dataset: the model was not trained on a table.")
     table = Table(str(path), reading)
-    if trained is not None and trained["table"] is not None and target not in table.names:
+    if trained is not None and target not in table.names:
         raise UserError(
             f"{table.shown} has no column {target!r} to compare the predictions with.\n"
             f"To predict it, type task=predict run=DIR {shlex.quote(f'input={path}')}."
@@ -111,7 +112,6 @@ def csv(
     for key, name in (("split_group", split_group), ("split_time", split_time)):
         if name is not None:
             divided_by += table.check(f"dataset.{key}=", str(name))
-    columns: list[Column] = []
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
         ignore = table.check("dataset.ignore=", ignore)
@@ -119,31 +119,17 @@ def csv(
         left_out = {target, *ignore, *divided_by}
         names = [name for name in table.names if name not in left_out]
     else:
-        if trained["table"] is None:
-            raise UserError("dataset: the model was not trained on a table.")
-        columns = trained["table"]["columns"]
         kind = trained["kind"]
+        columns: list[Column] = trained["table"]["columns"]
         names = table.check_trained(columns)
         categorical = [column["name"] for column in columns if "categories" in column]
     if not names:
         raise UserError(f"{table.shown} has no column besides the target {target}.")
     used = list(dict.fromkeys([target, *names, *divided_by]))
     values = table.read(used, [target, *categorical])
-    kind, classes, targets = _read_target(target, values[target], table, kind, trained)
-    answers = pyarrow.array(targets.numpy(), from_pandas=True)  # converts NaN to null
-    rows = table.complete({**values, target: answers})
-    if len(rows) == 0:
-        raise UserError(f"{table.shown}: there are no rows, or every row has a missing value.")
-    if len(rows) < len(targets):
-        log.warning(
-            "%s: skipped %d of %d rows because they have missing values.",
-            table.shown,
-            len(targets) - len(rows),
-            len(targets),
-        )
-    targets = targets[rows]
-    if classes is not None:
-        targets = targets.long()
+    kind, classes, answers = _read_target(target, values[target], table, kind, trained)
+    rows = _rows_to_use(table, {**values, target: answers})
+    targets = tensor_of(answers)[rows]
     groups = None
     times = None
     if split_group is not None:
@@ -160,32 +146,27 @@ def csv(
         groups=groups,
         times=times,
     )
+    train_rows = rows[parts[0]]
     center = 0.0
     scale = 1.0
     if classes is None:
-        center, scale = mean_and_std(targets[parts[0]])
-        if trained is not None:
-            center = trained["target_mean"]
-            scale = trained["target_scale"]
+        center, scale = _units(targets[parts[0]], trained)
         targets = ((targets - center) / scale).float().unsqueeze(1)
+    else:
+        targets = targets.long()
     if trained is None:
-        train = rows[parts[0]]
-        for name in names:
-            columns.append(table.describe(name, values[name], train, name in categorical))
+        columns = [
+            table.describe(name, values[name], train_rows, name in categorical) for name in names
+        ]
         table.warned.update(names)  # in training, do not warn about unknown categories
-    order = torch.cat(parts)
-    inputs = _encoded(table, columns, values, rows[order])
-    pieces = []
-    for tensor in (inputs, targets[order], rows[order] + FIRST):
-        pieces.append(tensor.split([len(part) for part in parts]))
-    splits = [TensorSplit(*part) if len(part[0]) else None for part in zip(*pieces, strict=True)]
+    inputs = _encoded(table, columns, values, rows)
+    train, val, test = tensor_splits(parts, inputs, targets, rows + FIRST)
     cut = "".join(f" by {name}" for name in divided_by)
     if folds:
         cut += f" into {folds} folds, with fold {fold} for validation"
-    train_part, val, test = splits
     return Data(
         Path(path).stem,
-        train_part,
+        train,
         val,
         test,
         inputs.shape[1:],
@@ -314,21 +295,19 @@ class Table:
         """Return the columns as float64 if all values are numbers and the column is not in `texts`,
         otherwise as text.
         """
-        none = pyarrow.array([], pyarrow.string())
-        pieces: dict[str, list[Texts]] = {name: [none] for name in names}
+        pieces = [{name: pyarrow.array([], pyarrow.string()) for name in names}]
         rows = 0
         for piece in self.pieces(names):
+            pieces.append(piece)
             rows += len(piece[names[0]])
             if rows * len(names) > MOST_NUMBERS:
                 raise UserError(
                     f"{self.shown} has more than {MOST_NUMBERS:,} values, too many to fit in "
                     "memory.\nType dataset.ignore=[COLUMN], or write your own data set."
                 )
-            for name, values in piece.items():
-                pieces[name].append(values)
         columns = {}
         for name in names:
-            values = pyarrow.concat_arrays(pieces.pop(name))
+            values = pyarrow.concat_arrays([piece.pop(name) for piece in pieces])
             if name not in texts:
                 numbers = self.notation.numbers(values)
                 if numbers.null_count == values.null_count:
@@ -449,7 +428,7 @@ class Table:
         if categories is None:
             numbers = self.amounts(values, column.get("date", False))
         else:
-            numbers = labels_of(values, categories)
+            numbers = tensor_of(labels_of(values, categories))
         is_odd = numbers.isnan() & tensor_of(values.is_valid())
         if is_odd.any() and name not in self.warned:
             place = int(is_odd.int().argmax())
@@ -505,6 +484,30 @@ def mean_and_std(numbers: Tensor) -> tuple[float, float]:
     return numbers.mean().item(), std
 
 
+def _units(targets: Tensor, trained: Description | None) -> tuple[float, float]:
+    """Return the (mean, scale) of the training targets, or those of the trained model."""
+    if trained is None:
+        return mean_and_std(targets)
+    return trained["target_mean"], trained["target_scale"]
+
+
+def _rows_to_use(table: Table, columns: dict[str, Any]) -> Tensor:
+    """Return the indices of the rows to use, and log how many are skipped."""
+    rows = table.complete(columns)
+    if len(rows) == 0:
+        raise UserError(f"{table.shown}: there are no rows, or every row has a missing value.")
+    count = len(columns[table.target])
+    skipped = count - len(rows)
+    if skipped:
+        log.warning(
+            "%s: skipped %d of %d rows because they have missing values.",
+            table.shown,
+            skipped,
+            count,
+        )
+    return rows
+
+
 def _encoded(
     table: Table,
     columns: list[Column],
@@ -532,9 +535,9 @@ def _encoded(
 
 def _read_target(
     name: str, texts: Texts, table: Table, kind: str, trained: Description | None
-) -> tuple[str, list[str] | None, Tensor]:
-    """Return (kind, class names or None, targets). Targets are numbers or labels in float64 (N,),
-    with NaN for missing values.
+) -> tuple[str, list[str] | None, Any]:
+    """Return (kind, class names or None, targets). Targets are numbers or labels, in a pyarrow
+    array of float64.
 
     Words such as "none" are missing values in a numeric target, but classes in a text target.
     """
@@ -548,8 +551,8 @@ def _read_target(
                 raise unknown_class(name, classes)
         return kind, classes, labels_of(texts, classes)
     where = f"dataset.target={name}"
-    numbers = table.amounts(present)
-    is_text = bool(numbers.isnan().sum() > present.null_count)
+    numbers = table.notation.numbers(present)
+    is_text = numbers.null_count > present.null_count
     if not is_text:
         texts = present
     elif kind != "classification":
@@ -558,9 +561,9 @@ def _read_target(
     rows = len(texts) - texts.null_count
     if kind == "auto":
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
-        is_integer = (numbers == numbers.floor()) | numbers.isnan()
+        are_whole = compute.all(compute.equal(numbers, compute.floor(numbers))).as_py()
         has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
-        is_class = is_text or has_codes or (few and is_integer.all())
+        is_class = is_text or has_codes or (few and are_whole)
         kind = "classification" if is_class else "regression"
     if kind == "regression":
         return kind, None, numbers
@@ -574,9 +577,9 @@ def _read_target(
     return kind, names, labels_of(texts, names)
 
 
-def labels_of(texts: Texts, classes: list[str]) -> Tensor:
-    """Return the labels as float64, with NaN for missing values."""
-    return tensor_of(compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64()))
+def labels_of(texts: Texts, classes: list[str]) -> Any:
+    """Return the label of each text, in a pyarrow array of float64."""
+    return compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64())
 
 
 def read_batches(

@@ -28,14 +28,13 @@ from stoker.data.splits import TensorSplit
 from stoker.data.transforms import PerSample
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
-from stoker.trainer.loading import children_do_not_interrupt
+from stoker.trainer.loading import END, children_do_not_interrupt
 from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
 from stoker.trainer.transfer import UNIFIED
 
 TIMEOUT = 300  # seconds to wait for a batch
 POLL = 1.0  # seconds between checks that the workers are alive
-END = object()  # marks the end of the batches
 FEWER = (
     "Type a lower dataset.workers (0: read in this process), or provide more shared memory "
     "(docker run --shm-size=8g)."
@@ -148,12 +147,11 @@ class Workers:
         while True:
             try:
                 return next(self.batches, END)
-            except RuntimeError as error:
+            except Exception as error:
+                # Unless the batch is late, a worker died or could not transfer the batch: there
+                # were too many open files, or too little shared memory.
                 if not is_late(error) or time.monotonic() >= limit:
                     raise self._lost(error) from None
-            # The batch could not be transferred: too many open files, or too little shared memory.
-            except Exception as error:
-                raise self._lost(error) from None
 
     def _lost(self, error: Exception | None) -> TrainingError:
         """Stop all workers, and return the error that says why no batch arrived."""
@@ -268,11 +266,9 @@ class Reader(torch.utils.data.Dataset[Any]):
     def reading_of(self, worker: int) -> str:
         """Return a phrase that says what a worker is reading; "" if nothing."""
         first = int(self.reading[worker])
-        return (
-            f" while reading {self.where}, starting at sample {self._name(first)}"
-            if first >= 0
-            else ""
-        )
+        if first < 0:
+            return ""
+        return f" while reading {self.where}, starting at sample {self._name(first)}"
 
     def _name(self, index: int) -> str:
         """Return the sample's index, with its file if it has one."""
