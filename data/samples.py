@@ -4,7 +4,8 @@ These are the splits of a Data of kind "other". This module orders and batches s
 nothing about their contents.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
+from stoker.trainer.batches import entries
 from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
@@ -40,6 +42,11 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
         )
     given = {key: part for key, part in parts.items() if part is not None}
     for key, part in given.items():
+        if isinstance(part, type):
+            raise UserError(
+                f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an object "
+                f"of this class: {part.__name__}(...)."
+            )
         is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
         has_data = has_samples(part) or hasattr(part, "__iter__")
         if not str(key).isidentifier() or is_batch or not has_data:
@@ -132,7 +139,7 @@ def make_loader(
         part = DataLoader(
             part,
             batch_size,
-            collate_fn=getattr(part, "collate_fn", None),
+            collate_fn=getattr(part, "collate_fn", None) or functools.partial(collate_stream, part),
             drop_last=options.get("drop_last", False),
             num_workers=count,
             timeout=timeout if count else 0,
@@ -206,6 +213,41 @@ class SampleLoader(Ordered):
         self.workers.close()
 
 
+def collate_stream(part: Any, samples: list[Any]) -> Any:
+    """Collate samples of the stream `part` with torch's `default_collate`."""
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        reason = difference(samples, range(len(samples))) or cause(error)
+        raise ValueError(
+            f"samples cannot be collated into a batch: {reason}. {advice_on_collate(part)}"
+        ) from error
+
+
+def advice_on_collate(part: Any) -> str:
+    return (
+        f"Give {type(part).__name__} a collate_fn(samples) that turns a list of samples into a "
+        "batch, or return samples with the same keys and shapes."
+    )
+
+
+def difference(samples: Sequence[Any], indices: Sequence[int]) -> str:
+    """Say which tensor of which sample has another shape than in the first; "" if none has."""
+    first = shapes_in(samples[0])
+    for index, sample in zip(indices, samples, strict=True):
+        shapes = shapes_in(sample)
+        for name in {**first, **shapes}:
+            shape = shapes.get(name, "missing")
+            expected = first.get(name, "missing")
+            if shape != expected:
+                return f"{name} is {expected} in sample {indices[0]}, but {shape} in sample {index}"
+    return ""
+
+
+def shapes_in(sample: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in entries(sample, "sample")}
+
+
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and collates them."""
 
@@ -226,11 +268,10 @@ class SampleReader(Reader):
             except Exception as error:
                 if self.collate is not default_collate:
                     raise
-                dataset = type(self.split).__name__
+                reason = difference(samples, indices) or cause(error)
                 raise UserError(
-                    f"{self.where}: samples cannot be collated into a batch: {cause(error)}.\n"
-                    f"Give {dataset} a collate_fn(samples) that turns a list of samples into a "
-                    "batch, or return tensors of equal shape."
+                    f"{self.where}: samples cannot be collated into a batch: {reason}.\n"
+                    f"{advice_on_collate(self.split)}"
                 ) from error
 
     def _name(self, index: int) -> str:

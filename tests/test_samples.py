@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 from types import SimpleNamespace
 
@@ -292,6 +293,43 @@ def test_samples_that_make_no_batch_are_explained():
         TrainingError, match="Sample 0 of the val split of mine cannot be read: Key"
     ):
         next(iter(SampleLoader(Broken(), "the val split of mine", 8)))
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"x": torch.ones(5)}, r"sample['x'] is (4,) in sample 0, but (5,) in sample 2"),
+        ({"y": torch.ones(4)}, r"sample['x'] is (4,) in sample 0, but missing in sample 2"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_of_another_shape_is_named(odd, text, workers):
+    samples = [{"x": torch.ones(4)}, {"x": torch.zeros(4)}, odd, {"x": torch.ones(4)}]
+
+    class Uneven(Boxes):
+        collate_fn = None
+
+        def __len__(self):
+            return len(samples)
+
+        def __getitem__(self, i):
+            return samples[i]
+
+    class UnevenStream(IterableDataset):
+        def __iter__(self):
+            return iter(samples)
+
+    with pytest.raises(UserError, match=re.escape(text) + ".\nGive Uneven a collate_fn"):
+        next(iter(SampleLoader(Uneven(), "the val split of mine", 4, workers=workers)))
+    data = data_of("mine", {"train": UnevenStream()})
+    (train, _, _), _ = make_loaders(data, batch_size=4, workers=workers)
+    with pytest.raises(TrainingError, match=re.escape(text) + ". Give UnevenStream a collate_fn"):
+        make_trainer(kind=OfDicts, epochs=None, max_steps=1).fit(train)
+
+
+def test_a_class_in_place_of_a_data_set_is_named():
+    with pytest.raises(UserError, match=r"Return an object of this class: Boxes\(...\)"):
+        data_of("mine", {"train": Boxes})
 
 
 def test_an_iterable_data_set_is_batched():
