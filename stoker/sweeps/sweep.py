@@ -22,7 +22,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import check, exit_codes, settings, subcommand
+from stoker.command import check, exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command, setting
 from stoker.runs import index, ranking
 from stoker.runs.directory import CONFIG, make, make_new, remove_untrained
@@ -51,9 +51,10 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid. A search is announced once its keys are known."""
         if launch.world_size() > 1:
+            program = " ".join(invocation.program())
             raise UserError(
                 "-m: a sweep starts its own processes, so do not start it with torchrun. "
-                "Type devices=N instead."
+                f"Type {program} -m ... strategy=ddp devices=N."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
         planned = jobs_of_grid(config)
