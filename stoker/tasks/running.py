@@ -58,10 +58,10 @@ class Run:
         """Find the checkpoint to resume from; return its origin (see `resume.to_resume`)."""
         from stoker.trainer import checkpoint
 
-        found = checkpoint.together(
+        begins = checkpoint.together(
             "resume", lambda: resume.to_resume(self.folder, mode, overwrite, config)
         )
-        _, self.state, origin = found or (None, None, None)
+        _, self.state, origin = begins or (None, None, None)
         return origin
 
     def files(self, config: str) -> list["Callback"]:
