@@ -159,7 +159,6 @@ class Run:
         from stoker.diagnostics import doctor, timing
         from stoker.runs import card, examine
         from stoker.trainer.loading import resident_bytes
-        from stoker.trainer.metrics import default_metrics
 
         trainer = self.parts.trainer
         data = self.parts.data
@@ -175,12 +174,11 @@ class Run:
         result.samples = {name: count for name, count in counts.items() if count is not None}
         if not self.load_best():
             result.best = None
-        is_known = data.kind != "other"
-        usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
+        usual = examine.is_usual(trainer, data)
         numbers: dict[str, Any] = {}
         evaluation = None
         split = "test" if "test" in loaders else "val"
-        if split == "test" or (split in loaders and self.draws and is_known):
+        if split == "test" or (split in loaders and self.draws and data.kind != "other"):
             numbers, evaluation = examine.evaluate(trainer, loaders[split], split, data)
             usual = usual and evaluation is not None
         weights = card.weights(trainer)
