@@ -714,6 +714,14 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
     assert "jsonl" not in again("removes", jsonl=removes).callbacks
 
 
+def test_a_run_that_is_trained_again_has_all_its_targets_named_at_once(compose, good, tmp_path):  # noqa: F811
+    nodes = {"model": {"_target_": "mine.Net"}, "callbacks__a": {"_target_": "other.Watch"}}
+    cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / 'run', **nodes)}")
+    named = "model._target_=mine.Net, callbacks.a._target_=other.Watch: these targets are not"
+    with pytest.raises(UserError, match=re.escape(named)):
+        saved_config.to_train_again(cfg, str(tmp_path / "again"))
+
+
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
     with pytest.raises(UserError, match="far more values"):
         package.load(hostile(good, tmp_path / "large", model__hidden=[10**6, 10**6]))

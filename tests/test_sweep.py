@@ -509,6 +509,12 @@ def test_a_sweep_whose_jobs_are_all_refused_leaves_nothing(forks, tmp_path, type
     assert "sweep.csv" not in done.out and not (tmp_path / "all").exists()
 
 
+def test_a_sweep_without_a_job_that_can_run_is_refused_before_it_is_announced(forks, tmp_path):
+    done = forks.run(tmp_path, "-m", *JOB, "seed=0,1", "epochs=0", "hydra.sweep.dir=all")
+    assert done.code == 2 and done.out == "" and not (tmp_path / "all").exists()
+    assert done.err.count("error: ") == 1 and done.err.startswith("error: epochs=0: ")
+
+
 @pytest.mark.slow
 def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
     assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0

@@ -112,7 +112,8 @@ def test_a_run_remembers_the_threads_that_trained(two_threads, tmp_path):
         torch.utils.data.TensorDataset(torch.randn(8, 6), torch.arange(8) % 3), 8
     )
     parts = Parts(make_trainer(make_model()), None, (loader, None, None))
-    run = Run(tmp_path, parts, None, None, 0.0, None, draws=False)
+    run = Run(tmp_path, None, 0.0, draws=False)
+    run.parts = parts
     with tuning.few_threads(parts.trainer.module, 8):
         run.fit()
     assert run.threads == 1 and torch.get_num_threads() == 2

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stoker import configs, project
-from stoker.command import invocation, settings
+from stoker.command import settings
 from stoker.command.dotted import flat, plain
 from stoker.command.shell import setting
 from stoker.trainer import launch
@@ -129,12 +129,6 @@ def search_path() -> list[str]:
 def check(arguments: Sequence[str]) -> None:
     """Raise UserError for mistakes that Hydra would miss, or report once per job."""
     sweep = is_sweep(arguments)
-    if sweep and launch.world_size() > 1:
-        program = " ".join(invocation.program())
-        raise UserError(
-            "-m: a sweep starts its own processes, so do not start it with torchrun. "
-            f"Type {program} -m ... strategy=ddp devices=N."
-        )
     check_options(arguments)
     for argument in arguments:
         check_place(argument, sweep)

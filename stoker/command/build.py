@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -101,8 +101,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         cause = error.__cause__  # None for a target that Hydra never calls
         reason = "this target is never allowed." if cause is None else first_line(cause)
         raise UserError(f"{key}._target_={target}: {reason}") from error
-    is_augmentation = key == "dataset.augment" and isinstance(located, type)
-    if (key in FACTORIES and not is_augmentation) or (key == "loss" and is_loss_function(node)):
+    is_class = isinstance(located, type)
+    # a function of (outputs, targets)
+    is_loss = key == "loss" and not is_class and len(missing_arguments(key, target, node)) == 2
+    if is_loss or (key in FACTORIES and not (key == "dataset.augment" and is_class)):
         return factory
     passed = arguments_to_pass(key, node, offered)
     if target.startswith("torch.nn."):
@@ -115,13 +117,11 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
         if is_trusted and is_bug:
             raise  # a bug in the user's own code needs its traceback
-        given = {*node, *passed}
-        for name, default in arguments_of(key, target)[0].items():
-            is_missing = default is REQUIRED and name not in given and "_args_" not in node
-            if is_missing and isinstance(error, TypeError):
-                raise UserError(
-                    f"{key}: {target} needs the argument {name}. Type +{key}.{name}=..."
-                ) from error
+        missing = missing_arguments(key, target, {*node, *passed})
+        if missing and isinstance(error, TypeError) and "_args_" not in node:
+            raise UserError(
+                f"{key}: {target} needs the argument {missing[0]}. Type +{key}.{missing[0]}=..."
+            ) from error
         raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
@@ -156,12 +156,10 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     return weights
 
 
-def is_loss_function(node: Mapping[str, Any]) -> bool:
-    """Return whether the target of a loss is itself a function of (outputs, targets)."""
-    target = node["_target_"]
-    names, _ = arguments_of("loss", target)
-    open_ones = [name for name in names if names[name] is REQUIRED and name not in node]
-    return not isinstance(locate("loss", target), type) and len(open_ones) == 2
+def missing_arguments(key: str, target: str, given: Collection[str]) -> list[str]:
+    """Return the arguments that a target requires and that are not given."""
+    names, _ = arguments_of(key, target)
+    return [name for name in names if names[name] is REQUIRED and name not in given]
 
 
 def arguments_to_pass(
@@ -177,11 +175,9 @@ def arguments_to_pass(
         accepted.update(offered)
     if takes_more and target.startswith("torchvision.models."):
         accepted.add("num_classes")
-    passed = {}
-    for name, value in offered.items():
-        if name in accepted and (name not in node or key == "trainer"):
-            passed[name] = value
-    return passed
+    if key != "trainer":
+        accepted -= node.keys()
+    return {name: value for name, value in offered.items() if name in accepted}
 
 
 def returns_part(part: str, located: Any) -> bool:
@@ -213,12 +209,16 @@ def classes_of(part: str) -> tuple[type, ...]:
     )
 
 
-def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (key or index, item) for each item of a node; nothing for a plain value."""
+def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for a node and, after it, for all values inside it."""
+    yield key, node
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, dict):
-        yield from list(node.items())
+        items = list(node.items())
     elif isinstance(node, list):
-        yield from enumerate(node)
+        items = enumerate(node)
+    for name, item in items:
+        yield from walk(f"{key}.{name}", item)
 
 
 def check_nested(key: str, node: Any) -> None:
@@ -227,33 +227,32 @@ def check_nested(key: str, node: Any) -> None:
     Only a model or a loss may contain nested targets, because its size is checked before it is
     built. For other parts, there is no such check.
     """
-    for name, item in items_of(node):
-        if isinstance(item, dict) and "_target_" in item:
-            target = str(item["_target_"])
-            is_transform = target.startswith(TRANSFORMS) and key.startswith("dataset.augment")
-            if is_transform:
-                locate(f"{key}.{name}", target)
-            elif not is_trusted_by_user(target):
-                raise UserError(
-                    f"{key}.{name}._target_={target}: only a model or a loss may contain another "
-                    "_target_.\nIf you know what it does, type "
-                    f"trusted=[{target.partition('.')[0]}]."
-                )
-        check_nested(f"{key}.{name}", item)
+    for place, item in walk(key, node):
+        if place == key or not isinstance(item, dict) or "_target_" not in item:
+            continue
+        target = str(item["_target_"])
+        if target.startswith(TRANSFORMS) and place.startswith("dataset.augment."):
+            locate(place, target)
+        elif not is_trusted_by_user(target):
+            raise UserError(
+                f"{place}._target_={target}: only a model or a loss may contain another _target_.\n"
+                f"If you know what it does, type trusted=[{target.partition('.')[0]}]."
+            )
 
 
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     """Raise UserError if a node or a nested node has an untrusted target or unknown arguments."""
-    for name in node if isinstance(node, dict) else ():
-        if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
-            raise UserError(
-                f"{key}.{name}: a config cannot set this special key. The allowed keys "
-                f"are {', '.join(KEYS)}."
-            )
-    if isinstance(node, dict) and isinstance(node.get("_target_"), str):
-        check_target(key, node, offered)
-    for name, item in items_of(node):
-        check_node(f"{key}.{name}", item)
+    for place, item in walk(key, node):
+        if not isinstance(item, dict):
+            continue
+        for name in item:
+            if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
+                raise UserError(
+                    f"{place}.{name}: a config cannot set this special key. The allowed keys "
+                    f"are {', '.join(KEYS)}."
+                )
+        if isinstance(item.get("_target_"), str):
+            check_target(place, item, offered if item is node else ())
 
 
 def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) -> None:
@@ -287,15 +286,14 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
 
 def without_downloads(key: str, node: Any) -> None:
     """Keep torchvision builders from downloading weights, since the checkpoint has the weights."""
-    for name, item in items_of(node):
-        without_downloads(f"{key}.{name}", item)
-    target = node.get("_target_") if isinstance(node, dict) else None
-    if isinstance(target, str) and target.startswith("torchvision."):
-        for name in [name for name in node if name.startswith("pretrained")]:
-            del node[name]
-        for name in arguments_of(key, target)[0]:
-            if name.startswith("weights"):
-                node[name] = None
+    for place, item in walk(key, node):
+        target = item.get("_target_") if isinstance(item, dict) else None
+        if isinstance(target, str) and target.startswith("torchvision."):
+            for name in [name for name in item if name.startswith("pretrained")]:
+                del item[name]
+            for name in arguments_of(place, target)[0]:
+                if name.startswith("weights"):
+                    item[name] = None
 
 
 class TooLarge(MemoryError):

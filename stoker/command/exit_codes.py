@@ -106,15 +106,10 @@ def with_message(error: Exception) -> Exception:
 
 def say_interrupted() -> int:
     """Print what to do after a signal, and return the exit code."""
-    text: str | None = "\ninterrupted."
+    advice = "\ninterrupted."
     if not arguments.is_sweep(sys.argv):  # the sweep already printed how to continue
-        text = (
-            "\ninterrupted. Type the same command again to resume, or to start over if nothing "
-            "was saved."
-        )
-    code: int | None = signals.exit_code()
-    if launch.world_size() > 1:
-        text, code = ranks.settle_end("signal", text, code)
+        advice += " Type the same command again to resume, or to start over if nothing was saved."
+    text, code = ranks.settle_end("signal", advice, signals.exit_code())
     if text:
         signals.print_advice(text)
     return code or OK

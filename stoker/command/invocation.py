@@ -19,15 +19,14 @@ def program() -> list[str]:
     In the folder where this program was started, the command starts the same program again.
     """
     started = Path(sys.argv[0])
+    on_path = shutil.which("stoker")
     if PACKAGE in started.resolve().parents:
         # Processes that this program starts, and commands such as stoker.runs.report, are modules.
         is_typed = started.name == "__main__.py" and started.resolve().parent == PACKAGE
-        on_path = shutil.which("stoker")
         is_same = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
         is_short = is_same and (is_started() or not is_typed)
         return ["stoker"] if is_short else [python(), "-m", "stoker"]
     if started.stem == "stoker":
-        on_path = shutil.which("stoker")
         is_found = on_path is None or not started.is_file() or started.samefile(on_path)
         return ["stoker"] if is_found else [str(started)]
     if started.name == SCRIPT and started.is_file():

@@ -95,8 +95,7 @@ def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     for peer in range(1, world_size()):
         theirs = receive(f"parts/{kinds}/{peer}", by=peer)
         for kind, items in of_first.items():
-            names = sorted({*items, *theirs[kind]})
-            names = [name for name in names if items.get(name) != theirs[kind].get(name)]
+            names = sorted({name for name, _ in items.items() ^ theirs[kind].items()})
             if names:
                 raise UserError(
                     f"rank {peer} ({who(peer)}) and rank 0 differ in their {kind}: "

@@ -201,8 +201,8 @@ def is_of_kind(located: Any) -> bool:
     module = getattr(located, "__module__", None) or ""
     if module.startswith("torchvision.models.") and is_builder(located):
         return True
-    places = [place for place in KINDS if f"{module}.".startswith(f"{place}.")]
-    for kind in KINDS[places[0]] if places else ():
+    listed = (kinds for place, kinds in KINDS.items() if f"{module}.".startswith(f"{place}."))
+    for kind in next(listed, ()):
         if "." not in kind:
             if getattr(sys.modules[module], kind, None) is located:
                 return True

@@ -91,16 +91,16 @@ def keep_pages() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap at each free
 
 
-@contextlib.contextmanager
-def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[None]:
-    """Use one thread within this context if a step of the model is too small for more.
+def few_threads(
+    module: torch.nn.Module, batch_size: int | None
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that uses one thread if a step of the model is too small for more.
 
     Threads wait for each other at each operator. If other programs are running, the waiting takes
     longer than a small step. Only models of dense layers on the CPU are affected, and only if
     OMP_NUM_THREADS is not set.
     """
-    with one_thread() if is_small(module, batch_size) else contextlib.nullcontext():
-        yield
+    return one_thread() if is_small(module, batch_size) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class Sample:
     updates: dict[str, float] = field(default_factory=dict)
     silent: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def largest(self) -> float:
+        """The size of the largest gradient."""
+        return max(self.gradients.values(), default=0.0)
+
 
 class Doctor(Callback):
     """Warn about layers that keep a model from learning, and print a summary at the end.
@@ -67,7 +72,6 @@ class Doctor(Callback):
     def __init__(self, every: int = 50) -> None:
         self.every = check_number("callbacks.doctor.every", every, whole=True, least=1)
         self.hooks: list[RemovableHandle] = []
-        self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings: list[str] = []
         self.count = 0  # number of samples
 
@@ -87,7 +91,7 @@ class Doctor(Callback):
         self.begun_at = trainer.step
         self.pause = max(1, min(self.every, (trainer.total_steps - trainer.step) // FEWEST))
         self.samples: deque[Sample] = deque(maxlen=WINDOW)
-        self.said = {}
+        self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings = []
         self.count = 0
         self.had_gradient = False
@@ -164,10 +168,9 @@ class Doctor(Callback):
         sizes = sample.gradients.values()
         if trainer.scaler.is_enabled() and not all(map(math.isfinite, sizes)):
             return  # fp16 skips such a step
-        largest = max(sizes, default=0.0)
-        if largest == 0 and self.had_gradient:  # the step was skipped, or the loss is zero
+        if sample.largest == 0 and self.had_gradient:  # the step was skipped, or the loss is zero
             return
-        self.had_gradient |= largest > 0
+        self.had_gradient |= sample.largest > 0
         self.samples.append(sample)
         self.count += 1
         if len(self.samples) == WINDOW:
@@ -208,25 +211,25 @@ def findings(samples: Sequence[Sample]) -> Findings:
     wrong: Findings = defaultdict(dict)
     names = [name for name in samples[-1].gradients if all(name in s.gradients for s in samples)]
     # The highest ratio of each layer's gradient to the largest gradient of the same step.
-    shares = dict.fromkeys(names, 0.0)
-    for sample in samples:
-        largest = max(sample.gradients.values(), default=0.0) or 1.0
-        for name in names:
-            shares[name] = max(shares[name], sample.gradients[name] / largest)
+    shares = {
+        name: max(sample.gradients[name] / (sample.largest or 1.0) for sample in samples)
+        for name in names
+    }
     # A vanishing gradient also becomes exactly zero in some units, which are not dead.
     vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]
         update = statistics.median(sample.updates[name] for sample in samples)
         has_vanished = shares[name] < VANISHED
-        silent = torch.zeros(1, dtype=torch.bool)
-        if all(name in sample.silent for sample in samples):
+        dead = units = 0
+        if name in samples[-1].silent:
             silent = torch.stack([sample.silent[name] for sample in samples]).all(0)
-        dead = int(silent.sum())
+            dead = int(silent.sum())
+            units = len(silent)
         if not all(map(math.isfinite, sizes)):
             wrong["exploding"][name] = "a gradient of NaN or infinity"
-        elif dead > DEAD * len(silent) and not (vanishes and has_vanished):
-            wrong["dead"][name] = f"no gradient in {dead} of {len(silent)} units"
+        elif dead > DEAD * units and not (vanishes and has_vanished):
+            wrong["dead"][name] = f"no gradient in {dead} of {units} units"
         elif has_vanished:
             wrong["vanishing"][name] = f"a gradient {shares[name]:.0e} times the largest"
         elif min(sizes) > EXPLODED:

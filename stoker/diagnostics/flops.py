@@ -69,11 +69,9 @@ def per_sample(
     if not parameters or any(map(parallel.is_shard, parameters)):
         return None
     counting = counter()
-    dtype = torch.int64 if tokens else torch.float32
-    sample = torch.zeros(1, *in_shape, dtype=dtype, device=parameters[0].device)
     try:
         with modes_restored(module), counting, torch.enable_grad():
-            outputs = module.eval()(sample)
+            outputs = module.eval()(sample_of_zeros(in_shape, tokens).to(parameters[0].device))
             tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
             tensors = [tensor for tensor in tensors if tensor.requires_grad]
             zeros = [torch.zeros_like(tensor) for tensor in tensors]
@@ -82,6 +80,11 @@ def per_sample(
     except Exception:  # user code may raise anything
         return None
     return counting.get_total_flops() or None
+
+
+def sample_of_zeros(in_shape: tuple[int, ...], tokens: bool) -> torch.Tensor:
+    """Return a batch of one sample; its zeros are token IDs if `tokens` is true."""
+    return torch.zeros(1, *in_shape, dtype=torch.int64 if tokens else torch.float32)
 
 
 def counter() -> Any:

@@ -54,10 +54,9 @@ def forward(
                 shapes[name] = "x".join(map(str, output.shape[1:])) or "1"
 
         hooks.append(layer.register_forward_hook(note))
-    sample = torch.zeros(1, *in_shape, dtype=torch.int64 if tokens else torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), modes_restored(module), counter, torch.no_grad():
-            module.eval()(sample)
+            module.eval()(flops.sample_of_zeros(in_shape, tokens))
     except Exception:  # user code may raise anything
         return {}, {}
     finally:

@@ -112,10 +112,9 @@ def learn(
 
 def all_equal(given: list[Any]) -> bool:
     """Return whether these are (inputs, targets) batches whose targets are all equal."""
-    if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in given):
-        return False
-    targets = [batch[1] for batch in given]
-    if not all(map(torch.is_tensor, targets)):
-        return False
-    joined = torch.cat(targets)
-    return len(joined) > 1 and bool((joined == joined[0]).all())
+    for batch in given:
+        is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+        if not is_pair or not torch.is_tensor(batch[1]):
+            return False
+    targets = torch.cat([batch[1] for batch in given])
+    return len(targets) > 1 and bool((targets == targets[0]).all())

@@ -80,6 +80,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
         changes["device"] = cfg.device
     with naming_run(cfg.run):
         config = changed(cfg, changes)
+        check_targets(config)
         if config["resume"] == "never":
             config["resume"] = "auto"
         check.check_keys(config, defaults.defaults())
@@ -90,7 +91,6 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
                 del config["callbacks"][name]
             elif is_on(node):
                 check_inside(f"callbacks.{name}", node, run_dir)
-    check_targets(config)
     return OmegaConf.create(config)
 
 

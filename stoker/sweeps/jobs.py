@@ -92,10 +92,7 @@ def read_job(folder: Path) -> Job:
     # Check this before reading the result: a job that has ended by now has written its result.
     is_running = is_held(folder)
     result = RunResult.read(folder) or RunResult()
-    overrides = overrides_in(folder)
-    if overrides is None:
-        overrides = result.overrides or []
-    job = Job(folder.name, overrides)
+    job = Job(folder.name, overrides_in(folder) or result.overrides or [])
     if result.is_finished:
         job.best = result.best
         job.seconds = result.seconds
@@ -107,18 +104,14 @@ def read_job(folder: Path) -> Job:
             value, epoch = (result.numbers.get(key) for key in (name, "epoch"))
             if is_number(value) and is_number(epoch):
                 job.last = (value, epoch)
-    elif is_running:
-        job.status = "running"
-        job.note = progress(folder)
-        job.code = exit_codes.IN_USE
-    elif result.error is not None:
+    elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error
         job.code = result.code if result.code in (1, 2, 3) else 3
     else:
-        job.status = "unfinished"
+        job.status = "running" if is_running else "unfinished"
         job.note = progress(folder)
-        job.code = 3
+        job.code = exit_codes.IN_USE if is_running else 3
     return job
 
 

@@ -242,7 +242,7 @@ class Jobs(Callback):
         if self.launcher == "joblib":
             # joblib's own start method, which this process inherits, cannot start other processes.
             multiprocessing.set_start_method(None, force=True)
-        if self.launcher in ("joblib", "submitit_local"):
+        if self.launcher in SIDE_BY_SIDE:
             self.restore(VISIBLE_GPUS)  # submitit empties this variable
             if slot is None:
                 slot = claim(self.folder, config.hydra.job.num, self.jobs, self.go_on)

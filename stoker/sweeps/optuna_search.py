@@ -27,7 +27,7 @@ from optuna.trial import TrialState
 
 from stoker.runs.lock import held
 from stoker.runs.ranking import settings_of
-from stoker.runs.result import RunResult
+from stoker.runs.result import RunResult, finished
 from stoker.sweeps import progress, search_settings
 from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
@@ -85,11 +85,11 @@ class OptunaSearch(Sweeper):
             )
         # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
-        keys = sorted(settings_of(example))
+        varied = list(settings_of(example))
+        keys = sorted(varied)
         with held(self.folder):
             search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            varied = list(settings_of(example))
             target = OmegaConf.select(cfg, "sweep.pruner._target_")
             pruner = target.rpartition(".")[2] if target else None
             progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys, pruner)
@@ -109,8 +109,8 @@ class OptunaSearch(Sweeper):
             numbers = [number for _, number in group]
             self.launcher.launch([todo[number] for number in numbers], initial_job_idx=numbers[0])
         for number in trials:
-            result = RunResult.read(self.folder / str(number))
-            if result is None or not result.is_finished or result.best is None:
+            result = finished(self.folder / str(number))
+            if result is None or result.best is None:
                 self.study.tell(number, state=TrialState.FAIL)
                 continue
             check_mode(self.maximize, result.best.name, result.best.mode)

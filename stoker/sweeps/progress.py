@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from stoker.command import arguments
-from stoker.runs import index
+from stoker.runs import index, ranking
 from stoker.runs.directory import RESULT
 from stoker.runs.readable import estimate
 from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
@@ -58,15 +58,12 @@ class Ends:
 
     @property
     def best(self) -> Job | None:
-        """The best job so far, among the jobs that have the metric of the first job."""
-        done = [job for job in self.jobs.values() if job.status == "done" and job.best]
-        if not done:
-            return None
-        first = done[0].best
-        assert first is not None
-        values = {job.name: job.numbers[first.name] for job in done if first.name in job.numbers}
-        pick = min if first.mode == "min" else max
-        return self.jobs[pick(values, key=values.__getitem__)]
+        """The best job so far, among the jobs that have the metric that most jobs monitor."""
+        done = [job for job in self.jobs.values() if job.status == "done"]
+        name, high = ranking.monitored(done)
+        rated = [job for job in done if name in job.numbers]
+        pick = max if high else min
+        return pick(rated, key=lambda job: job.numbers[name], default=None)
 
     def line(self, job: Job) -> str:
         """Return the line for a job that has ended: '7/12  val/acc 0.98 (best)  3 min left  job 6'.

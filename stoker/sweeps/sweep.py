@@ -14,14 +14,15 @@ from typing import Any
 import hydra.utils
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: the jobs of a grid
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import exit_codes, settings, subcommand
+from stoker.command import check, exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command, setting
 from stoker.runs import index, ranking
 from stoker.runs.directory import CONFIG, SWEEP, make, make_new, remove_untrained
@@ -50,14 +51,14 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid. A search is announced once its keys are known."""
         if launch.world_size() > 1:
+            program = " ".join(invocation.program())
             raise UserError(
                 "-m: a sweep starts its own processes, so do not start it with torchrun. "
-                "Type devices=N instead."
+                f"Type {program} -m ... strategy=ddp devices=N."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
         planned = jobs_of_grid(config)
-        if planned:  # reject an unknown key before the sweep is announced
-            GlobalHydra.instance().config_loader().load_sweep_config(config, planned[0])
+        check_settings(config, planned)
         folder = folder_of(config)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
@@ -128,6 +129,31 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
     parser = OverridesParser.create(config_loader=loader)
     [planned] = BasicSweeper.split_arguments(parser.parse_overrides([*more, *task]), None)
     return [list(typed) for typed in planned]
+
+
+def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
+    """Exit before the sweep is announced if no job has valid settings.
+
+    One job with valid settings is enough, so usually only the first job is checked.
+    """
+    hydra_config = HydraConfig.instance()
+    before = hydra_config.cfg
+    errors = {}  # by text, since the jobs may share an error
+    for typed in planned:
+        cfg = GlobalHydra.instance().config_loader().load_sweep_config(config, typed)
+        hydra_config.set_config(cfg)  # where the checks find what was typed
+        try:
+            with open_dict(cfg):
+                del cfg["hydra"]
+            check.keep_texts(cfg)
+            check.check_config(cfg)
+            return
+        except UserError as error:
+            errors[str(error)] = error
+        finally:
+            hydra_config.cfg = before
+    if errors:
+        raise SystemExit(max(map(exit_codes.report, errors.values())))
 
 
 def check_goes_on(folder: Path, planned: list[list[str]], varied: list[str]) -> None:

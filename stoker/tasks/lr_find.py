@@ -19,11 +19,9 @@ def lr_find(cfg: DictConfig) -> None:
         curve = search.lr_find(parts.trainer, parts.loaders[0], steps=steps)
     path = Path(run_directory(cfg)) / "lr_find.csv"
     search.write(curve, path)
-    lowest = f"{curve.rates[0]:.1g}"
-    highest = f"{curve.rates[-1]:.1g}"
     terminal.show(
         f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss in "
-        f"{len(curve.rates)} steps from {lowest} to {highest}"
+        f"{len(curve.rates)} steps from {curve.rates[0]:.1g} to {curve.rates[-1]:.1g}"
     )
     if curve.end:
         terminal.show(

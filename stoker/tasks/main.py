@@ -71,10 +71,10 @@ def do_job(cfg: DictConfig) -> float | None:
     prepare(cfg)
     if is_finished:
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
-        return jobs.value_of(folder)
-    if not current_job.task_typed(cfg):
-        jobs.begin(folder, config.job.num)
-    do(cfg)
+    else:
+        if not current_job.task_typed(cfg):
+            jobs.begin(folder, config.job.num)
+        do(cfg)
     return jobs.value_of(folder)
 
 
@@ -180,9 +180,8 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     A job of a sweep does so even if it failed before its training began.
     """
     folder = running.begun
-    sweep_job = processes.job()
-    if sweep_job or current_job.in_sweep():
-        folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
+    if processes.job() is not None or current_job.in_sweep():
+        folder = Path(current_job.run_directory(cfg))
         if code == exit_codes.IN_USE:
             return
     elif not folder or not (folder / CONFIG).is_file():

@@ -23,22 +23,18 @@ def plan(cfg: DictConfig) -> None:
         check_unused(cfg, parts)
         startup = time.perf_counter() - began
         per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
-        evaluates = parts.loaders[1] is not None
-        # Any evaluation may be the best so far. If so, a checkpoint is saved.
-        between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]
-        if evaluates:
-            between.append(cfg.eval_every or per_epoch)
-        every = min((steps for steps in between if steps), default=math.inf)
+        # Steps between two evaluations, and between two checkpoints for each reason to save one.
+        evaluation = math.inf if parts.loaders[1] is None else cfg.eval_every or per_epoch
+        save = cfg.checkpoint.every or math.inf
+        save_epochs = (cfg.checkpoint.epochs or math.inf) * per_epoch
         with parts.threads(cfg):
+            # Any evaluation may be the best so far. If so, a checkpoint is saved.
+            every = min(evaluation, save, save_epochs)
             estimate = look(parts.trainer, *parts.loaders, every=every)
-    evaluations = math.ceil(estimate.steps / (cfg.eval_every or per_epoch)) if evaluates else 0
-    saves = 0
-    if cfg.checkpoint.every:
-        saves += estimate.steps // cfg.checkpoint.every
-    if cfg.checkpoint.epochs:
-        saves += math.ceil(estimate.steps / (per_epoch * cfg.checkpoint.epochs))
-    if cfg.checkpoint.minutes:
-        saves += int(estimate.steps * estimate.step / (60 * cfg.checkpoint.minutes))
+    minutes = estimate.steps * estimate.step / 60
+    evaluations = math.ceil(estimate.steps / evaluation)
+    saves = int(estimate.steps / save) + math.ceil(estimate.steps / save_epochs)
+    saves += int(minutes / (cfg.checkpoint.minutes or math.inf))
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     terminal.show("\n".join(text))
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"

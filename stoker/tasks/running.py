@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
-from stoker.runs import directory, status
+from stoker.runs import directory, resume, status
 from stoker.runs.provenance import Code, versions
 from stoker.runs.result import RunResult, closing_lines, of_fit, write_failure
 from stoker.tasks import current_job
@@ -20,39 +20,75 @@ from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import TrainingError
 
 if TYPE_CHECKING:
+    from stoker.data.record import Data
     from stoker.runs.loggers import Logger
-    from stoker.trainer.callbacks import Checkpoint
+    from stoker.trainer.callbacks import Callback, Checkpoint
 
 begun: Path | None = None  # this process's run directory, once its training has begun
 
 
 @dataclasses.dataclass
 class Run:
-    """Training in a run directory that this process has locked.
+    """Training in a run directory that this process has locked: `begin`, `train`, then `close`.
 
     Attributes:
-        state: The contents of the checkpoint that the run resumes from; None at step 0.
         started: The `time.perf_counter()` from which the time of the run is measured.
         draws: Whether to draw the report.
-        loggers: The loggers that receive the result.
         script: The command of the script that trains; None if the command `stoker` trains.
+        code: The code that trains.
+        loggers: The loggers that receive the result.
+        state: The contents of the checkpoint that the run resumes from; None at step 0.
         threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
 
     folder: Path
-    parts: Parts
     saver: "Checkpoint"
-    state: dict[str, Any] | None
     started: float
-    code: Code
-    draws: bool
-    loggers: Sequence["Logger"] = ()
+    draws: bool = True
     script: str | None = None
+    code: Code = dataclasses.field(default_factory=lambda: Code(Path.cwd()))
+    loggers: Sequence["Logger"] = ()
+    parts: Parts = dataclasses.field(init=False)
+    state: dict[str, Any] | None = None
     threads: int | None = None
     result: RunResult | None = None
 
-    def train(self, threads: contextlib.AbstractContextManager[Any] | None = None) -> None:
+    def begin(self, config: Any, mode: str = "auto", overwrite: bool = False) -> str | None:
+        """Find the checkpoint to resume from; return its origin (see `resume.to_resume`)."""
+        from stoker.trainer import checkpoint
+
+        begins = checkpoint.together(
+            "resume", lambda: resume.to_resume(self.folder, mode, overwrite, config)
+        )
+        _, self.state, origin = begins or (None, None, None)
+        return origin
+
+    def files(self, config: str) -> list["Callback"]:
+        """Return the callbacks that write the live report, the checkpoints and config.yaml."""
+        from stoker.runs.live import LiveReport
+        from stoker.runs.loggers import ConfigFile
+
+        live = [LiveReport(self.folder)] if self.draws else []
+        return [
+            *live,
+            self.saver,
+            ConfigFile(self.folder / directory.CONFIG, config, self.code.files),
+        ]
+
+    def describe(self, config: dict[str, Any], data: "Data", /, **more: Any) -> None:
+        """Set what the checkpoints store about the run: its config, its data, and `more`."""
+        self.saver.about = {
+            "config": config,
+            "versions": versions(),
+            "world_size": launch.world_size(),
+            "inputs": data.description(),
+            **more,
+        }
+
+    def train(
+        self, parts: Parts, threads: contextlib.AbstractContextManager[Any] | None = None
+    ) -> None:
         """Train within the context `threads`, test the best weights, and write the files.
 
         Raises:
@@ -60,6 +96,7 @@ class Run:
         """
         global begun
         begun = self.folder
+        self.parts = parts
         try:
             with self.noting_the_end():
                 with threads or contextlib.nullcontext():
@@ -122,7 +159,6 @@ class Run:
         from stoker.diagnostics import doctor, timing
         from stoker.runs import card, examine
         from stoker.trainer.loading import resident_bytes
-        from stoker.trainer.metrics import default_metrics
 
         trainer = self.parts.trainer
         data = self.parts.data
@@ -138,21 +174,19 @@ class Run:
         result.samples = {name: count for name, count in counts.items() if count is not None}
         if not self.load_best():
             result.best = None
-        is_known = data.kind != "other"
-        usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
-        tested: dict[str, Any] = {}
+        usual = examine.is_usual(trainer, data)
+        numbers: dict[str, Any] = {}
         evaluation = None
-        if "test" in loaders:
-            tested, evaluation = examine.evaluate(trainer, loaders["test"], "test", data)
-            usual = usual and evaluation is not None
-        elif "val" in loaders and self.draws and is_known:
-            _, evaluation = examine.evaluate(trainer, loaders["val"], "val", data)
+        split = "test" if "test" in loaders else "val"
+        if split == "test" or (split in loaders and self.draws and data.kind != "other"):
+            numbers, evaluation = examine.evaluate(trainer, loaders[split], split, data)
             usual = usual and evaluation is not None
         weights = card.weights(trainer)
         if not launch.is_first():
             return None
         result.add_rows(self.folder / directory.METRICS)
-        result.numbers.update(tested)
+        if split == "test":
+            result.numbers.update(numbers)
         result.seconds = round(time.perf_counter() - self.started, 3)
         result = result.evaluated_again(RunResult.read(self.folder))
         card.write(self.folder, weights, trainer.module, data, result, usual, evaluation)

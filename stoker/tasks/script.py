@@ -18,13 +18,12 @@ import __main__
 from stoker.command import exit_codes, invocation, signals
 from stoker.data.record import Data
 from stoker.diagnostics.timing import Timing
-from stoker.runs import directory, index, provenance, resume, rows
-from stoker.runs.live import LiveReport
-from stoker.runs.loggers import JSONL, ConfigFile
+from stoker.runs import directory, index, rows
+from stoker.runs.loggers import JSONL
 from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
 from stoker.tasks.parts import Parts
-from stoker.trainer import checkpoint, launch, misuse, summary
+from stoker.trainer import launch, misuse, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
@@ -92,25 +91,17 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
     """Train in a run directory that this process has locked."""
     saver = saver_of(trainer, folder)
     config = settings_of(trainer, loaders[0], saver)
-    begins = checkpoint.together("resume", lambda: resume.to_resume(folder, "auto", False, config))
-    state = begins[1] if begins else None
-    if state is not None and launch.is_first():
-        print(f"resumed  {folder} at step {state['step']:,}")
+    run = running.Run(folder, saver, started, script=command())
+    run.begin(config)
+    if run.state is not None and launch.is_first():
+        print(f"resumed  {folder} at step {run.state['step']:,}")
     name = Path(getattr(__main__, "__file__", "python")).stem
     data = Data(name, *loaders, kind="other")
-    saver.about = {
-        "config": config,
-        "versions": provenance.versions(),
-        "world_size": launch.world_size(),
-        "inputs": data.description(),
-    }
-    text = yaml.safe_dump(config, sort_keys=False)
-    code = provenance.Code(Path.cwd())
-    file = ConfigFile(folder / directory.CONFIG, text, code.files)
-    trainer.callbacks = with_files(trainer.callbacks, saver, folder, file)
-    parts = Parts(trainer, data, loaders)
-    run = running.Run(folder, parts, saver, state, started, code, draws=True, script=command())
-    run.train()
+    run.describe(config, data)
+    files = run.files(yaml.safe_dump(config, sort_keys=False))
+    others = [callback for callback in trainer.callbacks if callback is not saver]
+    trainer.callbacks = in_order([JSONL(folder / directory.METRICS), *others, *files])
+    run.train(Parts(trainer, data, loaders))
     run.close()
 
 
@@ -127,30 +118,20 @@ def command() -> str:
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
     """Return the Checkpoint among the callbacks, or a new one; UserError for another folder."""
     place = folder / "checkpoints"
-    for callback in trainer.callbacks:
-        if isinstance(callback, Checkpoint):
-            if callback.folder.resolve() != place.resolve():
-                raise UserError(
-                    f"run_dir={folder}: the Checkpoint among the callbacks saves to "
-                    f"{callback.folder}. Set its folder to {str(place)!r}, or remove it."
-                )
-            return callback
-    return Checkpoint(place)
+    savers = (callback for callback in trainer.callbacks if isinstance(callback, Checkpoint))
+    saver = next(savers, Checkpoint(place))
+    if saver.folder.resolve() != place.resolve():
+        raise UserError(
+            f"run_dir={folder}: the Checkpoint among the callbacks saves to {saver.folder}. "
+            f"Set its folder to {str(place)!r}, or remove it."
+        )
+    return saver
 
 
-def with_files(
-    callbacks: Sequence[Callback], saver: Checkpoint, folder: Path, config: ConfigFile
-) -> list[Callback]:
-    """Add the callbacks that write the files of a run; Timing comes last, to measure the others."""
-    files: list[Callback] = [
-        JSONL(folder / directory.METRICS),
-        *(callback for callback in callbacks if callback is not saver),
-        LiveReport(folder),
-        saver,
-        config,
-    ]
-    files = [callback for callback in files if launch.is_first() or not callback.first_rank_only]
-    return sorted(files, key=lambda callback: isinstance(callback, Timing))
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks for this rank; Timing comes last, to measure the others."""
+    here = [one for one in callbacks if launch.is_first() or not one.first_rank_only]
+    return sorted(here, key=lambda callback: isinstance(callback, Timing))
 
 
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:

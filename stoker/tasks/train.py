@@ -5,7 +5,7 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -14,7 +14,7 @@ from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, index, provenance, resume, saved_config
 from stoker.tasks import current_job
-from stoker.tasks.parts import Parts, building
+from stoker.tasks.parts import building
 from stoker.tasks.report import draws_report
 from stoker.tasks.running import Run
 from stoker.tasks.unused_settings import check_unused
@@ -60,44 +60,41 @@ def train(cfg: DictConfig) -> None:
 def train_in(folder: Path, cfg: DictConfig) -> None:
     """Train in a run directory that this process has locked."""
     started = current_job.started_at()
-    from stoker.runs.live import LiveReport
-    from stoker.runs.loggers import ConfigFile, Logger
-    from stoker.trainer import checkpoint, parallel
+    from stoker.data.record import fingerprint
+    from stoker.runs.loggers import Logger
+    from stoker.trainer import parallel
 
-    code = provenance.Code(Path.cwd())
-    begins = checkpoint.together(
-        "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
-    )
-    _, state, origin = begins or (None, None, None)
-    saver = build_saver(cfg, folder)
+    run = Run(folder, build_saver(cfg, folder), started, draws=draws_report(cfg))
+    origin = run.begin(cfg, cfg.resume, cfg.overwrite)
     typed = json.dumps(arguments.typed())
     text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
-    callbacks = [*pruning(cfg)]
-    if draws_report(cfg):
-        callbacks.append(LiveReport(folder))
-    callbacks += [saver, ConfigFile(folder / directory.CONFIG, text, code.files)]
-    with building(cfg, callbacks, resumes=state is not None) as parts:
+    callbacks = [*pruning(cfg), *run.files(text)]
+    with building(cfg, callbacks, resumes=run.state is not None) as parts:
         check_unused(cfg, parts)
-        code.revision()  # git has finished by now; this leaves no git process during training
-        saver.about = describe(cfg, parts, origin)
+        run.code.revision()  # git has finished by now; this leaves no git process during training
+        data = parts.data
+        config = dotted.plain(cfg)  # unresolved, so that it contains no values from the environment
+        del config["run_dir"]
+        classes = data.classes and list(data.classes)
+        stamp = fingerprint(data)
+        run.describe(config, data, origin=origin, data=stamp, classes=classes)
         if cfg.profile and launch.is_first():
             from stoker.diagnostics.profiling import Profile
 
             parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
-        loggers = [one for one in parts.trainer.callbacks if isinstance(one, Logger)]
-        for logger in loggers:
+        run.loggers = [one for one in parts.trainer.callbacks if isinstance(one, Logger)]
+        for logger in run.loggers:
             logger.describe(saved_config.for_reading(dotted.plain(cfg)), current_job.sweep_name())
         ranks.check_alike(
             {
-                "data": {parts.data.name: saver.about["data"]},
+                "data": {data.name: stamp},
                 "code": processes.source_files({*own_packages(arguments.typed()), *of_project()}),
             }
         )
-        if state is not None:
-            resume.check_data(state, saver.about["data"])
-        run = Run(folder, parts, saver, state, started, code, draws_report(cfg), loggers)
+        if run.state is not None:
+            resume.check_data(run.state, stamp)
         with offering_replay():
-            run.train(parts.threads(cfg))
+            run.train(parts, parts.threads(cfg))
     run.close()
     parallel.leave()
 
@@ -114,27 +111,6 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
     }
     saver: Checkpoint = build("checkpoint", node)
     return saver
-
-
-def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run.
-
-    `origin` is the hash of the file that `resume=FILE` names.
-    """
-    from stoker.data.record import fingerprint
-
-    data = parts.data
-    config = dotted.plain(cfg)  # unresolved, so that it contains no values from the environment
-    del config["run_dir"]
-    return {
-        "config": config,
-        "versions": provenance.versions(),
-        "world_size": launch.world_size(),
-        "origin": origin,
-        "data": fingerprint(data),
-        "classes": data.classes and list(data.classes),
-        "inputs": data.description(),
-    }
 
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
