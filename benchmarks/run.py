@@ -402,8 +402,9 @@ def cell(column, values):
 def machine(options):
     """Return a line that describes the job, the processor, the GPU and the versions."""
     threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
+    epochs = f"{options.epochs} epoch{'s' * (options.epochs != 1)}"
     return (
-        f"{options.work}, {options.precision}, {options.epochs} epochs; "
+        f"{options.work}, {options.precision}, {epochs}; "
         f"{processor(options.device)}, {threads}; {versions()}."
     )
 

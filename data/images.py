@@ -101,12 +101,12 @@ def image_folder(
     if resize is not None:
         if size is None:
             raise UserError(
-                f"dataset.resize={resize}: type dataset.size as well, the size of the center crop."
+                f"dataset.resize={resize} also needs dataset.size, the size of the center crop."
             )
         check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
     check_choice("dataset.channels", channels, (1, 3))
     if cache is not False and (not isinstance(cache, str) or cache == ""):
-        raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
+        raise UserError(f"dataset.cache={cache}: expected auto, false or a folder.")
     skip = on_bad_sample == "skip"
     root = os.path.expanduser(root)
     classes, listed = _list_parts(root, fewest=2 if trained is None else 1)
@@ -428,7 +428,7 @@ class ImageSplit:
         return self.read(index), self.targets[index]
 
     def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the pixels of these samples in their original size."""
+        """Return these images at their original size, and their targets."""
         images = [decode_image(self.files[i], None, self.channels) for i in indices]
         return images, self.targets[indices]
 

@@ -369,7 +369,7 @@ class Table:
                 fill = "" if name == self.target else "dataset.missing=mean to fill it in, or "
                 raise UserError(
                     f"{self.shown}, line {line + int(gaps.int().argmax())}: the column {name!r} "
-                    f"has no value.\nType {fill}dataset.missing=drop to leave out such rows."
+                    f"has no value.\nType {fill}dataset.missing=drop to drop these rows."
                 )
         return is_used.nonzero().view(-1)
 
@@ -386,8 +386,8 @@ class Table:
             if not times.isnan().any():
                 return times
         raise UserError(
-            f"dataset.split_time={name}: give a column of numbers or of dates such as 2024-01-31, "
-            "without missing values."
+            f"dataset.split_time={name}: expected a column of numbers or of dates such as "
+            "2024-01-31, without missing values."
         )
 
     def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:

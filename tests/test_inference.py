@@ -708,8 +708,8 @@ def test_a_key_is_for_its_task(forks, runs):
             "epochs=3",
         ): "epochs: task=predict uses the run's settings",
         ("task=predict", "run=prices", "input=x", "split=val"): "needs either input= or split=",
-        ("task=evaluate", "run=prices", "input=x"): "input=x is only for task=predict.",
-        ("format=onnx",): "format=onnx is only for task=export.",
+        ("task=evaluate", "run=prices", "input=x"): "input=x applies only to task=predict.",
+        ("format=onnx",): "format=onnx applies only to task=export.",
         (
             "task=predict",
             "run=folder",

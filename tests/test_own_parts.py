@@ -226,7 +226,7 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
     loss = build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, 5]})
     weighted = getattr(torch.nn, name)(**{key: torch.tensor([1.0, 2.0, 5.0])})
     assert loss(outputs, targets).equal(weighted(outputs, targets))
-    with pytest.raises(UserError, match=rf"loss\.{key}=x: give a number of at least 0"):
+    with pytest.raises(UserError, match=rf"loss\.{key}=x: expected a number of at least 0"):
         build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
 
 

@@ -591,7 +591,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
         f"their mean: 0%){', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
     assert "The loss is computed on standardized targets." in shown.all("p", "soft")
-    names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
+    names = [f" (target {i + 1})" for i in range(3)] if len(true[0]) > 1 else [""]
     points = torch.tensor(seen["points"], dtype=torch.float64)
     off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
     figures = evaluation.regression(report.inputs.evaluation_of(seen))

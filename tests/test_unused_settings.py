@@ -33,7 +33,7 @@ def rates(total_steps, **settings):
 def test_a_warmup_is_shorter_than_the_training():
     for warmup in (20, 500):
         with pytest.raises(
-            UserError, match=f"warmup={warmup}: give a whole number of steps less than 20"
+            UserError, match=f"warmup={warmup}: expected a whole number of steps less than 20"
         ):
             rates(20, warmup=warmup)
     assert rates(20, warmup=19) == [step / 20 for step in range(1, 20)] + [1.0]

@@ -203,11 +203,11 @@ def begin_momentum(optimizer: torch.optim.SGD) -> None:
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
-    """Make learning rates tensors, which a graph reads at every replay; count steps on the GPU."""
+    """Make learning rates tensors, so that each replay reads them, and count steps on the GPU."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
-            f"compile=graph: {type(optimizer).__name__} is not fused. "
-            "Type optimizer=adamw or sgd, without fused=false."
+            f"compile=graph needs a fused optimizer, and {type(optimizer).__name__} is not fused.\n"
+            "Type optimizer=adamw or optimizer=sgd, and remove fused=false if you set it."
         )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))

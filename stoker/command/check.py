@@ -62,8 +62,9 @@ def check_config(cfg: DictConfig) -> None:
     for key in PARTS:
         if not isinstance(given[key], dict):
             raise UserError(
-                f"{key}: its file must be a mapping with the key _target_.\n"
-                f"An experiment chooses a file by '- override /{key}: NAME' under 'defaults:'."
+                f"{key}: this must be a mapping with a _target_ key.\n"
+                "To select a config file in an experiment, write "
+                f"'- override /{key}: NAME' under 'defaults:'."
             )
     if len(configs.folders()) > 1:
         check_choices(given)
@@ -177,14 +178,14 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError for a value outside its limit, or of the wrong type if it has no limit.
+    """Raise UserError for a value outside its limits, or, if it has none, of the wrong type.
 
     The right type is the type of the default. If the default is null or auto, any type is allowed
     here, and the constructor checks the value.
     """
     # The keys of `trainer` have the same limits as the top-level keys.
     limit = settings.limit_of(name.removeprefix("trainer."))
-    # null is valid for epochs, which max_steps can replace, and turns a callback off.
+    # null is valid for epochs (max_steps can replace it) and for a callback (it turns it off).
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return
@@ -200,7 +201,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
         if isinstance(sample, dict):
             sample = dict(list(sample.items())[:1])
         raise UserError(
-            f"{name}={as_typed(value)}: give {KINDS[type(default)]}, as in "
+            f"{name}={as_typed(value)}: expected {KINDS[type(default)]}, as in "
             f"{shlex.quote(f'{name}={as_typed(sample)}')}."
         )
 

@@ -140,7 +140,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     group = key.partition(".")[0]
     chosen = [one for one in arguments.choices(sys.argv[1:]) if one.startswith(f"{group}=")]
     command = " ".join([*invocation.program(), *chosen])
-    return f"{key}: there is no such key.{hint}\nType {command} --help to see the keys."
+    return f"{key}: no such key.{hint}\nType {command} --help to see the keys."
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         monitor_interval=0.1,
     )
     program = invocation.program()[1:] or ["-m", "stoker"]
-    logging.disable(logging.CRITICAL)  # the log of torchrun's agent repeats the ranks' output
+    logging.disable(logging.CRITICAL)  # the torchrun agent's log repeats the ranks' output
     try:
         elastic_launch(config, sys.executable)("-u", *program, *arguments)
         return 0

@@ -44,7 +44,7 @@ class Text:
 
     def check(self, key: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(f"{key}={as_typed(value)}: give a string.")
+            raise UserError(f"{key}={as_typed(value)}: expected a string.")
         if value == "":
             raise UserError(f"{key}=: type a string after the =, or remove {key}.")
         return value
@@ -86,7 +86,8 @@ def check_tune(parts: Any) -> Any:
     is_list = isinstance(parts, (list, tuple))
     if not is_list or not all(part in TUNINGS for part in parts):
         raise UserError(
-            f"tune={as_typed(parts)}: give a list with any of {', '.join(TUNINGS)}, or [] for none."
+            f"tune={as_typed(parts)}: expected a list with any of {', '.join(TUNINGS)}, or [] for "
+            "none."
         )
     return parts
 
@@ -98,7 +99,9 @@ def check_resume(resume: Any) -> Any:
         return resume
     files = checkpoint_names.files(path / "checkpoints")
     example = f", such as {files[max(files)]}" if files else ""
-    raise UserError(f"resume={as_typed(resume)}: give auto, never, or a checkpoint file{example}.")
+    raise UserError(
+        f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file{example}."
+    )
 
 
 FLAG = Choice((False, True))
@@ -295,7 +298,8 @@ def check_task(config: Mapping[str, Any]) -> None:
         everywhere = set(TRAINING) <= set(setting.tasks)
         if everywhere or config["task"] in setting.tasks or value in (None, False):
             continue
-        raise UserError(f"{key}={as_typed(value)} is only for task={' or '.join(setting.tasks)}.")
+        tasks = " or ".join(setting.tasks)
+        raise UserError(f"{key}={as_typed(value)} applies only to task={tasks}.")
     if config.get("profile") and config.get("overfit") is not None:
         raise UserError(
             "profile=true needs a training run and cannot be combined with "

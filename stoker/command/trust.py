@@ -128,7 +128,9 @@ def locate(key: str, target: str) -> Any:
     """
     place = f"{key}._target_={target}"
     if "." not in target:
-        raise UserError(f"{place}: give the dotted name of a class or function, as in mine.Name.")
+        raise UserError(
+            f"{place}: expected the dotted name of a class or function, as in mine.Name."
+        )
     check_trusted({key: target})
     try:
         located = hydra.utils.get_object(target)

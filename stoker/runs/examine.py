@@ -83,8 +83,8 @@ class Examination:
         self.samples += count
 
     def fit(self, outputs: Any, targets: Any) -> bool:
-        """Return whether each sample, token or pixel has one output per class, or per target for a
-        regression.
+        """Return whether each sample, token or pixel has one output per class (for regression, one
+        per target).
         """
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return False

@@ -96,7 +96,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 
 def changed(cfg: DictConfig, changes: Config) -> Config:
-    """Return the config of the run directory `run`, with `changes` and the typed settings."""
+    """Return the config of the run directory `run`, updated with `changes` and typed settings."""
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
@@ -254,7 +254,8 @@ def check_buildable(folder: str | Path, config: Config) -> None:
         raise UserError(
             f"run={folder}: this run was started by a script ({script}), so only the script can "
             "build the model.\n"
-            f"In Python, stoker.init_from(model, {str(folder)!r}) loads its weights into a model."
+            f"In Python, stoker.init_from(model, {str(folder)!r}) loads the run's weights into a "
+            "model that you build."
         )
 
 

@@ -25,7 +25,7 @@ def evaluate(cfg: DictConfig) -> None:
     shown = number if terminal.is_terminal(sys.stdout) else str
     numbers = [f"{name.removeprefix(f'{split}/')} {shown(v)}" for name, v in results.items()]
     print(f"weights  {path}")
-    print(f"{split:<9}{'  '.join(numbers) or 'no loss and no metric'}")
+    print(f"{split:<9}{'  '.join(numbers) or 'no loss or metrics'}")
 
 
 @contextlib.contextmanager

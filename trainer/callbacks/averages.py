@@ -165,7 +165,7 @@ class EMA(ShadowWeights):
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = settings.check("ema", decay)
-        self.raw: Tensors | None = None  # the trained weights, during an evaluation
+        self.raw: Tensors | None = None  # the trained weights while an evaluation uses the average
 
     def update(self, trainer: "Trainer") -> None:
         if self.step != trainer.step:

@@ -99,7 +99,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     except Exception as failure:
         log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
-    where = f"The batch is in {guard.folder}."
+    where = f"The batch was saved in {guard.folder}."
     again = f"{where} To replay the step, call fit(..., resume={str(path)!r})."
     return NotFinite(f"{text}\n{again}", replay=path)
 

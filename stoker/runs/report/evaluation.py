@@ -158,7 +158,7 @@ def regression(evaluation: Evaluation) -> list[Figure]:
     for i in range(min(targets, MOST_TARGETS)):
         points = [(true[i], predicted[i]) for true, predicted in evaluation.points]
         errors = [predicted - true for true, predicted in points]
-        of = f" of target {i + 1}" if targets > 1 else ""
+        of = f" (target {i + 1})" if targets > 1 else ""
         mean = math.fsum(map(abs, errors)) / len(errors)
         note = f"{number(mean)} on average" if targets > 1 else ""
         title = f"predicted against true{of}"

@@ -97,7 +97,7 @@ class Run:
 def read_run(folder: str | Path, state: str | None = None) -> Run:
     """Read a run directory. Raise UserError if it has no valid config.yaml.
 
-    The process that trains the run passes its `state`.
+    `state` is the current state of the run. Only the process that trains the run passes it.
     """
     folder = Path(folder)
     config = saved_config.load_config("run_dir", folder)
