@@ -269,7 +269,7 @@ class Table:
                 )
                 yield rows.schema.names, rows
         except FileNotFoundError:
-            raise UserError(f"{self.key}={self.shown}: there is no such file.") from None
+            raise UserError(f"{self.key}={self.shown}: no such file.") from None
         except UserError:
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:

@@ -91,7 +91,7 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     words = (
         "^loss=mse: another config file, such as your experiment's, sets "
         "loss._target_=torch.nn.L1Loss.\n"
-        "Remove that key there, or type loss._target_=torch.nn.MSELoss as"
+        "Remove that key there, or also type loss._target_=torch.nn.MSELoss."
     )
     with pytest.raises(UserError, match=words):
         processed(*typed)
@@ -133,7 +133,7 @@ def test_what_switches_a_callback_off_is_allowed(processed):
 
 
 def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
-    message = "callbacks.time_limit.minute: this callback is off. Type max_minutes="
+    message = "callbacks.time_limit.minute: this callback is off. Also type max_minutes="
     with pytest.raises(UserError, match=message):
         processed(*SMALL, "+callbacks.time_limit.minute=1")
 

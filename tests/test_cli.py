@@ -120,7 +120,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("trusted=mine", "error: trusted=mine: expected a list", "as in 'trusted=[mine]'."),
     ("epochs=1e1", "error: epochs=10.0: expected a whole number", "at least 1"),
     ("path=a.csv", "error: path: no such key.", "type dataset=csv dataset.path=..."),
-    ("--model cnn", "error: --model: there is no such option.", "as in device=cpu."),
+    ("--model cnn", "error: --model: no such option.", "as in device=cpu."),
     ("resume=true", "error: resume=true: expected auto, never, or a checkpoint file", ""),
     (
         "checkpoint=false",
@@ -211,10 +211,10 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: optimizer.lr: a run needs a value for this key.",
         "Remove ~optimizer.lr.",
     ),
-    ("--bogus", "error: --bogus: there is no such option.", "as in device=cpu."),
-    ("--epochs=3", "error: --epochs=3: there is no such option.", "as in device=cpu."),
+    ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
+    ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
     ("-c", "-c", "Type -c VALUE"),
-    ("-patience=1", "error: -patience=1: there is no such option.", "as in device=cpu."),
+    ("-patience=1", "error: -patience=1: no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",
         "error: dataset.target: this setting has no default.",
@@ -262,7 +262,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~foo", "error: Could not delete", "'foo'"),
     ("~model.foo", "error: Could not delete", "foo"),
     ("=3", "error: =3: these settings cannot be read", ""),
-    ("--hlep", "error: --hlep: there is no such option.", ""),
+    ("--hlep", "error: --hlep: no such option.", ""),
     ("run_dir=", "error: run_dir=: type a string", ""),
     (
         "-m seed=0,1 run_dir=x",
@@ -326,7 +326,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "strategy=ddq",
-        "error: strategy=ddq: there is no such strategy. Did you mean 'ddp'?",
+        "error: strategy=ddq: no such strategy. Did you mean 'ddp'?",
         "Type strategy=auto, single",
     ),
     (
@@ -337,7 +337,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
-    ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
+    ("task=evaluate run=nope", "error: run=nope: no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
         f"error: run={TRAIN}: this is a file.",
@@ -439,7 +439,7 @@ LATE = [
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
     (
         "dataset=csv dataset.path=nope.csv dataset.target=y",
-        "error: dataset.path=nope.csv: there is no such file.",
+        "error: dataset.path=nope.csv: no such file.",
         "",
     ),
     (
@@ -906,7 +906,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file.parent.mkdir(parents=True)
     file.touch()
     assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
-    assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
+    assert refusal(tmp_path / "mien").endswith("mien: no such folder. Type run=DIR.")
     assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 
 

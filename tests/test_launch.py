@@ -424,12 +424,12 @@ REFUSED = [
     (
         "task=lr_find strategy=ddp devices=2",
         "error: task=lr_find runs in one process.",
-        "Leave out strategy and devices.",
+        "Remove strategy and devices.",
     ),
     (
         "task=evaluate run=x devices=2 strategy=fsdp",
         "error: task=evaluate runs in one process.",
-        "Leave out strategy and devices.",
+        "Remove strategy and devices.",
     ),
     (
         "strategy=fsdp compile=true",

@@ -162,7 +162,7 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
         ("overfit=1000", "error: overfit=1000: an epoch has only 20 batches. Type overfit=1."),
         (
             "overfit=1 strategy=ddp devices=2",
-            "error: overfit=1 runs in one process. Leave out strategy and devices.",
+            "error: overfit=1 runs in one process. Remove strategy and devices.",
         ),
     ],
 )

@@ -233,14 +233,14 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
 def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
     hint = messages.hint_for("loss.ignore_index", config)
-    assert hint.startswith(" To pass an argument of your own, type +loss.ignore_index=...")
+    assert hint.startswith(" To pass your own argument, type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
     hint = messages.hint_for("dataset.noise", config)
-    assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
+    assert hint.startswith(" To pass your own argument, type +dataset.noise=...")
 
 
 def test_a_missing_argument_is_named():

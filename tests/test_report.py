@@ -1504,7 +1504,7 @@ def test_mistakes_are_answered(tmp_path, capsys):
     for arguments, said in [
         ([], "Type python -m stoker.runs.report DIR"),
         (["--opn", "x"], "Type python -m stoker.runs.report DIR"),
-        ([str(tmp_path / "mien")], "there is no such folder."),
+        ([str(tmp_path / "mien")], "no such folder."),
         (
             [str(tmp_path / "folder")],
             f"error: {tmp_path / 'folder'}: this is not a run",

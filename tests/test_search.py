@@ -354,7 +354,7 @@ def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
     done = forks.run(tmp_path, "-m", "sweep=optuna", "model=linear,cnn", "sweep.trials=2", *SMALL)
     assert (
         done.code == 0
-        and "search   leaves out model.hidden, model.dropout (not used by every trial)" in done.out
+        and "search   omits model.hidden, model.dropout (not used by every trial)" in done.out
     )
     assert set(study_of(tmp_path).trials[0].params) == {
         "optimizer.lr",

@@ -565,7 +565,7 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
         first
         == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
     )
-    assert second.endswith("there is no such folder.")
+    assert second.endswith("no such folder.")
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

@@ -842,7 +842,7 @@ def test_what_is_constant_is_divided_by_one(table):
 
 
 def test_csv_without_a_file(tmp_path):
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="no such file"):
         tables.csv(str(tmp_path / "none.csv"), "y")
 
 

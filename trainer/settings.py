@@ -83,7 +83,7 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
         return text, None
     if not re.fullmatch(r"dp:\d{1,4}(\+\d{1,4})*", text, re.ASCII):
         raise UserError(
-            f"strategy={text}: there is no such strategy.{did_you_mean(text, STRATEGIES)}\n"
+            f"strategy={text}: no such strategy.{did_you_mean(text, STRATEGIES)}\n"
             "Type strategy=auto, single, dp, dp:0+1 (GPUs 0 and 1), ddp or fsdp."
         )
     return "dp", [int(index) for index in text.removeprefix("dp:").split("+")]

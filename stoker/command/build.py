@@ -207,7 +207,7 @@ def is_part(part: str, built: Any) -> bool:
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the allowed classes of a part, leaving out classes whose library is not imported."""
+    """Return the allowed classes of a part, except those whose library has not been imported."""
     return tuple(
         hydra.utils.get_object(name)
         for name in PART_CLASSES[part]
@@ -226,8 +226,8 @@ def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
 def check_nested(key: str, node: Any) -> None:
     """Raise UserError for a nested `_target_` that the user does not trust.
 
-    Only a model or a loss may contain nested targets, because its size is checked before it is
-    built. For other parts, there is no such check.
+    Only a model or a loss may contain nested targets, because the size of these two is checked
+    before they are built.
     """
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:

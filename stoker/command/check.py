@@ -90,7 +90,7 @@ def check_choices(given: Mapping[str, Any]) -> None:
         if key not in typed and target != chosen_target:
             raise UserError(
                 f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
-                f"Remove that key there, or type {key}={chosen_target} as well."
+                f"Remove that key there, or also type {key}={chosen_target}."
             )
 
 
@@ -100,7 +100,7 @@ def check_length(given: Mapping[str, Any]) -> None:
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            "both set the length of the run. Type max_steps=null, or leave out epochs."
+            "both set the length of the run. Type max_steps=null, or remove epochs."
         )
 
 
@@ -119,8 +119,8 @@ def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> No
         unused = [key for key in typed if key.startswith(prefix) and key != f"{prefix}_target_"]
         if unused and typed.isdisjoint(switches):
             raise UserError(
-                f"{min(unused)}: this callback is off. Type {switches[0]}=... as well, or remove "
-                "this key."
+                f"{min(unused)}: this callback is off. Also type {switches[0]}=..., or remove this "
+                "key."
             )
 
 

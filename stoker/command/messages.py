@@ -146,7 +146,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar key, or how to add it."""
     group, _, last = key.rpartition(".")
-    to_add = f" To pass an argument of your own, type +{key}=..."
+    to_add = f" To pass your own argument, type +{key}=..."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
     aliases: dict[str, str] = {}

@@ -66,7 +66,7 @@ class Setting:
         loader: Whether the key configures the loader instead of the data set.
         every: What the value counts. If a run has fewer of these, the key has no effect.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
-            the run leaves it out.
+            the run omits it.
         aliases: Other names that people type for the key.
     """
 
@@ -276,7 +276,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     if values.get("activation_checkpointing") and values.get("compile"):
         raise UserError(
             "activation_checkpointing=true: torch.compile already decides what to recompute. "
-            "Leave out activation_checkpointing, or type compile=false."
+            "Remove activation_checkpointing, or type compile=false."
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(
@@ -308,7 +308,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 
 
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
+    """Return the {key: value} that debug=true sets; UserError if a `typed` key contradicts one."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
     if "device" in typed:  # the error to find may occur only on that device
         del values["device"]

@@ -21,8 +21,8 @@ from stoker import project
 from stoker.command import arguments
 from stoker.trainer.errors import UserError, did_you_mean, first_line
 
-# A target that you type on the command line is always trusted. A target of your own in a config
-# file needs trusted=[mypackage] on the command line or in the project file.
+# A target that you type on the command line is always trusted. Your own target in a config file
+# needs trusted=[mypackage] on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",

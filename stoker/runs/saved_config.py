@@ -229,7 +229,7 @@ def load_config(key: str, folder: str | Path) -> Config:
         reason = "this is not a run directory, because it has no config.yaml"
         if not os.path.isdir(folder):
             is_file = os.path.isfile(folder)
-            reason = "this is a file" if is_file else "there is no such folder"
+            reason = "this is a file" if is_file else "no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()

@@ -53,8 +53,8 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
-            f"Type {invocation.pip_install(extra)}, or leave out hydra/launcher to run one job at "
-            "a time."
+            f"Type {invocation.pip_install(extra)}, or remove hydra/launcher to run one job at a "
+            "time."
         )
 
 
@@ -93,8 +93,8 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
     """Lock and return the first free slot for the job; the process keeps the slot until it ends.
 
     Jobs do not end in the order in which they start. If the job number alone decided, two jobs
-    could share a GPU while another GPU is idle. If all slots are taken, wait for a free one; to
-    give up, `go_on` raises an exception.
+    could share a GPU while another GPU is idle. If all slots are taken, wait for a free one, unless
+    `go_on` raises an exception.
     """
     while True:
         for i in range(slots):

@@ -220,7 +220,7 @@ def build_model(
 
 
 def sizes(data: "Data") -> dict[str, Any]:
-    """Return the arguments that the data offers to models and metrics; {} without known sizes."""
+    """Return the arguments that the data offers to models and metrics; {} if sizes are unknown."""
     if data.kind == "other":
         return {}
     return {"in_shape": data.in_shape, "num_classes": data.num_classes}

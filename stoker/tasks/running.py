@@ -79,7 +79,7 @@ class Run:
 
     @contextlib.contextmanager
     def noting_the_end(self) -> Iterator[None]:
-        """At the end, record the time and the doctor's warnings; tell the loggers of an error."""
+        """At the end, record the time and the doctor's warnings; report an error to the loggers."""
         from stoker.diagnostics import doctor
 
         try:
@@ -97,7 +97,7 @@ class Run:
                     status.end(self.folder, seconds, warnings)
 
     def fit(self) -> None:
-        """Fit the model; raise stopping.Interrupted if any process of the run got a signal."""
+        """Fit the model; raise stopping.Interrupted if any process of the run received a signal."""
         import torch
 
         from stoker.trainer import parallel
@@ -219,7 +219,7 @@ class Run:
 def leave_reason(
     folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
 ) -> None:
-    """Write why a run failed into its directory, and draw its report if training had started."""
+    """Record why a run failed in its directory, and draw its report if training had started."""
     warnings = status.Status.read(folder).doctor
     written = write_failure(folder, error, code, warnings, script)
     if written and draws and (folder / directory.CONFIG).is_file():
