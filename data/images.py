@@ -89,7 +89,7 @@ def image_folder(
     `mean` and `std`: null measures them on at most 5,000 training images.
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
     see data/cache.py.
-    `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
+    `on_bad_sample`: "skip" tries every image first and skips unreadable ones; "error" raises
     an error when one is read.
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
@@ -304,10 +304,10 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out unreadable images, and name some of them in a warning; raise UserError if a split
-    or class has no readable images.
+    """Drop unreadable images, and name some of them in a warning; raise UserError if a split or
+    class has no readable images.
 
-    Whether an image is left out depends only on its file, which keeps the splits reproducible.
+    Whether an image is dropped depends only on its file, which keeps the splits reproducible.
     """
     broken: list[str] = []
     readable = {}
@@ -327,7 +327,7 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
             f"These files cannot be read: {shown}.\nReplace or remove them."
         )
     total = sum(map(len, splits.values()))
-    log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)
+    log.warning("%d of %d images cannot be read and are skipped: %s", len(broken), total, shown)
     return readable
 
 
@@ -528,7 +528,7 @@ def broken_image(file: str, reason: str) -> BrokenImage:
     """Make the error for an image that cannot be read."""
     return BrokenImage(
         f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
-        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave out such images."
+        "Replace or remove the file, or type dataset.on_bad_sample=skip to skip such images."
     )
 
 

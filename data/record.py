@@ -25,7 +25,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
-# Where Stoker's splits, torchvision's data sets and most of your own hold values.
+# The attributes in which Stoker's splits, torchvision's data sets and most others hold values.
 IN_MEMORY = ("inputs", "targets", "data")
 LARGE = 2**30  # bytes; a larger array may be on a disk, so its fingerprint covers only pieces
 PIECES = 256  # the number of these pieces, which together are 1/256 of the array

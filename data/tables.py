@@ -241,7 +241,7 @@ class Table:
         if len(self.names) < len(header) or "" in self.names:
             raise UserError(
                 f"{self.shown}: the header has an empty name or the same name twice. Give each "
-                "column a unique name; in pandas, to_csv(index=False) leaves out the index."
+                "column a unique name; in pandas, to_csv(index=False) omits the index."
             )
 
     @contextlib.contextmanager
@@ -519,7 +519,7 @@ def _encoded(
     if width * len(rows) > MOST_NUMBERS:  # even a small file could need a huge amount of memory
         raise UserError(
             f"{table.shown}: {len(rows):,} rows x {width:,} numbers (one per category) do not fit "
-            "in memory.\nType dataset.ignore=[COLUMN] to leave out a column with many categories."
+            "in memory.\nType dataset.ignore=[COLUMN] to ignore a column with many categories."
         )
     blocks = []
     for column in columns:

@@ -297,9 +297,7 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
         assert len(read) == tried
         (record,) = caplog.records
         shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
-        assert (
-            record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
-        )
+        assert record.getMessage() == f"4 of 60 images cannot be read and are skipped: {shown}, ..."
     for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
         assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(
             part.targets, other.targets

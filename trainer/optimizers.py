@@ -85,8 +85,8 @@ def called(
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         if "empty parameter list" in str(error):
             raise UserError(
-                "optimizer: it consists of several optimizers, and one of them has no parameters.\n"
-                "If it divides the parameters by the names of groups, type "
+                "optimizer: one of the combined optimizers has no parameters.\n"
+                "If parameters are assigned to them by the names of groups, type "
                 "'groups=[{match: PATTERN}]'."
             ) from error
         raise UserError(f"optimizer: {error}. Choose a different value.") from error

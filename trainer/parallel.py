@@ -55,7 +55,7 @@ def start(strategy: str, device: torch.device) -> str:
     if name in ("single", "dp") or listed:
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
-            "train a model of its own.\n"
+            "train its own model.\n"
             "Type strategy=auto, or start the command without torchrun."
         )
     if not dist.is_initialized():

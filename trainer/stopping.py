@@ -94,8 +94,8 @@ class EvaluationInterrupted(BaseException):
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.
 
-    Otherwise a library could mistake the exception for an error of its own, and a file would appear
-    to be damaged.
+    Otherwise a library could mistake the exception for its own error, and a file would appear to be
+    damaged.
     """
     global on_signal
     outer = on_signal

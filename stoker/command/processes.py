@@ -112,7 +112,10 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error; if no rank printed a reason, say which was killed."""
+    """Return the exit code for the agent's error. If a rank was killed, print which one.
+
+    Print nothing if a rank has already printed a message.
+    """
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:

@@ -46,7 +46,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task other than training.
 
     On this machine, the data can be in a different folder, and an evaluation can use other data.
-    Settings that only training needs are left out, and so is anything that would write outside the
+    Settings that only training needs are removed, and so is anything that would write outside the
     run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
     if cfg.run is None:

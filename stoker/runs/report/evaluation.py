@@ -125,7 +125,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 def calibration(counts: list[list[int]]) -> Any:
     """Return (mean probability, fraction correct) for ten bins of the probability.
 
-    Bins with fewer than FEWEST samples are left out, since their fractions would be noise.
+    Bins with fewer than FEWEST samples are omitted, since their fractions would be noise.
     """
     import numpy
 

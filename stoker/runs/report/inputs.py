@@ -147,7 +147,7 @@ def numbers_in(entries: dict[str, Any]) -> Row:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file. Of a long file, keep evaluations and some others."""
+    """Yield the objects in a JSON Lines file; in a long file, only evaluations and some others."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
 def evaluation_of(entries: Any) -> Evaluation:
     """Return the evaluation in a JSON object. Raise TypeError or ValueError if malformed.
 
-    Invalid points and samples, such as non-finite predictions, are left out.
+    Invalid points and samples, such as non-finite predictions, are omitted.
     """
     evaluation: Evaluation = typed(entries, Evaluation)
     evaluation.classes = [shortened(name, MOST_NAME) for name in evaluation.classes]
