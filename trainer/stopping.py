@@ -67,7 +67,7 @@ class Stoppable:
         """End training after this step, or during its evaluation.
 
         You can call this from a signal handler or another thread. With several processes, one call
-        is enough: slightly later, all of them end after the same step.
+        is enough: all of them end after the same step, slightly later.
         """
         self.interruption = reason
 

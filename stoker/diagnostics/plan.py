@@ -154,7 +154,7 @@ def look(
 
 
 def mib_of(state: Any) -> float:
-    """Return the MiB of all tensors in a nested state."""
+    """Return the size in MiB of all tensors in a nested state."""
     return summary.mib(tensor for _, tensor in entries(state))
 
 

@@ -21,7 +21,7 @@ from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 ALWAYS = 32  # steps at the beginning, all of which are sampled
-SHARE = 0.02  # fraction of the later steps to sample; and as many first steps of epochs in total
+SHARE = 0.02  # fraction of the later steps to sample, plus as many first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed

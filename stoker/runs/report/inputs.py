@@ -161,7 +161,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
-    """Return the best evaluation by the run's monitor, or None if its direction is unknown."""
+    """Return the evaluation with the best monitored value so far, or None if it is unknown."""
     monitor = str(config.get("monitor"))
     for name in MODES if monitor == "auto" else [monitor]:
         evaluated = [row for row in rows if name in row]
