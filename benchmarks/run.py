@@ -195,7 +195,7 @@ def read_options():
     options = parser.parse_args()
     what = WHATS[options.what]
     if what.work and options.work not in (None, what.work):
-        parser.error(f"--what {options.what} always uses --work {what.work}. Leave --work out.")
+        parser.error(f"--what {options.what} always uses --work {what.work}. Remove --work.")
     options.work = what.work or options.work or "mlp"
     options.epochs = options.epochs or what.epochs
     for name in options.contestants or []:

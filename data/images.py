@@ -307,7 +307,7 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     """Drop unreadable images, and name some of them in a warning; raise UserError if a split or
     class has no readable images.
 
-    Whether an image is dropped depends only on its file, which keeps the splits reproducible.
+    Whether an image is dropped depends only on its file, so the splits are reproducible.
     """
     broken: list[str] = []
     readable = {}

@@ -213,7 +213,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
         largest = max(sample.gradients.values(), default=0.0) or 1.0
         for name in names:
             shares[name] = max(shares[name], sample.gradients[name] / largest)
-    # A vanishing gradient also becomes exactly zero in some units, which are not dead.
+    # A vanishing gradient also becomes exactly zero in some units, but these are not dead.
     vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]

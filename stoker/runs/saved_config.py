@@ -32,7 +32,7 @@ MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
-# The setting for the folder of Stoker's own data sets, which differs between machines.
+# The setting for the folder of Stoker's own data sets; the folder differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run

@@ -206,7 +206,7 @@ class Run:
             draw_report(self.folder, "stopped")
 
     def close(self) -> None:
-        """Draw the report, then send the result to the loggers, which may be slow."""
+        """Draw the report, then send the result to the loggers, because sending may be slow."""
         if self.result is None:
             return
         if self.draws:
