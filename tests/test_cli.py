@@ -107,7 +107,7 @@ def equal(first, second):
 EARLY = [  # what is typed; what the answer names; what it suggests
     ("seeed=1", "error: seeed: no such key.", "Did you mean 'seed'?"),
     ("modle=mlp", "error: modle: no such key.", "Did you mean 'model'?"),
-    ("model=cnn model.hiden=[3]", "error: model.hiden: there is no", f"{PROGRAM} model=cnn --help"),
+    ("model=cnn model.hiden=[3]", "error: model.hiden: no such key", f"{PROGRAM} model=cnn --help"),
     ("overfit", "error: overfit: this cannot be parsed.", "This key needs a value: overfit=..."),
     (
         "model.hiden=[3]",

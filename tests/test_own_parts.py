@@ -127,7 +127,7 @@ def test_a_loss_may_be_the_function_itself_or_make_one(project):
             'an int, not a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}.',
         ),
         ("loss", "an int, not a function of (outputs, targets)."),
-        ("metrics.five", "an int, not an object with update, compute and reset."),
+        ("metrics.five", "an int, not an object with update, compute and reset methods."),
     ],
 )
 def test_what_is_another_part_is_told_by_what_is_needed(project, key, answer):

@@ -243,7 +243,7 @@ def test_what_gives_another_part_is_not_called(typed, key):
         lambda *registered: made.append(registered)
     )
     try:
-        with pytest.raises(UserError, match=rf"{key}._target_=.*: this does not return a "):
+        with pytest.raises(UserError, match=rf"{key}._target_=.*: this does not return an? "):
             build.build(key, AS_ANOTHER[key])
         assert made == []
         typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]

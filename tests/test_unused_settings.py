@@ -58,10 +58,10 @@ def test_a_warmup_is_shorter_than_the_training():
             "eval_every=3 dataset.val_fraction=0",
             "eval_every=3: there is no validation split .* or type dataset.val_fraction=0.1.",
         ),
-        ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
+        ("callbacks.lookahead.decay=0.3", "decay: .* off. Also type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
-            "min_delta: .* off. Type patience=",
+            "min_delta: .* off. Also type patience=",
         ),
     ],
 )
