@@ -149,7 +149,7 @@ def check(trainer: "Trainer") -> None:
     reason = None
     if trainer.device.type not in devices.GRAPHS:
         kind = trainer.device.type
-        reason = f"{kind} does not support CUDA graphs. Type compile=true or compile=false."
+        reason = f"{kind} does not support graph capture. Type compile=true or compile=false."
     elif trainer.dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":
