@@ -1,4 +1,4 @@
-"""Hand-written loops: the tutorials' loop, the fastest loop we know, and a captured step on a GPU."""
+"""Hand-written loops: that of the PyTorch tutorials, the fastest we know, and a captured step on a GPU."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from benchmarks import work
 
 
 def bare(job, clock):
-    """The tutorials' loop: torchvision and a DataLoader."""
+    """The loop of the PyTorch tutorials: torchvision and a DataLoader."""
     clock.begin()
     train, test = work.loaders(job)
     model = work.model(job).to(job.device)

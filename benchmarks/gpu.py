@@ -141,7 +141,7 @@ def main():
         for name in options.steps or STEPS:
             reasons = left_out(name, options)
             for label, reason in reasons.items():
-                print(f"{name} {label}: left out, {reason}", flush=True)
+                print(f"{name} {label}: skipped, {reason}", flush=True)
             parts += [
                 part for part in parts_of(name, options, scratch) if part.label not in reasons
             ]

@@ -62,7 +62,7 @@ def lightning(job, clock):
 
 
 def accelerate(job, clock):
-    """The tutorials' loop, with a prepared model, optimizer and loaders, and with `accelerator.backward`."""
+    """The bare loop, with a prepared model, optimizer and loaders, and with `accelerator.backward`."""
     from accelerate import Accelerator
 
     clock.begin()
@@ -275,7 +275,7 @@ def keras(job, clock):
 
 
 def fastai(job, clock):
-    """A Learner with the same loaders as the tutorials' loop."""
+    """A Learner with the same loaders as the bare loop."""
     if job.device == "cpu":
         only_fp32(job)
     from fastai.callback.core import Callback

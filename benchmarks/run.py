@@ -195,7 +195,7 @@ def read_options():
     options = parser.parse_args()
     what = WHATS[options.what]
     if what.work and options.work not in (None, what.work):
-        parser.error(f"--what {options.what} always uses --work {what.work}. Leave --work out.")
+        parser.error(f"--what {options.what} always uses --work {what.work}. Remove --work.")
     options.work = what.work or options.work or "mlp"
     options.epochs = options.epochs or what.epochs
     for name in options.contestants or []:
@@ -402,8 +402,9 @@ def cell(column, values):
 def machine(options):
     """Return a line that describes the job, the processor, the GPU and the versions."""
     threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
+    epochs = f"{options.epochs} epoch{'s' * (options.epochs != 1)}"
     return (
-        f"{options.work}, {options.precision}, {options.epochs} epochs; "
+        f"{options.work}, {options.precision}, {epochs}; "
         f"{processor(options.device)}, {threads}; {versions()}."
     )
 

@@ -59,14 +59,14 @@ def sent(strategy, parameters, world, parts=1):
 
 
 def messages(strategy, parameters, world, units, parts=1):
-    """Return the number of messages that follow one another in a step."""
+    """Return the number of sequential messages in a step."""
     if strategy == "ddp":  # with many devices, NCCL uses trees instead of rings
         return math.ceil(4 * parameters / BUCKET) * 2 * math.ceil(math.log2(world))
     return (2 * parts + 1) * units * (world - 1)
 
 
 def held(strategy, parameters, world, units, ema=False):
-    """Return the bytes of weights, gradients, AdamW's two means and an EMA on each device, without activations."""
+    """Return the bytes of weights, gradients, AdamW's moments and an EMA on each device, without activations."""
     numbers = 4 * (4 + ema) * parameters
     if strategy == "ddp" or world == 1:
         return numbers

@@ -44,7 +44,7 @@ class Job:
     seed: int = 0
     precision: str = "fp32"
     device: str = "cpu"
-    workers: int = 0  # workers of the tutorials' DataLoader
+    workers: int = 0  # workers of the DataLoader in the bare loop
     images: str = ""  # folder with train/CLASS/*.jpg and test/CLASS/*.jpg
     scratch: str = "."  # folder for files that a contestant writes
     trainings: int = 1  # trainings in one process, each with its own seed
@@ -155,7 +155,7 @@ def normalize(inputs, mean, std):
 
 
 def loaders(job):
-    """Return (train, test) DataLoaders, as in the tutorials or over ready-made batches."""
+    """Return (train, test) DataLoaders, as in the PyTorch tutorials or over ready-made batches."""
     if "one" in job.variants:
         generator = torch.Generator().manual_seed(job.seed)
         images, labels = (

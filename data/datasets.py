@@ -272,7 +272,9 @@ def synthetic(
     for size in shape:
         check_number("dataset.in_shape", size, whole=True, least=1)
     if len(shape) not in (1, 3):
-        raise UserError(f"dataset.in_shape={in_shape}: give [features] or [channels,height,width].")
+        raise UserError(
+            f"dataset.in_shape={in_shape}: expected [features] or [channels,height,width]."
+        )
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     is_image = len(shape) == 3
     generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))

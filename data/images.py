@@ -89,7 +89,7 @@ def image_folder(
     `mean` and `std`: null measures them on at most 5,000 training images.
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
     see data/cache.py.
-    `on_bad_sample`: "skip" tries every image first and leaves out unreadable ones; "error" raises
+    `on_bad_sample`: "skip" tries every image first and skips unreadable ones; "error" raises
     an error when one is read.
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
@@ -99,12 +99,12 @@ def image_folder(
     if resize is not None:
         if size is None:
             raise UserError(
-                f"dataset.resize={resize}: type dataset.size as well, the size of the center crop."
+                f"dataset.resize={resize} also needs dataset.size, the size of the center crop."
             )
         check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
     check_choice("dataset.channels", channels, (1, 3))
     if cache is not False and (not isinstance(cache, str) or cache == ""):
-        raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
+        raise UserError(f"dataset.cache={cache}: expected auto, false or a folder.")
     skip = on_bad_sample == "skip"
     root = os.path.expanduser(root)
     classes, listed = _list_parts(root, fewest=2 if trained is None else 1)
@@ -313,10 +313,10 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out unreadable images, and name some of them in a warning; raise UserError if a split
-    or class has no readable images.
+    """Drop unreadable images, and name some of them in a warning; raise UserError if a split or
+    class has no readable images.
 
-    Whether an image is left out depends only on its file, which keeps the splits reproducible.
+    Whether an image is dropped depends only on its file, so the splits are reproducible.
     """
     broken: list[str] = []
     readable = {}
@@ -334,7 +334,7 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
             f"These files cannot be read: {shown}.\nReplace or remove them."
         )
     total = sum(map(len, splits.values()))
-    log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)
+    log.warning("%d of %d images cannot be read and are skipped: %s", len(broken), total, shown)
     return readable
 
 
@@ -428,7 +428,7 @@ class ImageSplit:
         return self.read(index), self.targets[index]
 
     def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the pixels of these samples in their original size."""
+        """Return these images at their original size, and their targets."""
         images = [decode_image(self.files[i], None, self.channels) for i in indices]
         return images, self.targets[indices]
 
@@ -527,7 +527,7 @@ def broken_image(file: str, reason: str) -> BrokenImage:
     """Make the error for an image that cannot be read."""
     return BrokenImage(
         f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
-        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave out such images."
+        "Replace or remove the file, or type dataset.on_bad_sample=skip to skip such images."
     )
 
 

@@ -25,7 +25,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
-# Where Stoker's splits, torchvision's data sets and most of your own hold values.
+# The attributes in which Stoker's splits, torchvision's data sets and most others hold values.
 IN_MEMORY = ("inputs", "targets", "data")
 LARGE = 2**30  # bytes; a larger array may be on a disk, so its fingerprint covers only pieces
 PIECES = 256  # the number of these pieces, which together are 1/256 of the array
@@ -202,7 +202,7 @@ class Data:
             if "targets" not in vars(part):
                 raise UserError(
                     "dataset: the classes or units differ from those of the run, "
-                    f"but the targets of a {type(part).__name__} cannot be converted."
+                    f"and the targets of a {type(part).__name__} cannot be converted to match."
                 )
             part.targets = change(part.targets)
 
@@ -239,7 +239,7 @@ class Data:
         is_trained = counts["train"] > 0
         if is_trained.sum() == 1:
             raise UserError(
-                f"{self.name}: all training samples have the class "
+                f"{self.name}: all training samples belong to class "
                 f"{self._class_name(is_trained)}, so there is nothing to learn."
             )
         for name, count in counts.items():
@@ -368,7 +368,7 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:
         raise UserError(
-            f"dataset.{key}={values}: give a list of {channels} numbers, one per channel."
+            f"dataset.{key}={values}: expected a list of {channels} numbers, one per channel."
         )
     above = 0 if key == "std" else None
     return [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
@@ -390,7 +390,7 @@ def _check_part(where: str, part: Split, kind: str) -> None:
             "stoker.data.datasets.DatasetSplit(dataset) makes a split from a torch Dataset."
         )
     if len(part) == 0:
-        raise UserError(f"{where}: this split is empty.")
+        raise UserError(f"{where}: there are no samples.")
     if targets is not None and len(targets) != len(part):
         raise UserError(f"{where}: there are {len(part)} inputs but {len(targets)} targets.")
 

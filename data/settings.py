@@ -18,7 +18,7 @@ class FractionOrCount:
         if value is None or is_fraction or is_count:
             return value
         raise UserError(
-            f"{key}={as_typed(value)}: give a fraction above 0 and at most 1.0, or a number of "
+            f"{key}={as_typed(value)}: expected a fraction above 0 and at most 1.0, or a number of "
             "samples."
         )
 

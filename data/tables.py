@@ -222,7 +222,7 @@ class Table:
         if len(self.names) < len(header) or "" in self.names:
             raise UserError(
                 f"{self.shown}: the header has an empty name or the same name twice. Give each "
-                "column a unique name; in pandas, to_csv(index=False) leaves out the index."
+                "column a unique name; in pandas, to_csv(index=False) omits the index."
             )
 
     @contextlib.contextmanager
@@ -250,7 +250,7 @@ class Table:
                 )
                 yield rows.schema.names, rows
         except FileNotFoundError:
-            raise UserError(f"{self.key}={self.shown}: there is no such file.") from None
+            raise UserError(f"{self.key}={self.shown}: no such file.") from None
         except UserError:
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -348,7 +348,7 @@ class Table:
                 fill = "" if name == self.target else "dataset.missing=mean to fill it in, or "
                 raise UserError(
                     f"{self.shown}, line {line + int(gaps.int().argmax())}: the column {name!r} "
-                    f"has no value.\nType {fill}dataset.missing=drop to leave out such rows."
+                    f"has no value.\nType {fill}dataset.missing=drop to drop these rows."
                 )
         return is_used.nonzero().view(-1)
 
@@ -365,8 +365,8 @@ class Table:
             if not times.isnan().any():
                 return times
         raise UserError(
-            f"dataset.split_time={name}: give a column of numbers or of dates such as 2024-01-31, "
-            "without missing values."
+            f"dataset.split_time={name}: expected a column of numbers or of dates such as "
+            "2024-01-31, without missing values."
         )
 
     def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
@@ -522,7 +522,7 @@ def _encoded(
     if width * len(rows) > MOST_NUMBERS:  # even a small file could need a huge amount of memory
         raise UserError(
             f"{table.shown}: {len(rows):,} rows x {width:,} numbers (one per category) do not fit "
-            "in memory.\nType dataset.ignore=[COLUMN] to leave out a column with many categories."
+            "in memory.\nType dataset.ignore=[COLUMN] to ignore a column with many categories."
         )
     blocks = []
     for column in columns:

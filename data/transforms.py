@@ -84,7 +84,7 @@ class PerSample:
             raise UserError(
                 f"dataset.augment: {self.names} must return a single {inputs.dtype} image of "
                 f"shape {self.in_shape}.\n"
-                "Leave out ToDtype and Normalize: images are scaled and normalized afterward, with "
+                "Remove ToDtype and Normalize: images are scaled and normalized afterward, with "
                 "dataset.mean and dataset.std."
             )
         if has_mask:

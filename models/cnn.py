@@ -26,7 +26,8 @@ class CNN(nn.Module):
         inputs, height, width = check_image("cnn", in_shape)
         if kernel < 1 or kernel % 2 != 1:
             raise UserError(
-                f"model.kernel={kernel}: give an odd number, to keep the size of the feature map."
+                f"model.kernel={kernel}: expected an odd number, so that the feature map keeps its "
+                "size."
             )
         check_dropout(dropout)
         blocks: list[nn.Module] = []

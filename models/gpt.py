@@ -44,7 +44,7 @@ class GPT(nn.Module):
         for name, size in (("layers", layers), ("heads", heads), ("width", width)):
             check_number(f"model.{name}", size, whole=True, least=1)
         if width % heads:
-            raise UserError(f"model.width={width}: give a multiple of model.heads={heads}.")
+            raise UserError(f"model.width={width}: expected a multiple of model.heads={heads}.")
         check_dropout(dropout)
         self.length: int = in_shape[0]
         self.tokens = nn.Embedding(num_classes, width)

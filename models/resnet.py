@@ -49,7 +49,7 @@ class ResNet(nn.Module):
         widths = check_sizes("widths", widths)
         blocks = check_sizes("blocks", blocks)
         if not widths or len(widths) != len(blocks):
-            raise UserError("model.blocks: give one number per entry of model.widths.")
+            raise UserError("model.blocks: expected one number per entry of model.widths.")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),

@@ -16,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-KEYS = 'The keys are trusted = ["mypackage"], experiment = "NAME" and runs = "FOLDER".'
+KEYS = 'The valid keys are trusted = ["mypackage"], experiment = "NAME" and runs = "FOLDER".'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Project:
 
 
 def current() -> Project:
-    """Return the project of the working directory; UserError if its file has a mistake."""
+    """Return the project of the working directory; UserError if its file contains a mistake."""
     return of_folder(Path.cwd())
 
 
@@ -42,7 +42,7 @@ def of_folder(folder: Path) -> Project:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
             if file.name == "pyproject.toml":
                 if not table.keys().isdisjoint({"stoker", *vars(Project())}):
-                    raise UserError(f"{file}: write [tool.stoker] above the keys of Stoker. {KEYS}")
+                    raise UserError(f"{file}: put Stoker's keys under [tool.stoker]. {KEYS}")
                 table = table.get("tool", {}).get("stoker")
             if table is None:
                 continue
@@ -50,8 +50,8 @@ def of_folder(folder: Path) -> Project:
                 if not hasattr(Project, key):
                     hint = did_you_mean(key, vars(Project()))
                     if isinstance(table[key], dict):
-                        hint = " Write the keys without a [header]."
-                    raise UserError(f"{file}: there is no key {key}.{hint} {KEYS}")
+                        hint = " Put the keys at the top level, without a [header]."
+                    raise UserError(f"{file}: unknown key {key}.{hint} {KEYS}")
             project: Project = typed(table, Project, str(file))
         except TypeError as error:
             raise UserError(f"{error} {KEYS}") from None

@@ -334,7 +334,7 @@ def test_workers_transform_as_this_process_does():
         (
             "ConvertImageDtype",
             {},
-            r"must return a single torch.uint8 image of .*\nLeave out ToDtype",
+            r"must return a single torch.uint8 image of .*\nRemove ToDtype",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def trained(contestant, job):
 
 
 def bare_on_our_batches(job, clock):
-    """The tutorials' loop, with the order of samples that the others have."""
+    """The bare loop, with the order of samples that the others have."""
     (train, test, _), _ = make_loaders(
         work.read(job), batch_size=job.batch_size, eval_batch_size=work.EVAL_BATCH, seed=job.seed
     )
@@ -320,7 +320,7 @@ def test_a_dry_run_of_the_gpu_day_goes_through_its_steps(tmp_path, large):
         step = gpu.STEPS[name]
         left_out = gpu.left_out(name, options)
         expected += [(name, label) for label in step.labels if label not in left_out]
-        assert all(f"{name} {label}: left out, {left_out[label]}" in output for label in left_out)
+        assert all(f"{name} {label}: skipped, {left_out[label]}" in output for label in left_out)
     results = {(row["step"], row["label"]): row["result"] for row in rows}
     assert list(results) == expected
     assert [result for result in results.values() if "note" in result] == []

@@ -231,7 +231,7 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
     ):
         open_folder(folder, cache=str(tmp_path / "other"))
     for wrong in (True, 1, "", None, ["a"]):
-        with pytest.raises(UserError, match="give auto, false or a folder"):
+        with pytest.raises(UserError, match="expected auto, false or a folder"):
             images.image_folder(str(folder), cache=wrong)
 
 

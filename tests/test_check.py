@@ -16,12 +16,15 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
     [
         (
             "++sweep.att_once=1",
-            "sweep.att_once: there is no such key. Did you mean 'sweep.at_once'",
+            "sweep.att_once: no such key. Did you mean 'sweep.at_once'",
         ),
-        ("++checkpoint.folder=x", "checkpoint.folder: there is no such key"),
-        ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a name pattern"),
-        ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: give a list of rules"),
-        ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: give a number above 0"),
+        ("++checkpoint.folder=x", "checkpoint.folder: no such key"),
+        (
+            "groups=[{lr:1}]",
+            r"groups=\[\{lr:1\}\]: expected a list of rules, each with a name pattern",
+        ),
+        ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: expected a list of rules"),
+        ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: expected a number above 0"),
         ("channels_last={a:1}", r"channels_last=\{a:1\}"),
     ],
 )
@@ -33,10 +36,10 @@ def test_a_key_or_a_type_that_nothing_has_is_refused(processed, typed, message):
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("optimzer: {lr: 0.1}", "optimzer: there is no such key. Did you mean 'optimizer'?"),
-        ("epoch: 3", "epoch: there is no such key. Did you mean 'epochs'?"),
-        ("checkpoint: {evry: 3}", "checkpoint.evry: there is no such key. Did you mean 'checkpo"),
-        ("sweep: {at_onse: 3}", "sweep.at_onse: there is no such key. Did you mean 'sweep.at_o"),
+        ("optimzer: {lr: 0.1}", "optimzer: no such key. Did you mean 'optimizer'?"),
+        ("epoch: 3", "epoch: no such key. Did you mean 'epochs'?"),
+        ("checkpoint: {evry: 3}", "checkpoint.evry: no such key. Did you mean 'checkpo"),
+        ("sweep: {at_onse: 3}", "sweep.at_onse: no such key. Did you mean 'sweep.at_o"),
     ],
 )
 def test_a_misspelt_key_in_your_own_file_is_refused(processed, project, text, answer):
@@ -58,7 +61,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
-        words = f"^{key}.*: there is no such key. The files of this group must begin with '# @pack"
+        words = f"^{key}.*: no such key. The files of this group must begin with '# @pack"
         with pytest.raises(UserError, match=words):
             processed(typed)
     project("experiment/slip", "# @package _global_\noptimizer: sgd\n")
@@ -77,7 +80,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):
     project("experiment/mine", "# @package _global_\nlength: 3\nepochs: ${length}\n")
     assert processed("experiment=mine").epochs == 3
-    with pytest.raises(UserError, match="^lenght: there is no such key"):
+    with pytest.raises(UserError, match="^lenght: no such key"):
         project("experiment/slip", "# @package _global_\nlenght: 3\n")
         processed("experiment=slip")
 
@@ -88,7 +91,7 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     words = (
         "^loss=mse: another config file, such as your experiment's, sets "
         "loss._target_=torch.nn.L1Loss.\n"
-        "Remove that key there, or type loss._target_=torch.nn.MSELoss as"
+        "Remove that key there, or also type loss._target_=torch.nn.MSELoss."
     )
     with pytest.raises(UserError, match=words):
         processed(*typed)
@@ -103,16 +106,16 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
         (b"epochs: [1\n", "experiment=mine: these settings cannot be read (while parsing a flow"),
         (b"run_dir: t\xe4st\n", "experiment=mine: these settings cannot be read ('utf-8' codec"),
         (b"- a\n", "In 'experiment/mine': "),
-        (b"checkpoint: 5\n", "checkpoint=5: give a group of keys, as in 'checkpoint={{every:null}}'."),
+        (b"checkpoint: 5\n", "checkpoint=5: expected a group of keys, as in 'checkpoint={{every:null}}'."),
         (b"checkpoint: [5]\n", "In 'experiment/mine': "),
-        (b"callbacks: {ema: 3}\n", "callbacks.ema=3: give a group of keys, as in 'callbacks.ema="),
+        (b"callbacks: {ema: 3}\n", "callbacks.ema=3: expected a group of keys, as in 'callbacks.ema="),
         (b"callbacks: [1, 2]\n", "In 'experiment/mine': "),
-        (b"metrics: 3\n", "metrics=3: give a group of keys, as in 'metrics={{}}'."),
+        (b"metrics: 3\n", "metrics=3: expected a group of keys, as in 'metrics={{}}'."),
         (b"sweep: 3\n", "ConfigTypeError raised while resolving interpolation: Error"),
         (b"dataset: [a]\n", "In 'experiment/mine': "),
-        (b"dataset: {augment: flip}\n", "dataset.augment=flip: give a list, as in 'dataset.augment=[flip]'."),
+        (b"dataset: {augment: flip}\n", "dataset.augment=flip: expected a list, as in 'dataset.augment=[flip]'."),
         (b"model: {hidden: {a: 1}}\n", "In 'experiment/mine': "),
-        (b"groups: 3\n", "groups=3: give a list of rules, each with a name pattern"),
+        (b"groups: 3\n", "groups=3: expected a list of rules, each with a name pattern"),
     ],
 )  # fmt: skip
 def test_an_experiment_that_cannot_be_used_is_named(forks, project, contents, answer):
@@ -130,7 +133,7 @@ def test_what_switches_a_callback_off_is_allowed(processed):
 
 
 def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
-    message = "callbacks.time_limit.minute: this callback is off. Type max_minutes="
+    message = "callbacks.time_limit.minute: this callback is off. Also type max_minutes="
     with pytest.raises(UserError, match=message):
         processed(*SMALL, "+callbacks.time_limit.minute=1")
 

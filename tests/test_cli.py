@@ -105,34 +105,34 @@ def equal(first, second):
 # mistakes
 
 EARLY = [  # what is typed; what the answer names; what it suggests
-    ("seeed=1", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
-    ("modle=mlp", "error: modle: there is no such key.", "Did you mean 'model'?"),
-    ("model=cnn model.hiden=[3]", "error: model.hiden: there is no", f"{PROGRAM} model=cnn --help"),
+    ("seeed=1", "error: seeed: no such key.", "Did you mean 'seed'?"),
+    ("modle=mlp", "error: modle: no such key.", "Did you mean 'model'?"),
+    ("model=cnn model.hiden=[3]", "error: model.hiden: no such key", f"{PROGRAM} model=cnn --help"),
     ("overfit", "error: overfit: this cannot be parsed.", "This key needs a value: overfit=..."),
     (
         "model.hiden=[3]",
-        "error: model.hiden: there is no such key.",
+        "error: model.hiden: no such key.",
         "Did you mean 'model.hidden'?",
     ),
-    ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
-    ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
-    ("lrate=3", "error: lrate: there is no such key.", "Did you mean 'optimizer.lr'?"),
-    ("trusted=mine", "error: trusted=mine: give a list", "as in 'trusted=[mine]'."),
-    ("epochs=1e1", "error: epochs=10.0: give a whole number", "at least 1"),
-    ("path=a.csv", "error: path: there is no such key.", "type dataset=csv dataset.path=..."),
-    ("--model cnn", "error: --model: there is no such option.", "as in device=cpu."),
-    ("resume=true", "error: resume=true: give auto, never, or a checkpoint file", ""),
+    ("hidden=[3]", "error: hidden: no such key.", "Did you mean 'model.hidden'?"),
+    ("lr=0.1", "error: lr: no such key.", "Did you mean 'optimizer.lr'?"),
+    ("lrate=3", "error: lrate: no such key.", "Did you mean 'optimizer.lr'?"),
+    ("trusted=mine", "error: trusted=mine: expected a list", "as in 'trusted=[mine]'."),
+    ("epochs=1e1", "error: epochs=10.0: expected a whole number", "at least 1"),
+    ("path=a.csv", "error: path: no such key.", "type dataset=csv dataset.path=..."),
+    ("--model cnn", "error: --model: no such option.", "as in device=cpu."),
+    ("resume=true", "error: resume=true: expected auto, never, or a checkpoint file", ""),
     (
         "checkpoint=false",
-        "error: checkpoint=false: give a group of keys",
+        "error: checkpoint=false: expected a group of keys",
         "as in 'checkpoint={every:null}'.",
     ),
     (
         "checkpoint.evry=3",
-        "error: checkpoint.evry: there is no such key.",
+        "error: checkpoint.evry: no such key.",
         "Did you mean 'checkpoint.every'?",
     ),
-    ("+typo=1", "error: typo: there is no such key.", f"{PROGRAM} --help"),
+    ("+typo=1", "error: typo: no such key.", f"{PROGRAM} --help"),
     (
         "model=ccn",
         "error: model=ccn: not a valid choice. Did you mean 'cnn'?",
@@ -155,25 +155,33 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: model=ccn: not a valid choice. Did you mean 'cnn'?",
         "Choose one of: cnn, gpt",
     ),
-    ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
-    ("batch_size=", "error: batch_size=: give a whole number", "at least 1"),
-    ("optimizer.lr=abc", "error: optimizer.lr=abc: give a number", "as in optimizer.lr=0.003."),
-    ("epochs=2.5", "error: epochs=2.5: give a whole number", "at least 1"),
-    ("epochs=true", "error: epochs=true: give a whole number", "at least 1"),
+    ("-m seeed=1,2", "error: seeed: no such key.", "Did you mean 'seed'?"),
+    ("batch_size=", "error: batch_size=: expected a whole number", "at least 1"),
+    ("optimizer.lr=abc", "error: optimizer.lr=abc: expected a number", "as in optimizer.lr=0.003."),
+    ("epochs=2.5", "error: epochs=2.5: expected a whole number", "at least 1"),
+    ("epochs=true", "error: epochs=true: expected a whole number", "at least 1"),
     ("compile=yes", "error: compile=yes: not a valid choice.", "false, true, graph"),
-    ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in 'model.hidden=[256,256]'."),
+    (
+        "model.hidden=abc",
+        "error: model.hidden=abc: expected a list",
+        "as in 'model.hidden=[256,256]'.",
+    ),
     (
         "model.activation=3",
-        "error: model.activation=3: give a string",
+        "error: model.activation=3: expected a string",
         "as in model.activation=relu.",
     ),
     (
         "dataset.augment=flip",
-        "error: dataset.augment=flip: give a list",
+        "error: dataset.augment=flip: expected a list",
         "as in 'dataset.augment=[flip]'.",
     ),
-    ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={every:"),
-    ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={_target_:"),
+    ("checkpoint=3", "error: checkpoint=3: expected a group of keys", "checkpoint={every:"),
+    (
+        "callbacks.ema=3",
+        "error: callbacks.ema=3: expected a group of keys",
+        "callbacks.ema={_target_:",
+    ),
     ("seed=[1", "error: seed=[1: this cannot be parsed.", "inside the shell's quotes"),
     (
         "-m seed=0,1 hydra.sweep.dri=x",
@@ -203,10 +211,10 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: optimizer.lr: a run needs a value for this key.",
         "Remove ~optimizer.lr.",
     ),
-    ("--bogus", "error: --bogus: there is no such option.", "as in device=cpu."),
-    ("--epochs=3", "error: --epochs=3: there is no such option.", "as in device=cpu."),
+    ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
+    ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
     ("-c", "-c", "Type -c VALUE"),
-    ("-patience=1", "error: -patience=1: there is no such option.", "as in device=cpu."),
+    ("-patience=1", "error: -patience=1: no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",
         "error: dataset.target: this setting has no default.",
@@ -254,7 +262,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~foo", "error: Could not delete", "'foo'"),
     ("~model.foo", "error: Could not delete", "foo"),
     ("=3", "error: =3: these settings cannot be read", ""),
-    ("--hlep", "error: --hlep: there is no such option.", ""),
+    ("--hlep", "error: --hlep: no such option.", ""),
     ("run_dir=", "error: run_dir=: type a string", ""),
     (
         "-m seed=0,1 run_dir=x",
@@ -268,10 +276,10 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "micro_batch=0",
-        "error: micro_batch=0: give auto, or a whole number of at least 1",
+        "error: micro_batch=0: expected auto, or a whole number of at least 1",
         "or null",
     ),
-    ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "or null"),
+    ("micro_batch=atuo", "error: micro_batch=atuo: expected auto", "or null"),
     (
         "micro_batch=8 grad_accum_steps=2",
         "micro_batch=8 and grad_accum_steps=2 both split",
@@ -279,20 +287,20 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "dataset.workers=-1",
-        "error: dataset.workers=-1: give auto, or a whole number of at least 0.",
+        "error: dataset.workers=-1: expected auto, or a whole number of at least 0.",
         "",
     ),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
-    ("tune=[foo]", "error: tune=[foo]: give a list", "allocator, threads"),
-    ("batch_size=0", "error: batch_size=0: give a whole number of at least 1.", ""),
+    ("tune=[foo]", "error: tune=[foo]: expected a list", "allocator, threads"),
+    ("batch_size=0", "error: batch_size=0: expected a whole number of at least 1.", ""),
     (
         "eval_batch_size=0 max_steps=2",
-        "error: eval_batch_size=0: give a whole number of at least 1",
+        "error: eval_batch_size=0: expected a whole number of at least 1",
         "",
     ),
-    ("epochs=-1", "error: epochs=-1: give a whole number of at least 1.", ""),
-    ("max_steps=0", "error: max_steps=0: give a whole number of at least 1", "or null"),
-    ("seed=-1", "error: seed=-1: give a whole number of at least 0.", ""),
+    ("epochs=-1", "error: epochs=-1: expected a whole number of at least 1.", ""),
+    ("max_steps=0", "error: max_steps=0: expected a whole number of at least 1", "or null"),
+    ("seed=-1", "error: seed=-1: expected a whole number of at least 0.", ""),
     ("eval_every=0", "error: eval_every=0:", "or null"),
     ("max_grad_norm=0", "error: max_grad_norm=0:", "above 0, or null"),
     ("max_minutes=0", "error: max_minutes=0:", "above 0"),
@@ -301,7 +309,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("checkpoint.keep=1", "error: checkpoint.keep=1:", "at least 2"),
     (
         "checkpoint.keep=null",
-        "error: checkpoint.keep=null: give a whole number",
+        "error: checkpoint.keep=null: expected a whole number",
         "at least 2",
     ),
     ("checkpoint.epochs=null checkpoint.minutes=0", "error: checkpoint.minutes=0:", "or null"),
@@ -309,7 +317,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "device=cuda:",
         "error: device=cuda:: not a valid device name.",
-        "Type device=auto, or the name of a device, such as device=cuda:1.",
+        "Type device=auto, or name a device, as in device=cuda:1.",
     ),
     (
         "precision=fp8",
@@ -318,7 +326,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "strategy=ddq",
-        "error: strategy=ddq: there is no such strategy. Did you mean 'ddp'?",
+        "error: strategy=ddq: no such strategy. Did you mean 'ddp'?",
         "Type strategy=auto, single",
     ),
     (
@@ -329,7 +337,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
-    ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
+    ("task=evaluate run=nope", "error: run=nope: no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
         f"error: run={TRAIN}: this is a file.",
@@ -340,10 +348,10 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "tests: this is not a run directory",
         "not a run directory",
     ),
-    (f"resume={ROOT / 'tests'}", "tests: give auto, never, or a checkpoint file", ""),
+    (f"resume={ROOT / 'tests'}", "tests: expected auto, never, or a checkpoint file", ""),
     (
         "resume=nope",
-        "error: resume=nope: give auto, never, or a checkpoint file.",
+        "error: resume=nope: expected auto, never, or a checkpoint file.",
         "",
     ),
 ]
@@ -355,8 +363,12 @@ LATE = [
         "Choose one of: flip, shift, crop",
     ),
     ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
-    ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
-    ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),
+    (
+        "optimizer=decoupled_sgd optimizer.lr=0",
+        "error: optimizer.lr=0: expected a number above 0.",
+        "",
+    ),
+    ("model.dropout=1.5", "error: model.dropout=1.5: expected a number", "at most 0.95"),
     ("compile=graph device=cpu", "compile=graph", "Type compile=true"),
     ("channels_last=true", "channels_last=true", "channels_last=auto"),
     (
@@ -386,7 +398,7 @@ LATE = [
         "Choose a different value.",
     ),
     (f"run_dir={TRAIN}/below/it", "cannot write to this folder", "Not a directory"),
-    ("model.hidden=[a]", "error: model.hidden=a: give a whole number of at least 1.", ""),
+    ("model.hidden=[a]", "error: model.hidden=a: expected a whole number of at least 1.", ""),
     (
         "model.activation=rleu",
         "error: model.activation=rleu: not a valid choice. Did you mean 'relu'?",
@@ -396,7 +408,7 @@ LATE = [
     ("device=gpu", "error: device=gpu: this machine has no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
-        "error: strategy=dp:0+1: torch.nn.DataParallel needs CUDA and an uncompiled model",
+        "error: strategy=dp:0+1: torch.nn.DataParallel needs CUDA, and an uncompiled model",
         "Type strategy=single",
     ),  # typed as the help has it
     (
@@ -427,7 +439,7 @@ LATE = [
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
     (
         "dataset=csv dataset.path=nope.csv dataset.target=y",
-        "error: dataset.path=nope.csv: there is no such file.",
+        "error: dataset.path=nope.csv: no such file.",
         "",
     ),
     (
@@ -446,7 +458,7 @@ LATE = [
         "",
     ),
     ("trainer._target_=torch.nn.Identity", "this returns an Identity, not a stoker.Trainer", ""),
-    ("+loss.weight=abc", "error: loss.weight=abc: give a list with one number per class.", ""),
+    ("+loss.weight=abc", "error: loss.weight=abc: expected a list with one number per class.", ""),
     (
         "trainer._target_=examples.nope.X",
         "error: trainer._target_=examples.nope.X: No module named 'examples.nope'",
@@ -461,10 +473,10 @@ LATE = [
     ("model._target_=modells.TinyNet", "modells", "start Python in the folder that contains it"),
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type +metrics.a._target_=..."),
-    ("+metrics.a._target_=", "_target_=: give the dotted name of a class", "as in mine.Name."),
+    ("+metrics.a._target_=", "_target_=: expected the dotted name of a class", "as in mine.Name."),
     (
         "metrics.a=3",
-        "error: metrics.a: there is no such key.",
+        "error: metrics.a: no such key.",
         "Type +metrics.a._target_=... to add",
     ),
     ("groups={match:a}", "error: groups: this is a list.", "Type 'groups=[{match:a}]'."),
@@ -894,7 +906,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file.parent.mkdir(parents=True)
     file.touch()
     assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
-    assert refusal(tmp_path / "mien").endswith("mien: there is no such folder. Type run=DIR.")
+    assert refusal(tmp_path / "mien").endswith("mien: no such folder. Type run=DIR.")
     assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 
 
@@ -915,7 +927,7 @@ def test_evaluate_says_that_nothing_is_measured(monkeypatch, capsys):
     found = ("best.ckpt", SimpleNamespace(trainer=trainer), "test", [])
     monkeypatch.setattr(evaluate, "tested", lambda cfg: contextlib.nullcontext(found))
     evaluate.evaluate(SimpleNamespace(split=None))
-    assert capsys.readouterr().out == "weights  best.ckpt\ntest     no loss and no metric\n"
+    assert capsys.readouterr().out == "weights  best.ckpt\ntest     no loss or metrics\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ulimit is of POSIX")
@@ -945,7 +957,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
     assert (
         sweep.code == 2 and "Traceback" not in sweep.err
     )  # two jobs failed, by the user's mistake
-    assert sweep.err.splitlines() == ["error: seed=-1: give a whole number of at least 0."] * 2
+    assert sweep.err.splitlines() == ["error: seed=-1: expected a whole number of at least 0."] * 2
     lines = sweep.out.splitlines()
     start = next(
         i

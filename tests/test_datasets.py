@@ -281,7 +281,7 @@ def tensors():
             torch.zeros(0, 4),
             torch.zeros(0, dtype=torch.int64),
             "classification",
-            "this split is empty",
+            "there are no samples",
         ),
         (
             torch.zeros(5, 4),
@@ -337,7 +337,7 @@ def test_classes_are_checked():
     one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
     with pytest.raises(
         UserError,
-        match="mine: all training samples have the class 'dog', so there is nothing",
+        match="mine: all training samples belong to class 'dog', so there is nothing",
     ):
         Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"]).check_classes()
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
@@ -512,6 +512,6 @@ def test_every_config_is_its_constructor():
 
 def test_the_number_of_classes_is_a_number():
     part = TensorSplit(*pairs())
-    with pytest.raises(UserError, match="num_classes='5': give a whole number of at least 1"):
+    with pytest.raises(UserError, match="num_classes='5': expected a whole number of at least 1"):
         Data("mine", part, None, None, (3, 2, 2), "5")
     assert Data("mine", part, None, None, (3, 2, 2), part.targets.max() + 1).num_classes == 5

@@ -36,6 +36,7 @@ PAGES = [README, *DOCS]
 BUILDERS = ("sphinx", "furo", "myst_parser")
 MISSING = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
 AFTER = ROOT / "docs" / "after-training.md"
+MODEL = ROOT / "docs" / "tutorials" / "model.md"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -260,7 +261,12 @@ def run_python(code, folder):
     [page for page in PAGES if python_of(page) and page != AFTER],
     ids=lambda page: page.stem,
 )
-def test_the_python_of_a_page_runs(page, tmp_path, capfd):
+def test_the_python_of_a_page_runs(page, forks, tmp_path, monkeypatch, capfd):
+    if page == MODEL:  # its Python loads the run of its first command
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "mynet.py").write_text(blocks(page, "python")[0], encoding="utf-8")
+        done = forks.run(tmp_path, *commands(text_of(page))[0][1:], "report=false")
+        assert done.code == 0, done.err
     names = run_python(python_of(page), tmp_path)
     if page == README:
         printed, _ = capfd.readouterr()

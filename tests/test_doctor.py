@@ -240,6 +240,6 @@ def test_what_cannot_be_looked_into_is_refused():
     ):
         begin("single", GraphStep())
     with pytest.raises(
-        UserError, match="callbacks.doctor.every=0: give a whole number of at least 1"
+        UserError, match="callbacks.doctor.every=0: expected a whole number of at least 1"
     ):
         Doctor(every=0)

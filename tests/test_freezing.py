@@ -207,9 +207,9 @@ def test_averages_are_not_saved_as_the_weights_of_a_training():
     trainer.fit(batches())
     state = trainer.state_dict()
     with trainer.evaluating():
-        with pytest.raises(UserError, match="the model holds the averages"):
+        with pytest.raises(UserError, match="the model holds the averaged weights"):
             trainer.state_dict()
-        with pytest.raises(UserError, match="the model holds the averages"):
+        with pytest.raises(UserError, match="the model holds the averaged weights"):
             trainer.load_state_dict(state)
     assert_same(trainer.state_dict(), state)
 

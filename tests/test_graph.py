@@ -106,7 +106,7 @@ def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
 
 def test_where_there_are_no_graphs():
     with pytest.raises(
-        UserError, match=r"compile=graph: cpu does not support graphs. Type compile=true"
+        UserError, match=r"compile=graph: cpu does not support graph capture. Type compile=true"
     ):
         make_trainer(compile="graph")
 

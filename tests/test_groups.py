@@ -301,7 +301,7 @@ def test_schedule_free_of_its_own_package(tmp_path):
             [{"match": "*", "momentun": 1}],
             "sets momentun, but the optimizer has no such option. Did you mean 'mom",
         ),
-        ([{"match": "*", "lr": -1}], r"groups: lr of \*=-1: give a number of at least 0"),
+        ([{"match": "*", "lr": -1}], r"groups: lr of \*=-1: expected a number of at least 0"),
         (
             [{"match": "*", "scheduler": "cosin"}],
             "scheduler=cosin: not a valid choice. Did you mean 'cosine'",
@@ -311,9 +311,9 @@ def test_schedule_free_of_its_own_package(tmp_path):
             "scheduler.cosine=x: not a valid choice",
         ),
         ([{"match": "*", "scheduler": {}}], "scheduler={}: not a valid choice"),
-        ([{"match": "*", "name": "all"}], "give a list of rules, each"),
-        ([{"lr": 1}], "give a list of rules, each with a name pattern"),
-        ([{"match": "*"}], "give a list of rules, each"),
+        ([{"match": "*", "name": "all"}], "expected a list of rules, each"),
+        ([{"lr": 1}], "expected a list of rules, each with a name pattern"),
+        ([{"match": "*"}], "expected a list of rules, each"),
     ],
 )
 def test_a_mistake_in_a_rule_is_named(rules, message):
@@ -325,7 +325,7 @@ def test_mistakes_in_what_is_frozen_are_named():
     for match, message in (("9.*", "matches 9"), ("*", "nothing is left to train")):
         with pytest.raises(UserError, match=message):
             make_trainer(callbacks=[Freeze(match)]).fit(batches())
-    with pytest.raises(UserError, match="thaw_at=soon: give a number of steps"):
+    with pytest.raises(UserError, match="thaw_at=soon: expected a number of steps"):
         Freeze("0.*", "soon")
 
 

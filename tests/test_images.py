@@ -238,7 +238,7 @@ def test_image_folder_mistakes(tmp_path):
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
     refused(
-        "dataset.size=4097: give a whole number of at least 1 and at most 4096",
+        "dataset.size=4097: expected a whole number of at least 1 and at most 4096",
         tmp_path / "two",
         size=4097,
     )
@@ -297,9 +297,7 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
         assert len(read) == tried
         (record,) = caplog.records
         shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
-        assert (
-            record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
-        )
+        assert record.getMessage() == f"4 of 60 images cannot be read and are skipped: {shown}, ..."
     for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
         assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(
             part.targets, other.targets
@@ -426,7 +424,7 @@ def test_the_usual_pipeline_of_imagenet_is_that_of_torchvision(tmp_path):
     file = tmp_path / "val" / "a" / "0.jpg"
     ((_, inputs),) = inference.image_batches(str(file), about, 1, skip=False)
     assert torch.equal(inputs[0], expected[0]) and Image.open(file).size == (37, 50)
-    with pytest.raises(UserError, match="dataset.resize=28: type dataset.size as well"):
+    with pytest.raises(UserError, match="dataset.resize=28 also needs dataset.size"):
         images.image_folder(str(tmp_path), resize=28)
     with pytest.raises(UserError, match="dataset.resize=20"):
         images.image_folder(str(tmp_path), size=24, resize=20)

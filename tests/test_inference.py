@@ -320,7 +320,7 @@ def test_a_run_that_has_not_finished_is_said_to_be_on_its_way(runs, tmp_path, ca
 
 def test_folders_that_are_no_runs(runs, tmp_path):
     for folder, message in (
-        (tmp_path / "no", "there is no such folder"),
+        (tmp_path / "no", "no such folder"),
         (tmp_path, "this is not a run directory"),
     ):
         with pytest.raises(UserError, match=message):
@@ -649,7 +649,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
             "it is damaged, or its format is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF)",
         ),
         (prices, "images", "input=images: cannot be read as a table"),
-        (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
+        (prices, "nowhere.csv", "input=nowhere.csv: no such file"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
@@ -708,8 +708,8 @@ def test_a_key_is_for_its_task(forks, runs):
             "epochs=3",
         ): "epochs: task=predict uses the run's settings",
         ("task=predict", "run=prices", "input=x", "split=val"): "needs either input= or split=",
-        ("task=evaluate", "run=prices", "input=x"): "input=x is only for task=predict.",
-        ("format=onnx",): "format=onnx is only for task=export.",
+        ("task=evaluate", "run=prices", "input=x"): "input=x applies only to task=predict.",
+        ("format=onnx",): "format=onnx applies only to task=export.",
         (
             "task=predict",
             "run=folder",

@@ -418,18 +418,18 @@ REFUSED = [
         "error: devices=2: strategy=auto uses only one process",
         "Type strategy=ddp devices=2.",
     ),
-    ("devices=0", "error: devices=0: give auto, or a whole number of at least 1.", ""),
-    ("devices=atuo", "error: devices=atuo: give auto, or a whole number", ""),
-    ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
+    ("devices=0", "error: devices=0: expected auto, or a whole number of at least 1.", ""),
+    ("devices=atuo", "error: devices=atuo: expected auto, or a whole number", ""),
+    ("rank_timeout=0", "error: rank_timeout=0: expected a number above 0", ""),
     (
         "task=lr_find strategy=ddp devices=2",
         "error: task=lr_find runs in one process.",
-        "Leave out strategy and devices.",
+        "Remove strategy and devices.",
     ),
     (
         "task=evaluate run=x devices=2 strategy=fsdp",
         "error: task=evaluate runs in one process.",
-        "Leave out strategy and devices.",
+        "Remove strategy and devices.",
     ),
     (
         "strategy=fsdp compile=true",

@@ -215,7 +215,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     told = [re.split(" {2,}", line) for line in lines[2:5]]
     assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]
     results = {line[-1].split()[-1]: line[1].removesuffix(" (best)") for line in told}
-    assert results.pop("seed=-1") == "failed, seed=-1: give a whole number of at least 0."
+    assert results.pop("seed=-1") == "failed, seed=-1: expected a whole number of at least 0."
     assert sorted(results) == ["seed=0", "seed=1"]
     assert all(re.fullmatch(r"val/acc 0\.\d+", result) for result in results.values())
     for job in (0, 2):
@@ -281,7 +281,7 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
     )
     if number != signal.SIGKILL:
         assert (
-            "stopping: each job saves a checkpoint" in done.err
+            "stopping; waiting for the running jobs to save a checkpoint" in done.err
             and "2 unfinished, 2 not started" in done.out
         )
     (tmp_path / "hold").unlink()
@@ -310,7 +310,7 @@ def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
     done = sweep(tmp_path, *command, "sweep.on_error=stop", "+callbacks.hold._target_=mine.Hold")
     assert (
         done.code == 2
-        and "job 1 failed (sweep.on_error=stop): each job saves a checkpoint" in done.err
+        and "job 1 failed (sweep.on_error=stop); waiting for the running jobs to save" in done.err
     ), done.err
     assert not (tmp_path / "all" / "3").exists() and "Traceback" not in done.err
 
@@ -356,28 +356,28 @@ MISTAKES = [
         "sweep.at_once=2: hydra/launcher=basic does not support this key",
         "Type hydra/launcher=joblib",
     ),
-    ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number of at least 1.", ""),
+    ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: expected a whole number of at least 1.", ""),
 ]
 WITH = [
     (
         "joblib",
         "sweep.at_once=x",
-        "sweep.at_once=x: give auto, or a whole number of at least 1",
+        "sweep.at_once=x: expected auto, or a whole number of at least 1",
         "",
     ),
     (
         "joblib",
         "hydra.launcher.n_jobs=0",
-        "hydra.launcher.n_jobs=0: give a whole number of at least 1",
+        "hydra.launcher.n_jobs=0: expected a whole number of at least 1",
         "",
     ),
     (
         "joblib",
         "hydra.launcher.n_jobs=-1",
-        "hydra.launcher.n_jobs=-1: give a number of jobs, or remove this key to run one job",
+        "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU",
         "",
     ),
-    ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: there is no such key.", ""),
+    ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: no such key.", ""),
     (
         "submitit_slurm",
         "sweep.per_gpu=2",

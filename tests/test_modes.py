@@ -157,12 +157,12 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
             "debug=true compile=true",
             "error: debug=true sets compile=false, but you typed compile=true. Remove one",
         ),
-        ("debug=true epochs=none", "error: epochs=none: give a whole number"),
-        ("overfit=1 task=plan", "error: overfit=1 is only for task=train."),
+        ("debug=true epochs=none", "error: epochs=none: expected a whole number"),
+        ("overfit=1 task=plan", "error: overfit=1 applies only to task=train."),
         ("overfit=1000", "error: overfit=1000: an epoch has only 20 batches. Type overfit=1."),
         (
             "overfit=1 strategy=ddp devices=2",
-            "error: overfit=1 runs in one process. Leave out strategy and devices.",
+            "error: overfit=1 runs in one process. Remove strategy and devices.",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     assert second == "Check these samples, or remove them."
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
-        third == f"The batch is in {tmp_path / 'bad'}. To replay the step, "
+        third == f"The batch was saved in {tmp_path / 'bad'}. To replay the step, "
         f"call fit(..., resume={str(path)!r})."
     )
     kept = load_file(tmp_path / "bad" / f"batch_{step:08d}.safetensors")

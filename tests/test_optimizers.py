@@ -193,7 +193,7 @@ def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
     with pytest.raises(UserError, match=r"the rule 0\.\* sets betas, but"):
         optimizers.build(two, parameter_groups(model, rules), CPU)
     groups = [{"params": list(model.parameters()), "name": "all"}]
-    with pytest.raises(UserError, match="one of them has no parameters.\n.*'groups=\\["):
+    with pytest.raises(UserError, match="combined optimizers has no parameters.\n.*'groups=\\["):
         optimizers.build(two, groups, CPU)
 
 

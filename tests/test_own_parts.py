@@ -127,7 +127,7 @@ def test_a_loss_may_be_the_function_itself_or_make_one(project):
             'an int, not a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}.',
         ),
         ("loss", "an int, not a function of (outputs, targets)."),
-        ("metrics.five", "an int, not an object with update, compute and reset."),
+        ("metrics.five", "an int, not an object with update, compute and reset methods."),
     ],
 )
 def test_what_is_another_part_is_told_by_what_is_needed(project, key, answer):
@@ -226,21 +226,21 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
     loss = build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, 5]})
     weighted = getattr(torch.nn, name)(**{key: torch.tensor([1.0, 2.0, 5.0])})
     assert loss(outputs, targets).equal(weighted(outputs, targets))
-    with pytest.raises(UserError, match=rf"loss\.{key}=x: give a number of at least 0"):
+    with pytest.raises(UserError, match=rf"loss\.{key}=x: expected a number of at least 0"):
         build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
 
 
 def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
     hint = messages.hint_for("loss.ignore_index", config)
-    assert hint.startswith(" To pass an argument of your own, type +loss.ignore_index=...")
+    assert hint.startswith(" To pass your own argument, type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
     hint = messages.hint_for("dataset.noise", config)
-    assert hint.startswith(" To pass an argument of your own, type +dataset.noise=...")
+    assert hint.startswith(" To pass your own argument, type +dataset.noise=...")
 
 
 def test_a_missing_argument_is_named():

@@ -125,7 +125,7 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     ("text", "answer"),
     [
         (b"width: [16\n", "model=broken: these settings cannot be read (while parsing"),
-        (b"- a\n", "model: its file must be a mapping with the key _target_."),
+        (b"- a\n", "model: this must be a mapping with a _target_ key."),
         ("width: 16\n".encode("utf-16"), "model=broken: these settings cannot be read ("),
     ],
 )

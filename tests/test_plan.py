@@ -167,7 +167,7 @@ def test_the_lines_add_up():
     assert lines == [
         "lr       0.001 at step 1, 0.01 at step 50, 0 at step 1,000",
         f"memory   500 MiB at the peak: {', '.join(parts)} MiB; the rest is Python and PyTorch",
-        "disk     1.0 MiB per checkpoint, of which the last 2 and the best are kept; 1.0 MiB for the weights",
+        "disk     1.0 MiB per checkpoint (the last 2 and the best are kept); 1.0 MiB for the weights",
         f"time     about 19.5 s, measured over 50 steps: {', '.join(times)}",
     ]
     *others, time, stopped = plan.lines(

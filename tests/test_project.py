@@ -66,11 +66,11 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ('trustd = ["mine"]', ": there is no key trustd. Did you mean 'trusted'? The keys are trusted = "),
-        ('trusted = "mine"', ".trusted: expected tuple[str, ...], not 'mine'. The keys are trusted = "),
+        ('trustd = ["mine"]', ": unknown key trustd. Did you mean 'trusted'? The valid keys are trusted = "),
+        ('trusted = "mine"', ".trusted: expected tuple[str, ...], not 'mine'. The valid keys are trusted = "),
         ("experiment = 1", ".experiment: expected "),
         ("runs = ", ": this is not valid TOML ("),
-        ("[tool.stoker]", ": there is no key tool. Write the keys without a [header]. The keys are "),
+        ("[tool.stoker]", ": unknown key tool. Put the keys at the top level, without a [header]. The valid keys are "),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
 def test_the_keys_in_a_pyproject_file_need_their_header(folder):
     write(folder / "pyproject.toml", '[stoker]\ntrusted = ["mine"]\n')
     with pytest.raises(
-        UserError, match=r"write \[tool.stoker\] above the keys of Stoker\. The keys"
+        UserError, match=r"put Stoker's keys under \[tool.stoker\]\. The valid keys"
     ):
         arguments.for_hydra([])
 
@@ -131,7 +131,7 @@ def test_a_name_that_no_new_package_can_have_is_refused(folder, name):
         new([name])
     assert str(caught.value) == (
         f"new {name}: this name is taken or is not a valid package name.\n"
-        "Choose a name with only letters, digits and underscores, such as: new my_project."
+        "Choose an unused name made of letters, digits and underscores, as in: new my_project."
     )
     assert [path.name for path in folder.iterdir()] == ["here"]
 

@@ -194,9 +194,9 @@ def test_a_saved_state_goes_on_where_it_was(name, stop):
         (
             "cosine",
             {"warmup": 1.5},
-            "scheduler.warmup=1.5: give a whole number of steps less than 10",
+            "scheduler.warmup=1.5: expected a whole number of steps less than 10",
         ),
-        ("cosine", {"warmup": "1"}, "scheduler.warmup='1': give a number"),
+        ("cosine", {"warmup": "1"}, "scheduler.warmup='1': expected a number"),
         ("linear", {"final": -0.1}, "scheduler.final=-0.1"),
         ("linear", {"start": -0.1, "warmup": 2}, "scheduler.start=-0.1"),
         ("linear", {"start": 0.2}, "scheduler.warmup=0.1"),

@@ -311,10 +311,10 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
 @needs_optuna
 def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
     for typed, word in (
-        (["sweep.trials=0"], "error: sweep.trials=0: give a whole number of at least 1.\n"),
+        (["sweep.trials=0"], "error: sweep.trials=0: expected a whole number of at least 1.\n"),
         (
             ["model.hiden=interval(1,3)"],
-            "error: model.hiden: there is no such key. Did you mean 'model.hidden'?",
+            "error: model.hiden: no such key. Did you mean 'model.hidden'?",
         ),
         (["optimizer.lr=tag(log,interval(0,1))"], "error: optimizer.lr=tag(log,interval(0,1)): "),
         (
@@ -354,7 +354,7 @@ def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
     done = forks.run(tmp_path, "-m", "sweep=optuna", "model=linear,cnn", "sweep.trials=2", *SMALL)
     assert (
         done.code == 0
-        and "search   leaves out model.hidden, model.dropout (not used by every trial)" in done.out
+        and "search   omits model.hidden, model.dropout (not used by every trial)" in done.out
     )
     assert set(study_of(tmp_path).trials[0].params) == {
         "optimizer.lr",

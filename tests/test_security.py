@@ -243,7 +243,7 @@ def test_what_gives_another_part_is_not_called(typed, key):
         lambda *registered: made.append(registered)
     )
     try:
-        with pytest.raises(UserError, match=rf"{key}._target_=.*: this does not return a "):
+        with pytest.raises(UserError, match=rf"{key}._target_=.*: this does not return an? "):
             build.build(key, AS_ANOTHER[key])
         assert made == []
         typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]
@@ -687,7 +687,7 @@ def test_a_task_for_a_run_has_nothing_built_inside_a_part(compose, good, tmp_pat
             "a._args_: pass these",
         ),
         ({"_target_": "stoker.trainer.callbacks.NaNGuard", "folder": ".."}, "a.folder=.."),
-        ({"_target_": "stoker.trainer.callbacks.Progress", "_args_": 3}, "give a list"),
+        ({"_target_": "stoker.trainer.callbacks.Progress", "_args_": 3}, "expected a list"),
     ],
 )
 def test_a_run_that_is_trained_again_writes_into_its_own_folder(

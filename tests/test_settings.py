@@ -16,7 +16,7 @@ from stoker.trainer.errors import UserError
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    message = f"resume={tmp_path}: give auto, never, or a checkpoint file."
+    message = f"resume={tmp_path}: expected auto, never, or a checkpoint file."
     with pytest.raises(UserError, match=re.escape(message)):
         settings.check_resume(str(tmp_path))
     for step in ("00000020", "99999999", "100000000"):
@@ -30,8 +30,8 @@ def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path
 
 def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
     refused = [
-        ({"task": "plan", "overfit": 1}, "overfit=1 is only for task=train"),
-        ({"task": "plan", "profile": True}, "profile=true is only for task=train"),
+        ({"task": "plan", "overfit": 1}, "overfit=1 applies only to task=train"),
+        ({"task": "plan", "profile": True}, "profile=true applies only to task=train"),
         (
             {"task": "train", "profile": True, "overfit": 2},
             "profile=true needs a training run and cannot be combined with overfit=2",
@@ -41,7 +41,9 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
         with pytest.raises(UserError, match=said):
             settings.check_task(config)
     settings.check_task({"task": "plan", "profile": False, "overfit": None})
-    with pytest.raises(UserError, match="overfit=0: give a whole number of at least 1, or null"):
+    with pytest.raises(
+        UserError, match="overfit=0: expected a whole number of at least 1, or null"
+    ):
         settings.check("overfit", 0)
 
 

@@ -255,10 +255,10 @@ def test_other_errors_are_not_taken_for_it():
             {"micro_batch": "auto", "grad_accum_steps": 2},
             "micro_batch=auto and grad_accum_steps=2 both",
         ),
-        ({"micro_batch": 0}, "micro_batch=0: give"),
-        ({"micro_batch": 2.5}, "micro_batch=2.5: give"),
-        ({"micro_batch": True}, "micro_batch=true: give"),
-        ({"micro_batch": "large"}, "micro_batch=large: give auto"),
+        ({"micro_batch": 0}, "micro_batch=0: expected"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5: expected"),
+        ({"micro_batch": True}, "micro_batch=true: expected"),
+        ({"micro_batch": "large"}, "micro_batch=large: expected auto"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings, says):

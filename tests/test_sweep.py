@@ -164,7 +164,7 @@ def swept(forks, tmp_path_factory):
     assert done.code == 2 and "Callback" not in done.err, done.err
     assert (
         done.err.splitlines()
-        == ["error: model.dropout=2.0: give a number of at least 0 and at most 0.95."] * 6
+        == ["error: model.dropout=2.0: expected a number of at least 0 and at most 0.95."] * 6
     )
     done.folder = folder / "all"
     done.jobs = [read_json(done.folder / str(i) / "result.json") for i in range(12)]
@@ -196,7 +196,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     assert rows[:2] == [row for _, row in expected]
     assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
     failed = "optimizer.lr=0.001 seed=0"
-    reason = "model.dropout=2.0: give a number of at least 0 and at most 0.95."
+    reason = "model.dropout=2.0: expected a number of at least 0 and at most 0.95."
     assert rows[2][2] == f"{failed}: {reason}"
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; the table is in sweep.csv"
     assert line_of(swept.out, "report") == "all/sweep.html"
@@ -490,7 +490,7 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     )
     assert (
         not (tmp_path / "all" / "2").exists()
-        and "  seed=-1: give a whole number of at least 0.\n" in done.out
+        and "  seed=-1: expected a whole number of at least 0.\n" in done.out
     )
     go_on = arguments_of(line_of(done.out, "resume"))
     assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
@@ -571,7 +571,7 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
         first
         == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
     )
-    assert second.endswith("there is no such folder.")
+    assert second.endswith("no such folder.")
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

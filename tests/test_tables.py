@@ -842,7 +842,7 @@ def test_what_is_constant_is_divided_by_one(table):
 
 
 def test_csv_without_a_file(tmp_path):
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="no such file"):
         tables.csv(str(tmp_path / "none.csv"), "y")
 
 
@@ -922,9 +922,9 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"folds": 1}, "dataset.folds=1: .* Choose from 2"),
         (
             {"folds": 3, "fold": 3},
-            "dataset.fold=3: give a whole number of at least 0 and at most 2",
+            "dataset.fold=3: expected a whole number of at least 0 and at most 2",
         ),
-        ({"fold": 1}, "dataset.fold=1: give a whole number of at least 0 and at most 0"),
+        ({"fold": 1}, "dataset.fold=1: expected a whole number of at least 0 and at most 0"),
         ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
     ],
 )

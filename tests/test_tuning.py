@@ -87,9 +87,9 @@ def test_the_allocator_is_tuned_where_it_was_asked_for(device, parts, kept, monk
 
 
 def test_what_is_not_there_to_be_tuned_is_an_error():
-    with pytest.raises(UserError, match=r"tune=\[fast\]: give a list with any of allocator"):
+    with pytest.raises(UserError, match=r"tune=\[fast\]: expected a list with any of allocator"):
         tuning.tune_process(torch.device("cpu"), ["fast"])
-    with pytest.raises(UserError, match="tune=null: give a list"):
+    with pytest.raises(UserError, match="tune=null: expected a list"):
         tuning.tune_process(torch.device("cpu"), None)
 
 

@@ -33,7 +33,7 @@ def rates(total_steps, **settings):
 def test_a_warmup_is_shorter_than_the_training():
     for warmup in (20, 500):
         with pytest.raises(
-            UserError, match=f"warmup={warmup}: give a whole number of steps less than 20"
+            UserError, match=f"warmup={warmup}: expected a whole number of steps less than 20"
         ):
             rates(20, warmup=warmup)
     assert rates(20, warmup=19) == [step / 20 for step in range(1, 20)] + [1.0]
@@ -58,10 +58,10 @@ def test_a_warmup_is_shorter_than_the_training():
             "eval_every=3 dataset.val_fraction=0",
             "eval_every=3: there is no validation split .* or type dataset.val_fraction=0.1.",
         ),
-        ("callbacks.lookahead.decay=0.3", "decay: .* off. Type callbacks.lookahead.every="),
+        ("callbacks.lookahead.decay=0.3", "decay: .* off. Also type callbacks.lookahead.every="),
         (
             "callbacks.early_stopping.min_delta=0.1",
-            "min_delta: .* off. Type patience=",
+            "min_delta: .* off. Also type patience=",
         ),
     ],
 )
@@ -228,6 +228,6 @@ def test_a_typed_loss_that_your_own_compute_loss_ignores_is_warned_of(
         check(processed(*given, ignores, "loss.weight=[1,2]", "+loss.ignore_index=7"))
     assert [record.getMessage() for record in caplog.records] == [
         f"Ignores.compute_loss ignores {typed}, because it does not use self.loss.\n"
-        "Use it in your compute_loss, or remove the setting."
+        "Use self.loss in your compute_loss, or remove the setting."
         for typed in ("loss=mse", "loss.weight=[1,2]")
     ]

@@ -332,6 +332,6 @@ def test_an_error_of_a_users_own_loader_names_batch_and_line(workers):
     loader = IterableLoader(torch.utils.data.DataLoader(split, batch_size=2, num_workers=workers))
     with pytest.raises(
         TrainingError,
-        match=r"The loader failed at batch 4 of epoch 0: (Type|Attribute)Error: .*\(.*\.py:\d+\)\.$",
+        match=r"The loader failed at batch 5 of pass 1: (Type|Attribute)Error: .*\(.*\.py:\d+\)\.$",
     ):
         list(loader)

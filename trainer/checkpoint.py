@@ -105,7 +105,7 @@ def load(path: str | Path) -> Any:
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{path} does not contain a valid state: {type(error).__name__} {str(error)[:100]}."
+            f"{path} does not contain a valid state ({type(error).__name__}: {str(error)[:100]})."
         ) from None
 
 

@@ -80,7 +80,7 @@ def muon(
         lr: The learning rate of both optimizers.
         weight_decay: The decoupled weight decay of both optimizers.
         momentum: Muon's momentum.
-        betas: AdamW's decay rates for the averages of the gradient and its square.
+        betas: AdamW's decay rates for the running averages of the gradient and its square.
         fused: As for torch.optim.AdamW.
         foreach: As for torch.optim.AdamW.
         module: The model, used to find the embeddings and the output matrix.

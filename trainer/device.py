@@ -250,8 +250,9 @@ def check_compiler(device: torch.device) -> None:
         works = has_triton()
     if not works:
         raise UserError(
-            f"compile=true on {device} needs a compiler, but none is installed. The CPU needs g++, "
-            "clang++ or cl (on the PATH); a GPU needs Triton.\nInstall it, or type compile=false."
+            f"compile=true on {device} needs a compiler, but none is installed.\nOn the CPU, "
+            "install g++, clang++ or cl (on the PATH); on a GPU, install Triton. Or type "
+            "compile=false."
         )
 
 

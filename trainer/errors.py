@@ -170,12 +170,15 @@ def check_number(
         wanted += ", or null"
     is_text = isinstance(value, str) and value.isdecimal()
     typed = repr(value) if is_text else as_typed(value)
-    raise UserError(f"{key}={typed}: give {wanted}.")
+    raise UserError(f"{key}={typed}: expected {wanted}.")
 
 
 def kind_of(value: object) -> str:
     """Return the class name of a value with an article: "an int", "a Tensor"."""
-    name = type(value).__name__
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
     article = "an" if name[0] in "aeioAEIO" else "a"
     return f"{article} {name}"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and optimizer state is created
-MOST = 4  # maximum number of graphs, because each holds the memory of a step
+MOST = 4  # maximum number of graphs; limited because each one holds the memory of a step
 PATIENCE = 20  # number of steps without any graph after which to warn
 # Keys of a parameter group whose values may change without a new graph.
 CHANGES = ("params", "lr", "initial_lr")
@@ -149,7 +149,7 @@ def check(trainer: "Trainer") -> None:
     reason = None
     if trainer.device.type not in devices.GRAPHS:
         kind = trainer.device.type
-        reason = f"{kind} does not support graphs. Type compile=true or compile=false."
+        reason = f"{kind} does not support graph capture. Type compile=true or compile=false."
     elif trainer.dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":

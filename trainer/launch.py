@@ -80,7 +80,7 @@ def store() -> "Store":
 
 
 def whole_store() -> "Store":
-    """Return the store with the entries of all restarts, which torchrun or rank 0 hosts.
+    """Return the store that torchrun or rank 0 hosts, with the entries from all restarts.
 
     Raises:
         LostContact: Rank 0 cannot be reached.

@@ -87,8 +87,8 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"{type(loader).__name__}: with several processes, a loader with `seek` must split "
-            "each batch among them.\n"
+            f"{type(loader).__name__}: with several processes, a loader with a `seek` method must "
+            "split each batch among the processes itself.\n"
             "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
@@ -297,7 +297,7 @@ class IterableLoader(Seekable):
             raise
         except Exception as error:
             raise TrainingError(
-                f"The loader failed at batch {place.number} of epoch {place.passes}: "
+                f"The loader failed at batch {place.number + 1} of pass {place.passes + 1}: "
                 f"{cause(error)}."
             ) from error
         finally:

@@ -253,7 +253,7 @@ class Confusion(OfClasses):
 class MeanIoU(Confusion):
     """The intersection over union of true and predicted pixels, averaged over the classes.
 
-    A class that occurs neither in the targets nor in the predictions is left out. Outputs are
+    A class that occurs neither in the targets nor in the predictions is skipped. Outputs are
     (N, C, ...), targets (N, ...).
     """
 

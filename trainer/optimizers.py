@@ -85,8 +85,8 @@ def called(
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         if "empty parameter list" in str(error):
             raise UserError(
-                "optimizer: it consists of several optimizers, and one of them has no parameters.\n"
-                "If it divides the parameters by the names of groups, type "
+                "optimizer: one of the combined optimizers has no parameters.\n"
+                "If parameters are assigned to them by the names of groups, type "
                 "'groups=[{match: PATTERN}]'."
             ) from error
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
@@ -203,11 +203,11 @@ def begin_momentum(optimizer: torch.optim.SGD) -> None:
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
-    """Make learning rates tensors, which a graph reads at every replay; count steps on the GPU."""
+    """Make learning rates tensors, so that each replay reads them, and count steps on the GPU."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
-            f"compile=graph: {type(optimizer).__name__} is not fused. "
-            "Type optimizer=adamw or sgd, without fused=false."
+            f"compile=graph needs a fused optimizer, and {type(optimizer).__name__} is not fused.\n"
+            "Type optimizer=adamw or optimizer=sgd, and remove fused=false if you set it."
         )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))

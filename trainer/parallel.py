@@ -55,7 +55,7 @@ def start(strategy: str, device: torch.device) -> str:
     if name in ("single", "dp") or listed:
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
-            "train a model of its own.\n"
+            "train its own model.\n"
             "Type strategy=auto, or start the command without torchrun."
         )
     if not dist.is_initialized():
@@ -176,8 +176,8 @@ def replicated(
     can_replicate = device.type in REPLICAS and not is_compiled(module)
     if not can_replicate or device.index not in indices or max(indices) >= count:
         raise UserError(
-            f"strategy={strategy}: torch.nn.DataParallel needs CUDA and an uncompiled model on "
-            f"one of the listed GPUs. This run can use {count} GPUs on {device.type}.\n"
+            f"strategy={strategy}: torch.nn.DataParallel needs CUDA, and an uncompiled model on "
+            f"one of the GPUs in use (device: {device}; visible GPUs: {count}).\n"
             "Type strategy=single, or strategy=ddp."
         )
     # DataParallel gathers outputs on its first device, which must also hold the parameters.

@@ -48,7 +48,7 @@ class Reporting(Stateful):
                 row[name] = value
             else:
                 row[name] = misuse.number(name, value)
-        # Do not keep lists, which may be large, such as a confusion matrix of many classes.
+        # Do not keep lists, because they may be large, as in a confusion matrix of many classes.
         numbers_alone = {name: value for name, value in row.items() if not isinstance(value, list)}
         self.history.add(numbers_alone)
         self.call("on_log", row)

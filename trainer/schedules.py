@@ -109,8 +109,8 @@ def schedule(
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     elif warmup != warmup_steps or warmup >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: give a whole number of steps less than {total_steps} (the "
-            "steps of the run), or a fraction of the run, such as scheduler.warmup=0.1."
+            f"scheduler.warmup={warmup}: expected a whole number of steps less than {total_steps} "
+            "(the steps of the run), or a fraction of the run, such as scheduler.warmup=0.1."
         )
 
     def factor(step: int) -> float:
@@ -318,7 +318,9 @@ def step(
     milestones: Sequence[float] = (0.5, 0.75),
     gamma: float = 0.1,
 ) -> Schedule:
-    """Multiply the rate by `gamma` at each milestone, a fraction of the steps after the warmup.
+    """Multiply the rate by `gamma` at each milestone.
+
+    Milestones are fractions of the steps after the warmup.
 
     He et al. 2016, arXiv 1512.03385, section 4.2.
     """

@@ -68,7 +68,7 @@ def check_device(device: Any) -> None:
     if not re.fullmatch(r"[a-z]\w*(:\d+)?", name, re.ASCII):
         raise UserError(
             f"device={name}: not a valid device name.\n"
-            "Type device=auto, or the name of a device, such as device=cuda:1."
+            "Type device=auto, or name a device, as in device=cuda:1."
         )
 
 
@@ -83,7 +83,7 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
         return text, None
     if not re.fullmatch(r"dp:\d{1,4}(\+\d{1,4})*", text, re.ASCII):
         raise UserError(
-            f"strategy={text}: there is no such strategy.{did_you_mean(text, STRATEGIES)}\n"
+            f"strategy={text}: no such strategy.{did_you_mean(text, STRATEGIES)}\n"
             "Type strategy=auto, single, dp, dp:0+1 (GPUs 0 and 1), ddp or fsdp."
         )
     return "dp", [int(index) for index in text.removeprefix("dp:").split("+")]
@@ -99,7 +99,7 @@ def check_groups(rules: Any) -> Any:
         is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
         if not is_rule or len(rule) == 1 or RESERVED & rule.keys():
             raise UserError(
-                f"groups={as_typed(rules)}: give a list of rules, each with a name pattern and "
+                f"groups={as_typed(rules)}: expected a list of rules, each with a name pattern and "
                 "optimizer options, such as 'groups=[{match: \"head.*\", lr: 1e-4}]'."
             )
         if "lr_decay" in rule:
@@ -114,7 +114,7 @@ def check_thaw_at(value: Any) -> tuple[float, bool]:
     match = re.fullmatch(r"never|(\d{1,18})(?: steps?|( epochs?))?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
-            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, a number of "
+            f"callbacks.freeze.thaw_at={as_typed(value)}: expected a number of steps, a number of "
             "epochs ('callbacks.freeze.thaw_at=2 epochs'), or never."
         )
     return (int(match[1]) if match[1] else math.inf, match[2] is not None)

@@ -120,7 +120,7 @@ def is_like(value: Any, form: Any) -> bool:
 
 
 def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
-    """Return whether `state` has the shape of `like`, and both are floating-point or neither."""
+    """Return whether `state` has the shape of `like`, and both or neither are floating-point."""
     return (
         isinstance(state, torch.Tensor)
         and state.shape == like.shape

@@ -1,7 +1,7 @@
 """Special steps: for fp16, `micro_batch=auto`, CUDA graphs and closure optimizers.
 
-The Trainer chooses one when it is built, and `train_step` calls it in place of its own body. Each
-repeats what `train_step` does: accumulate gradients, clip them, update the weights.
+The Trainer chooses one when it is built, and `train_step` calls it instead of its own body. Each
+one does what `train_step` does: accumulate gradients, clip them, update the weights.
 """
 
 import functools

@@ -67,7 +67,7 @@ class Stoppable:
         """End training after this step, or during its evaluation.
 
         You can call this from a signal handler or another thread. With several processes, one call
-        is enough: slightly later, all of them end after the same step.
+        is enough: all of them end after the same step, slightly later.
         """
         self.interruption = reason
 
@@ -94,8 +94,8 @@ class EvaluationInterrupted(BaseException):
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.
 
-    Otherwise a library could mistake the exception for an error of its own, and a file would appear
-    to be damaged.
+    Otherwise a library could mistake the exception for its own error, and a file would appear to be
+    damaged.
     """
     global on_signal
     outer = on_signal

@@ -28,7 +28,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     yield line
     device = devices.describe(trainer.device)
     yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
-    batch_size = getattr(trainer.train_loader, "batch_size", None) or "as the loader yields it"
+    batch_size = getattr(trainer.train_loader, "batch_size", None) or "size set by the loader"
     optimizer = trainer.optimizer
     scheduler = trainer.scheduler
     rates = [group.get("initial_lr", 0) for group in optimizer.param_groups]
@@ -71,7 +71,7 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the size of the tensors in MiB. Of sharded tensors, only the local shards count."""
+    """Return the size of the tensors in MiB. For sharded tensors, count only the local shards."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
 

@@ -32,7 +32,7 @@ def width() -> int:
 def wrapped(text: str, indent: str = INDENT) -> str:
     """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped.
 
-    A command that does not fit after its text starts on a line of its own.
+    A command that does not fit after its text starts on its own line.
     """
     lines = []
     for line in text.split("\n"):

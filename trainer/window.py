@@ -63,7 +63,7 @@ class Window:
         row["train/lr"] = float(rates[0])
         row["train/samples"] = loss.samples
         if weight != loss.samples:
-            row["train/weight"] = weight  # the weight of the loss in means over several rows
+            row["train/weight"] = weight  # weights this row's loss when rows are averaged
         row["train/seconds"] = time.perf_counter() - self.start
         if any(rate != rates[0] for rate in rates):
             for label, rate in zip(labels[1:], rates[1:], strict=True):

@@ -143,7 +143,7 @@ def check_options(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0]
         if name.startswith("-") and name not in FLAGS | VALUED:
             raise UserError(
-                f"{argument}: there is no such option. Settings are typed without dashes, as in "
+                f"{argument}: no such option. Settings are typed without dashes, as in "
                 "device=cpu. Type --help to see all settings."
             )
         if argument in VALUED and argument == arguments[-1]:

@@ -22,6 +22,7 @@ from stoker.trainer.errors import (
     did_you_mean,
     first_line,
     kind_of,
+    with_article,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
 WITHOUT_BASE_CLASS = {
     "dataset": 'a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
-    "metrics": "an object with update, compute and reset",
+    "metrics": "an object with update, compute and reset methods",
 }
 # Packages whose functions may be called to build a part. What a function returns is checked
 # afterward.
@@ -88,7 +89,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     located = locate(key, target)
     is_trusted = is_trusted_by_user(target)
     if part in PART_CLASSES and not is_trusted and not returns_part(part, located):
-        raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
+        wanted = with_article(PART_CLASSES[part][0])
+        raise UserError(f"{key}._target_={target}: this does not return {wanted}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(
             f"{key}._partial_=true: a run needs the object that {target} returns, not a partial. "
@@ -124,7 +126,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             ) from error
         raise UserError(f"{key} ({target}): {first_line(error)}") from error
     if part in PART_CLASSES and not is_part(part, built):
-        wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
+        wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
     return built
 
@@ -151,7 +153,7 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
             weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())
         elif value is not None:
             raise UserError(
-                f"{key}.{name}={as_typed(value)}: give a list with one number per class."
+                f"{key}.{name}={as_typed(value)}: expected a list with one number per class."
             )
     return weights
 
@@ -201,7 +203,7 @@ def is_part(part: str, built: Any) -> bool:
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the allowed classes of a part, leaving out classes whose library is not imported."""
+    """Return the allowed classes of a part, except those whose library has not been imported."""
     return tuple(
         hydra.utils.get_object(name)
         for name in PART_CLASSES[part]
@@ -224,8 +226,8 @@ def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:
 def check_nested(key: str, node: Any) -> None:
     """Raise UserError for a nested `_target_` that the user does not trust.
 
-    Only a model or a loss may contain nested targets, because its size is checked before it is
-    built. For other parts, there is no such check.
+    Only a model or a loss may contain nested targets, because the size of these two is checked
+    before they are built.
     """
     for place, item in walk(key, node):
         if place == key or not isinstance(item, dict) or "_target_" not in item:
@@ -259,7 +261,7 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
     """Raise UserError unless Hydra's keys have the right types and the other keys are arguments."""
     target = node["_target_"]
     if not isinstance(node.get("_args_", []), list):
-        raise UserError(f"{key}._args_={as_typed(node['_args_'])}: give a list.")
+        raise UserError(f"{key}._args_={as_typed(node['_args_'])}: expected a list.")
     names, takes_more = arguments_of(key, target)
     unknown = [name for name in node if name not in KEYS and name not in names]
     if unknown and not takes_more:

@@ -62,8 +62,9 @@ def check_config(cfg: DictConfig) -> None:
     for key in PARTS:
         if not isinstance(given[key], dict):
             raise UserError(
-                f"{key}: its file must be a mapping with the key _target_.\n"
-                f"An experiment chooses a file by '- override /{key}: NAME' under 'defaults:'."
+                f"{key}: this must be a mapping with a _target_ key.\n"
+                "To select a config file in an experiment, write "
+                f"'- override /{key}: NAME' under 'defaults:'."
             )
     if len(configs.folders()) > 1:
         check_choices(given)
@@ -89,7 +90,7 @@ def check_choices(given: Mapping[str, Any]) -> None:
         if key not in typed and target != chosen_target:
             raise UserError(
                 f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
-                f"Remove that key there, or type {key}={chosen_target} as well."
+                f"Remove that key there, or also type {key}={chosen_target}."
             )
 
 
@@ -99,7 +100,7 @@ def check_length(given: Mapping[str, Any]) -> None:
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            "both set the length of the run. Type max_steps=null, or leave out epochs."
+            "both set the length of the run. Type max_steps=null, or remove epochs."
         )
 
 
@@ -118,8 +119,8 @@ def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> No
         unused = [key for key in typed if key.startswith(prefix) and key != f"{prefix}_target_"]
         if unused and typed.isdisjoint(switches):
             raise UserError(
-                f"{min(unused)}: this callback is off. Type {switches[0]}=... as well, or remove "
-                "this key."
+                f"{min(unused)}: this callback is off. Also type {switches[0]}=..., or remove this "
+                "key."
             )
 
 
@@ -177,14 +178,14 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError for a value outside its limit, or of the wrong type if it has no limit.
+    """Raise UserError for a value outside its limits, or, if it has none, of the wrong type.
 
     The right type is the type of the default. If the default is null or auto, any type is allowed
     here, and the constructor checks the value.
     """
     # The keys of `trainer` have the same limits as the top-level keys.
     limit = settings.limit_of(name.removeprefix("trainer."))
-    # null is valid for epochs, which max_steps can replace, and turns a callback off.
+    # null is valid for epochs (max_steps can replace it) and for a callback (it turns it off).
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return
@@ -200,7 +201,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
         if isinstance(sample, dict):
             sample = dict(list(sample.items())[:1])
         raise UserError(
-            f"{name}={as_typed(value)}: give {KINDS[type(default)]}, as in "
+            f"{name}={as_typed(value)}: expected {KINDS[type(default)]}, as in "
             f"{shlex.quote(f'{name}={as_typed(sample)}')}."
         )
 

@@ -89,7 +89,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or a clearer one if it comes from a library and is hard to read."""
+    """Return the error, or a clearer one if it is an error of a library that is hard to read."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
             "the process of a job died: it was killed or ran out of memory "
@@ -105,7 +105,7 @@ def with_message(error: Exception) -> Exception:
 
 
 def say_interrupted() -> int:
-    """Print what to do after a signal, and return the exit code."""
+    """Print how to continue after an interruption, and return the exit code."""
     advice = "\ninterrupted."
     if not arguments.is_sweep(sys.argv):  # the sweep already printed how to continue
         advice += " Type the same command again to resume, or to start over if nothing was saved."

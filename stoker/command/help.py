@@ -54,7 +54,7 @@ def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a config: each key with its default, and its comment beside it."""
     text = path.read_text(encoding="utf-8", errors="replace")
     group = "" if "# @package _global_" in text else f"{path.parent.name}."
-    if path == configs.FOLDER / "train.yaml":  # leave out the file's header and Hydra's block
+    if path == configs.FOLDER / "train.yaml":  # skip the file's header and Hydra's block
         group = ""
         text = text[text.index("\n\n") + 1 : text.index("\nhydra:")]
     for line in text.splitlines():

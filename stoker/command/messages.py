@@ -140,13 +140,13 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     group = key.partition(".")[0]
     chosen = [one for one in arguments.choices(sys.argv[1:]) if one.startswith(f"{group}=")]
     command = " ".join([*invocation.program(), *chosen])
-    return f"{key}: there is no such key.{hint}\nType {command} --help to see the keys."
+    return f"{key}: no such key.{hint}\nType {command} --help to see the keys."
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar key, or how to add it."""
     group, _, last = key.rpartition(".")
-    to_add = f" To pass an argument of your own, type +{key}=..."
+    to_add = f" To pass your own argument, type +{key}=..."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
     aliases: dict[str, str] = {}

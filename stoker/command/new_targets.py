@@ -24,7 +24,7 @@ def drop_leftovers(cfg: DictConfig) -> None:
         if last != "_target_":
             continue
         if not isinstance(target, str):
-            raise UserError(f"{path}: give the dotted name of a class or function.")
+            raise UserError(f"{path}: expected the dotted name of a class or function.")
         given = arguments_given(name, target)
         if name == "dataset":
             given.update(settings.LOADER_KEYS)  # these are valid for any data set

@@ -96,7 +96,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         monitor_interval=0.1,
     )
     program = invocation.program()[1:] or ["-m", "stoker"]
-    logging.disable(logging.CRITICAL)  # the log of torchrun's agent repeats the ranks' output
+    logging.disable(logging.CRITICAL)  # the torchrun agent's log repeats the ranks' output
     try:
         elastic_launch(config, sys.executable)("-u", *program, *arguments)
         return 0
@@ -112,7 +112,10 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error; print which rank was killed, if no rank has."""
+    """Return the exit code for the agent's error. If a rank was killed, print which one.
+
+    Print nothing if a rank has already printed a message.
+    """
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:

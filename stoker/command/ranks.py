@@ -32,7 +32,7 @@ from stoker.trainer.launch import (
     world_size,
 )
 
-ANSWER = 5  # seconds to wait for the other ranks to report why they end
+ANSWER = 5  # seconds to wait for the other ranks to report why they are ending
 # How gloo, NCCL and the store report that a peer is gone or does not respond.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
@@ -40,7 +40,7 @@ CONTACT = re.compile(
 )
 
 joined: bool = False  # whether this process has announced itself in the store
-reported: bool = False  # whether this process has announced why it ends
+reported: bool = False  # whether this process has announced why it is ending
 
 
 def quieten() -> None:
@@ -167,8 +167,8 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
 def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
     """Return (message, exit code) for this rank after a signal or a lost connection.
 
-    If another rank reports an error of its own, that rank prints it. Otherwise, the message names
-    the ranks that did not report.
+    If another rank reports its own error, that rank prints it. Otherwise, the message names the
+    ranks that did not report.
     """
     present = wait_for_all("end")
     reports = [json.loads(store().get(f"end/{peer}")) for peer in present]
@@ -178,11 +178,15 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     absent = [peer for peer in range(world_size()) if peer not in present]
     dead = [peer for peer in absent if has_ended(peer)]
     if dead or (absent and any(report["kind"] == "lost" for report in reports)):
-        names = " and ".join(f"rank {peer} ({who(peer)})" for peer in (dead or absent)[:3])
+        lost = (dead or absent)[:3]
+        names = " and ".join(f"rank {peer} ({who(peer)})" for peer in lost)
+        verb = "is" if len(lost) == 1 else "are"
         advice = "Type the same command again."
         if signals.resume_command:
             advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
-        message = f"error: {names} is gone, or did not respond for {launch.timeout:g} s.\n{advice}"
+        message = (
+            f"error: {names} {verb} gone, or did not respond for {launch.timeout:g} s.\n{advice}"
+        )
         code = 3
     elif kind == "lost" and stopping.received is not None:  # the signal ended the other ranks first
         return None, signals.exit_code()
@@ -230,7 +234,7 @@ def end(code: int | str | None) -> None:
 
 
 def leave() -> None:
-    """Report that this rank is done, unless it has already reported why it ends.
+    """Report that this rank is done, unless it has already reported why it is ending.
 
     Rank 0 hosts the store, so it waits until the other ranks no longer need it.
     """

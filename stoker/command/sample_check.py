@@ -53,7 +53,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     """Return (outputs, targets) of two samples on the CPU; UserError if the shapes do not match.
 
     They are computed on the CPU because a class index that is too large would fail an assertion in
-    a GPU kernel, which ends the process.
+    a GPU kernel and end the process.
     """
     inputs, targets = data.train[list(range(min(2, len(data.train))))]
     if inputs.dtype == torch.uint8:

@@ -44,7 +44,7 @@ class Text:
 
     def check(self, key: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(f"{key}={as_typed(value)}: give a string.")
+            raise UserError(f"{key}={as_typed(value)}: expected a string.")
         if value == "":
             raise UserError(f"{key}=: type a string after the =, or remove {key}.")
         return value
@@ -65,7 +65,7 @@ class Setting:
         debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
-            the run leaves it out.
+            the run omits it.
         aliases: Other names that people type for the key.
     """
 
@@ -84,7 +84,8 @@ def check_tune(parts: Any) -> Any:
     is_list = isinstance(parts, (list, tuple))
     if not is_list or not all(part in TUNINGS for part in parts):
         raise UserError(
-            f"tune={as_typed(parts)}: give a list with any of {', '.join(TUNINGS)}, or [] for none."
+            f"tune={as_typed(parts)}: expected a list with any of {', '.join(TUNINGS)}, or [] for "
+            "none."
         )
     return parts
 
@@ -96,7 +97,9 @@ def check_resume(resume: Any) -> Any:
         return resume
     files = checkpoint_names.files(path / "checkpoints")
     example = f", such as {files[max(files)]}" if files else ""
-    raise UserError(f"resume={as_typed(resume)}: give auto, never, or a checkpoint file{example}.")
+    raise UserError(
+        f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file{example}."
+    )
 
 
 FLAG = Choice((False, True))
@@ -271,7 +274,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     if values.get("activation_checkpointing") and values.get("compile"):
         raise UserError(
             "activation_checkpointing=true: torch.compile already decides what to recompute. "
-            "Leave out activation_checkpointing, or type compile=false."
+            "Remove activation_checkpointing, or type compile=false."
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(
@@ -293,7 +296,8 @@ def check_task(config: Mapping[str, Any]) -> None:
         everywhere = set(TRAINING) <= set(setting.tasks)
         if everywhere or config["task"] in setting.tasks or value in (None, False):
             continue
-        raise UserError(f"{key}={as_typed(value)} is only for task={' or '.join(setting.tasks)}.")
+        tasks = " or ".join(setting.tasks)
+        raise UserError(f"{key}={as_typed(value)} applies only to task={tasks}.")
     if config.get("profile") and config.get("overfit") is not None:
         raise UserError(
             "profile=true needs a training run and cannot be combined with "
@@ -302,7 +306,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 
 
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
+    """Return the {key: value} that debug=true sets; UserError if a `typed` key contradicts one."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
     if "device" in typed:  # the error to find may occur only on that device
         del values["device"]

@@ -16,7 +16,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
     """Return the command that continues a run with these settings.
 
     If a key occurs several times, its last value is used. Settings that only matter at the start of
-    a run are left out. The command begins with `start`, which defaults to this program.
+    a run are omitted. The command begins with `start`, which defaults to this program.
     """
     words = list(start or invocation.program())
     last = {override.partition("=")[0]: override for override in (*overrides, *more)}

@@ -85,7 +85,7 @@ def record(number: int) -> None:
 
 
 def print_advice(text: str) -> None:
-    """Print what to do after a signal. The next signal ends the process silently."""
+    """Print how to continue after an interruption. The next signal ends the process silently."""
     global has_advised
     print(text, file=sys.stderr, flush=True)
     has_advised = True

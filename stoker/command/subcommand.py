@@ -1,4 +1,4 @@
-"""The commands `python -m stoker.MODULE DIR`, which act on one folder."""
+"""The commands `python -m stoker.MODULE DIR`, each of which acts on one folder."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def run(
             raise UserError(f"Type {usage}")
         folder = Path(arguments[0])
         if not folder.is_dir():
-            raise UserError(f"{folder}: there is no such folder.")
+            raise UserError(f"{folder}: no such folder.")
         act(folder)
     except (UserError, OSError) as error:
         return report(error)

@@ -21,8 +21,8 @@ from stoker import project
 from stoker.command import arguments
 from stoker.trainer.errors import UserError, did_you_mean, first_line
 
-# A target that you type on the command line is always trusted. A target of your own in a config
-# file needs trusted=[mypackage] on the command line or in the project file.
+# A target that you type on the command line is always trusted. Your own target in a config file
+# needs trusted=[mypackage] on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -128,7 +128,9 @@ def locate(key: str, target: str) -> Any:
     """
     place = f"{key}._target_={target}"
     if "." not in target:
-        raise UserError(f"{place}: give the dotted name of a class or function, as in mine.Name.")
+        raise UserError(
+            f"{place}: expected the dotted name of a class or function, as in mine.Name."
+        )
     check_trusted({key: target})
     try:
         located = hydra.utils.get_object(target)

@@ -215,7 +215,7 @@ def findings(samples: Sequence[Sample]) -> Findings:
         name: max(sample.gradients[name] / (sample.largest or 1.0) for sample in samples)
         for name in names
     }
-    # A vanishing gradient also becomes exactly zero in some units, which are not dead.
+    # A vanishing gradient also becomes exactly zero in some units, but these are not dead.
     vanishes = any(0 < share < VANISHED for share in shares.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]

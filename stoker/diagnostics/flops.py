@@ -32,8 +32,8 @@ def efficiency(
 
     `mfu` is the achieved fraction of the combined peak of all devices. If training was faster than
     the measured peak, the measurement was wrong, and both `peak_flops` and `mfu` are None. On the
-    CPU, the peak is that of `peak_threads` threads: the `threads` that trained (by default, the
-    current number) in each process.
+    CPU, the peak is that of `peak_threads` threads: the `threads` used for training (by default,
+    the current number) in each process.
     """
     flops = per_sample(trainer.module, in_shape, tokens)
     achieved = flops * samples_per_second if flops and samples_per_second else None

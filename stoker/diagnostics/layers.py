@@ -15,7 +15,7 @@ HEADER = ("layer", "type", "output", "parameters", "FLOPs")
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:
     """Return a table of the modules that have no submodules, or that have weights of their own.
 
-    Shapes and FLOPs are for the forward pass of one sample. They are left out if the shape of a
+    Shapes and FLOPs are for the forward pass of one sample. They are omitted if the shape of a
     sample is not known, or if the model rejects a single sample.
     """
     shapes, counts = forward(module, in_shape, tokens) if in_shape is not None else ({}, {})

@@ -84,7 +84,8 @@ def lr_find(
         return lowest / initial * (highest / lowest) ** (step / (steps - 1))
 
     watch = Watch(trainer.stateful())
-    probe = copy.copy(trainer)  # keeps the trainer's own step, callbacks and schedule
+    # A copy, so that the trainer's own step, callbacks and schedule are not changed.
+    probe = copy.copy(trainer)
     probe.callbacks = [watch]
     probe.make_scheduler = functools.partial(
         schedules.Schedule, factor=factor, description="lr_find"

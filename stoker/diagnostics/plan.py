@@ -18,7 +18,7 @@ from stoker.trainer.loading import by_name, length_of, resident_bytes
 from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
-WARMUP = graph.WARMUP  # untimed steps, which choose kernels and create the optimizer's state
+WARMUP = graph.WARMUP  # untimed steps, in which torch chooses kernels and creates optimizer state
 STEPS = 10  # timed steps, at least
 LONG = 1.0  # seconds after which no more steps are timed
 MOST = 200  # timed steps, at most
@@ -32,7 +32,7 @@ class Estimate:
 
     steps: int  # steps in the whole run
     timed: int
-    first: float  # extra time of the first step, which compiles and chooses kernels
+    first: float  # extra time of the first step, to compile and to choose kernels
     step: float
     evaluation: float  # one evaluation on the validation split
     test: float
@@ -154,7 +154,7 @@ def look(
 
 
 def mib_of(state: Any) -> float:
-    """Return the MiB of all tensors in a nested state."""
+    """Return the size in MiB of all tensors in a nested state."""
     return summary.mib(tensor for _, tensor in entries(state))
 
 

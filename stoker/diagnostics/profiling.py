@@ -25,7 +25,7 @@ MOST = 10  # operators in the table
 class Profile(Callback):
     """Write a trace of ACTIVE steps and a table of the most expensive operators into `folder`.
 
-    The table is printed as well. The first steps are skipped if the run is long enough. Profiling
+    The table is also printed. The first steps are skipped if the run is long enough. Profiling
     slows these steps down, but does not change their results. Open the trace in chrome://tracing,
     ui.perfetto.dev or TensorBoard's profiler.
     """

@@ -21,9 +21,7 @@ from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 ALWAYS = 32  # steps at the beginning, all of which are sampled
-SHARE = (
-    0.02  # fraction of the later steps to sample; the first steps of epochs get as much in total
-)
+SHARE = 0.02  # fraction of the later steps to sample, plus as many first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
@@ -303,9 +301,7 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
             if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(
-                    0, "eval_every"
-                )  # an evaluation may be the best so far, which saves one
+                keys.insert(0, "eval_every")  # an evaluation that is the best so far also saves one
             if keys:
                 advice["checkpoint"] = f"set a larger {keys[0]}"
     return advice

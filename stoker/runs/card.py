@@ -1,4 +1,4 @@
-"""The files of a run that you can share: the weights, and a card that explains how to load them."""
+"""The shareable files of a run: the weights, and a card that explains how to load them."""
 
 import datetime
 import json

@@ -53,7 +53,10 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
 
 
 def shades_of(matrix: Any) -> Any:
-    """Return the strength of each color in percent: shares of the class, and of the worst error."""
+    """Return the strength of each color in percent.
+
+    On the diagonal, it is the share of the class. Errors are relative to the worst error.
+    """
     import numpy
 
     matrix = matrix.astype(float)  # counts that exceed 64 bits have no fast type

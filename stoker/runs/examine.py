@@ -38,7 +38,7 @@ Columns = dict[str, Tensor]  # {name: values}, with one row per sample
 
 
 class Examination:
-    """A metric that has no value of its own, but collects samples for evaluation.json.
+    """A metric without a value, which collects samples for evaluation.json.
 
     The memory use does not depend on the number of samples, and `update` never waits for the
     device. With several processes, `loader` splits each batch among them. A subclass describes
@@ -83,8 +83,8 @@ class Examination:
         self.samples += count
 
     def fit(self, outputs: Any, targets: Any) -> bool:
-        """Return whether each sample, token or pixel has one output per class, or per target for a
-        regression.
+        """Return whether each sample, token or pixel has one output per class (for regression, one
+        per target).
         """
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return False
@@ -163,10 +163,9 @@ class Highest:
 
 
 def scrambled(indices: Tensor) -> Tensor:
-    """Return a hash of each index below 2**32, made like the finalizer of MurmurHash3.
+    """Return a hash of each index below 2**32, computed like the finalizer of MurmurHash3.
 
-    The highest hashes are a random choice of the samples that does not depend on their number, and
-    that is the same in every run.
+    The samples with the highest hashes are a random choice that is the same in every run.
     """
     mixed = indices + 1
     for factor in (0x85EBCA6B, 0xC2B2AE35):
@@ -186,8 +185,8 @@ class Classes(Examination):
     """Samples of a classification, and how often predictions with a given probability are right.
 
 
-    The loss is the negative log-probability of the true class, whatever loss the model was trained
-    with.
+    The loss is the negative log-probability of the true class, even if the model was trained with
+    a different loss.
     """
 
     ranked_by: ClassVar[dict[str, str]] = {

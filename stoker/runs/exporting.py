@@ -273,7 +273,9 @@ def quiet() -> Iterator[None]:
 
 def match(difference: float) -> str:
     """Say how well the outputs match, given the largest difference."""
-    return f"match PyTorch's to within {difference:.2g}" if difference else "are PyTorch's exactly"
+    return (
+        f"match PyTorch's to within {difference:.2g}" if difference else "match PyTorch's exactly"
+    )
 
 
 def write_card(

@@ -3,8 +3,8 @@
 A run in the project's runs folder updates the index of that folder; any run updates an existing
 index one or two folders above it. `python -m stoker.runs.index DIR` writes the index of any folder.
 
-The page is its own cache: it has a line of JSON for each run, which starts with the state of the
-run's files. The files, which are untrusted, are read again only if their state has changed.
+The page is its own cache: it has a line of JSON for each run, and each line starts with the state
+of the run's files. These files are untrusted, and are read again only if their state has changed.
 """
 
 import contextlib

@@ -298,7 +298,7 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
 def image_batches(
     path: str, about: Description, size: int, skip: bool
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
-    """Yield (paths, resized uint8 pixels (N, C, H, W)) of an image or of all images in a folder."""
+    """Yield (paths, resized uint8 pixels (N, C, H, W)) for one image, or all images in a folder."""
     channels, *shape = about["in_shape"]
     resize = about.get("resize") or True
     files = images_below(path) if os.path.isdir(path) else iter([path])

@@ -98,7 +98,7 @@ class JSONL(Callback):
 
 
 class Logger(Callback):
-    """Send the numbers of a run to a tool. If the tool fails, warn once and continue without it.
+    """Send a run's metrics to an experiment tracker. If this fails, warn once and stop sending.
 
     A subclass implements `begin`, which is called just before the first row, `write`, which is
     called for each row, and `end`. It can also implement `add_result`, which receives the final

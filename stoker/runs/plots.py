@@ -254,7 +254,7 @@ def against(points: Points, label: str) -> Markup:
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most `most` points of a curve, with the minimum and maximum of each stretch."""
+    """Return at most `most` points of a curve, with the minimum and maximum of each interval."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / (most - 2))

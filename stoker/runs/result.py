@@ -34,7 +34,7 @@ STAGES = (
     "report",
     "other",
 )
-# Entries that a finished run always has, as null if unknown. Other unknown entries are left out.
+# Entries that a finished run always has, as null if unknown. Other unknown entries are omitted.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 

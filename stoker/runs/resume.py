@@ -31,7 +31,7 @@ def to_resume(
 
     if overwrite and resume != "never":
         raise UserError(
-            "overwrite=true applies only to a run that starts over. Type resume=never as well."
+            "overwrite=true applies only to a run that starts over. Also type resume=never."
         )
     if resume == "never":
         check_replaceable(folder, overwrite)

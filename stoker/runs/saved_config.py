@@ -32,7 +32,7 @@ MOST_TEXT = 1000
 # digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
-# The setting for the folder of Stoker's own data sets, which differs between machines.
+# The setting for the folder of Stoker's own data sets; the folder differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
@@ -46,7 +46,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task other than training.
 
     On this machine, the data can be in a different folder, and an evaluation can use other data.
-    Settings that only training needs are left out, and so is anything that would write outside the
+    Settings that only training needs are removed, and so is anything that would write outside the
     run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
     if cfg.run is None:
@@ -95,7 +95,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 
 def changed(cfg: DictConfig, changes: Config) -> Config:
-    """Return the config of the run directory `run`, with `changes` and the typed settings."""
+    """Return the config of the run directory `run`, updated with `changes` and typed settings."""
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg, saved)
@@ -229,7 +229,7 @@ def load_config(key: str, folder: str | Path) -> Config:
         if os.path.isfile(folder):
             reason = "this is a file"
         elif not os.path.isdir(folder):
-            reason = "there is no such folder"
+            reason = "no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()
@@ -254,7 +254,8 @@ def check_buildable(folder: str | Path, config: Config) -> None:
         raise UserError(
             f"run={folder}: this run was started by a script ({script}), so only the script can "
             "build the model.\n"
-            f"In Python, stoker.init_from(model, {str(folder)!r}) loads its weights into a model."
+            f"In Python, stoker.init_from(model, {str(folder)!r}) loads the run's weights into a "
+            "model that you build."
         )
 
 

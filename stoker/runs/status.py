@@ -1,4 +1,4 @@
-"""status.json: when a run began and ended, on what it trains, and its planned length."""
+"""status.json: when a run began and ended, where it trains, and its planned length."""
 
 import contextlib
 import dataclasses

@@ -55,8 +55,8 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
 
     A tensor is loaded if the model has one with the same name and shape. The model's other tensors
     keep their values. A finished run provides its tested weights, and any other run its best
-    checkpoint. A checkpoint provides the weights that the run evaluates, which are the averages if
-    the run uses an EMA. No optimizer state is loaded, and no code is run.
+    checkpoint. A checkpoint provides the weights that the run evaluates (the averaged weights if
+    the run uses an EMA). No optimizer state is loaded, and no code is run.
 
     Raises:
         UserError: The file does not exist or cannot be read, or none of its tensors fits the model.
@@ -65,7 +65,7 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
         weights, origin = read(Path(source).expanduser())
     except TrainingError as error:
         raise UserError(
-            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}. To write a "
+            f"init_from={printable(source)}: {first_line(error)}\nExpected {SOURCES}. To write a "
             "safetensors file, call safetensors.torch.save_file(model.state_dict(), FILE)."
         ) from None
     current = model.state_dict()
@@ -107,7 +107,7 @@ def read(path: Path) -> tuple[Tensors, str]:
             if chosen is not None:
                 return evaluated(*chosen)
     if not path.is_file():
-        raise UserError(f"init_from={printable(path)}: no checkpoint found. Give {SOURCES}.")
+        raise UserError(f"init_from={printable(path)}: no checkpoint found. Expected {SOURCES}.")
     metadata, tensors = checkpoint.read_tensors(path)
     if metadata.get("format") != checkpoint.FORMAT:
         return tensors, printable(path)

@@ -31,9 +31,9 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. `last` is the last value of the metric in a pruned job,
-    and its epoch. `note` says why the job failed or was pruned, or which
-    step it has reached. The sweep exits with the highest `code` of its jobs.
+    `best` and `test` come from its result. For a pruned job, `last` is (last value of the metric,
+    its epoch). `note` says why the job failed or was pruned, or which step it has reached. The
+    sweep exits with the highest `code` of its jobs.
     """
 
     name: str

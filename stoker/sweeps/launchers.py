@@ -53,8 +53,8 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
-            f"Type {invocation.pip_install(extra)}, or leave out hydra/launcher to run one job at "
-            "a time."
+            f"Type {invocation.pip_install(extra)}, or remove hydra/launcher to run one job at a "
+            "time."
         )
 
 
@@ -93,8 +93,8 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
     """Lock and return the first free slot for the job; the process keeps the slot until it ends.
 
     Jobs do not end in the order in which they start. If the job number alone decided, two jobs
-    could share a GPU while another GPU is idle. If all slots are taken, wait for a free one; to
-    give up, `go_on` raises an exception.
+    could share a GPU while another GPU is idle. If all slots are taken, wait for a free one, unless
+    `go_on` raises an exception.
     """
     while True:
         for i in range(slots):
@@ -164,8 +164,8 @@ class Jobs(Callback):
         if launcher == "joblib":
             if node.n_jobs == -1:
                 raise UserError(
-                    "hydra.launcher.n_jobs=-1: give a number of jobs, or remove this key to run "
-                    "one job per GPU, or else one per core."
+                    "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU, "
+                    "or without a GPU one per core, remove this key."
                 )
             self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
         self.jobs = jobs_at_once(self.at_once, self.per_gpu, self.device)
@@ -206,7 +206,8 @@ class Jobs(Callback):
     def stop(self, _: str) -> None:
         """Handle a signal: the jobs save a checkpoint, no new job starts, and the sweep ends."""
         why = f"job {failed[0].name} failed (sweep.on_error=stop)" if failed else "stopping"
-        print(f"\n{why}: each job saves a checkpoint", file=sys.stderr, flush=True)
+        wait = "waiting for the running jobs to save a checkpoint"
+        print(f"\n{why}; {wait}", file=sys.stderr, flush=True)
         if self.launcher == "submitit_slurm":
             print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)
         holding.close()

@@ -98,7 +98,7 @@ class OptunaSearch(Sweeper):
                 self.run(trials)
 
     def run(self, trials: Trials) -> None:
-        """Run the trials that have no result yet, and report the results of all to the study."""
+        """Run the trials that have no result yet, and report all results to the study."""
         todo = {
             number: [*typed, *self.fixed]
             for number, typed in trials.items()

@@ -31,7 +31,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, typed: str, is_over: b
     """Return the page of a sweep.
 
     `counts` says how many jobs are done, `best` is the command for the best job, and `typed` is the
-    command of the sweep, which continues it unless `is_over`.
+    command of the sweep (unless the sweep `is_over`, this command continues it).
     """
     shown = plots(sweep)
     return render(

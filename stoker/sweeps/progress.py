@@ -115,7 +115,7 @@ def announce(
     searched: list[str] | None = None,
     pruner: str | None = None,
 ) -> None:
-    """Record and print what this process is about to run. The directory must already be checked."""
+    """Record and print what this process is about to run. Check the directory first."""
     global ends
     added = arguments.search_path()
     typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]

@@ -63,7 +63,7 @@ def maximizes(cfg: DictConfig) -> bool:
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
-    """Raise UserError if the trials optimize in the opposite direction to the search."""
+    """Raise UserError if the trials and the search optimize in opposite directions."""
     if mode != ("max" if maximize else "min"):
         raise UserError(
             f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
@@ -87,7 +87,7 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   leaves out {', '.join(left)} (not used by every trial)")
+        print(f"search   omits {', '.join(left)} (not used by every trial)")
     return [*kept, *typed]
 
 

@@ -95,7 +95,7 @@ def as_number(setting: str) -> float | None:
 
 
 def mean_of(jobs: list[Job], name: str, sign: str = "+-") -> str:
-    """Return the mean and deviation of a metric, such as '0.9888 +- 0.0012'.
+    """Return the mean and standard deviation of a metric, such as '0.9888 +- 0.0012'.
 
     A single value has no deviation. Without a value, the text is empty.
     """
@@ -125,7 +125,7 @@ def lines(sweep: Sweep) -> list[str]:
     """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
     The table shows the settings that differ. If only the seed or the fold differs, it shows their
-    values, and for jobs that do not differ all settings.
+    values. If the jobs do not differ, it shows all settings.
     """
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"

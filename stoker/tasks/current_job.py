@@ -61,7 +61,7 @@ def run_directory(cfg: DictConfig) -> str:
 
 
 def names_of(cfg: DictConfig) -> tuple[str, str]:
-    """Return the names of the model and the data set, for the name of the run directory."""
+    """Return the names of the model and the data set, to use in the name of the run directory."""
     return name_of(cfg, "model"), name_of(cfg, "dataset")
 
 

@@ -21,11 +21,11 @@ def evaluate(cfg: DictConfig) -> None:
     with tested(cfg) as (path, parts, part, loader):
         split = "all" if cfg.split == "all" else part
         results = parts.trainer.evaluate(loader, split)
-    # A person gets rounded numbers, a file or a pipe exact ones.
+    # A terminal shows rounded numbers; a file or a pipe gets the exact ones.
     shown = number if terminal.is_terminal(sys.stdout) else str
     numbers = [f"{name.removeprefix(f'{split}/')} {shown(v)}" for name, v in results.items()]
     print(f"weights  {path}")
-    print(f"{split:<9}{'  '.join(numbers) or 'no loss and no metric'}")
+    print(f"{split:<9}{'  '.join(numbers) or 'no loss or metrics'}")
 
 
 @contextlib.contextmanager

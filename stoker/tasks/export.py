@@ -1,4 +1,4 @@
-"""task=export: write the best weights of a run in a format for other programs."""
+"""task=export: write the best weights of a run in a format that other programs can read."""
 
 from omegaconf import DictConfig
 

@@ -18,9 +18,9 @@ def generate(cfg: DictConfig) -> None:
         )
     if not samples.can_write(model.module):
         raise UserError(
-            f"run={cfg.run}: the model {type(model.module).__name__} has no method "
-            "generate(tokens, count, temperature, top_k, generator). stoker.models.gpt.GPT shows "
-            "how to write one."
+            f"run={cfg.run}: the model {type(model.module).__name__} has no generate(tokens, "
+            "count, temperature, top_k, generator) method. For an example, see "
+            "stoker.models.gpt.GPT."
         )
     weights = model.module.state_dict().values()
     if not all(tensor.isfinite().all() for tensor in weights):

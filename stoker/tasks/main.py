@@ -45,7 +45,7 @@ def compose() -> None:
 
 
 def main(cfg: DictConfig) -> float | None:
-    """Check the config, which needs no torch, and run its task; Hydra calls this for each job.
+    """Check the config (without importing torch), and run its task. Hydra calls this for each job.
 
     A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
     that fails returns nan, which marks a failed trial. The failure ends the sweep only if
@@ -99,7 +99,7 @@ def do(cfg: DictConfig) -> None:
     """Run the task, in several processes if the config says so."""
     if cfg.task == "reproduce":
         if current_job.in_sweep():
-            raise UserError("task=reproduce repeats a single run. Leave out -m.")
+            raise UserError("task=reproduce repeats a single run. Remove -m.")
         from stoker.tasks.reproduce import again, compare
 
         config = again(cfg)
@@ -158,7 +158,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
     """Run this program again in several processes, each with a rank."""
     task = current_job.task_typed(cfg)
     if task:
-        raise UserError(f"{task} runs in one process. Leave out strategy and devices.")
+        raise UserError(f"{task} runs in one process. Remove strategy and devices.")
     if not current_job.in_sweep():
         code = processes.start(several, sys.argv[1:])
         if code:
@@ -175,9 +175,9 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
-    """Write why a run failed after its first step into its directory, and draw its report.
+    """Record why a run failed after its first step in its directory, and draw its report.
 
-    A job of a sweep does so even if it failed before its training began.
+    For a job of a sweep, do this even if it failed before its training began.
     """
     folder = running.begun
     if processes.job() is not None or current_job.in_sweep():

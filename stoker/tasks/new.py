@@ -1,4 +1,4 @@
-"""`stoker new NAME`: write a small, complete project."""
+"""`stoker new NAME`: create a small, complete project."""
 
 import importlib.util
 import keyword
@@ -18,7 +18,8 @@ def new(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         program = " ".join(invocation.program())
         raise UserError(
-            f"new: give one name for both the project and its package. Type {program} new NAME."
+            "new: expected one name, used for both the project and its package. "
+            f"Type {program} new NAME."
         )
     [name] = arguments
     check_name(name)
@@ -42,5 +43,6 @@ def check_name(name: str) -> None:
     if not (is_name and is_free and importlib.util.find_spec(name) is None):
         raise UserError(
             f"new {name}: this name is taken or is not a valid package name.\n"
-            f"Choose a name with only letters, digits and underscores, such as: new {PLACEHOLDER}."
+            "Choose an unused name made of letters, digits and underscores, as in: "
+            f"new {PLACEHOLDER}."
         )

@@ -185,15 +185,15 @@ def build_loaders(
 
 
 def in_epochs(loader: Any, steps: int) -> Any:
-    """Make each epoch of a loader `steps` steps long; UserError if it has a length of its own."""
+    """Make each epoch of a loader `steps` steps long; UserError if its length is already fixed."""
     from stoker.trainer.loading import IterableLoader
 
     if isinstance(loader, IterableLoader):
         loader = loader.loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"steps_per_epoch={steps}: this data set already has epochs of {len(loader)} steps. "
-            "Remove steps_per_epoch."
+            f"steps_per_epoch={steps}: this data set already has a fixed epoch length of "
+            f"{len(loader)} steps. Remove steps_per_epoch."
         )
     return IterableLoader(loader, steps_per_epoch=steps)
 
@@ -221,7 +221,7 @@ def build_model(
 
 
 def sizes(data: "Data") -> dict[str, Any]:
-    """Return the arguments that the data offers to models and metrics; {} without known sizes."""
+    """Return the arguments that the data offers to models and metrics; {} if sizes are unknown."""
     if data.kind == "other":
         return {}
     return {"in_shape": data.in_shape, "num_classes": data.num_classes}
@@ -234,12 +234,12 @@ def build_metrics(
     data: "Data",
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the usual metrics, if they make sense, and the metrics of the config."""
+    """Return the default metrics, if they suit the task, and the metrics from the config."""
     from stoker.command.sample_check import check_fit, has_usual_outputs
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.overrides import is_usual
 
-    # Your own Trainer may give the loss and the metrics a different meaning.
+    # A Trainer subclass may use the loss and the metrics differently, so skip the checks for it.
     kind = locate("trainer", cfg.trainer._target_)
     is_known = data.kind != "other"  # if not, the first batch shows which metrics fit
     if is_known and is_usual(kind, "compute_loss"):

@@ -1,4 +1,4 @@
-"""Draw a run's report at its end, unless report=false."""
+"""Draw the report at the end of a run, unless report=false."""
 
 from pathlib import Path
 

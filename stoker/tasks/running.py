@@ -116,7 +116,7 @@ class Run:
 
     @contextlib.contextmanager
     def noting_the_end(self) -> Iterator[None]:
-        """At the end, record the time and the doctor's warnings; tell the loggers of an error."""
+        """At the end, record the time and the doctor's warnings; report an error to the loggers."""
         from stoker.diagnostics import doctor
 
         try:
@@ -134,7 +134,7 @@ class Run:
                     status.end(self.folder, seconds, warnings)
 
     def fit(self) -> None:
-        """Fit the model; raise stopping.Interrupted if any process of the run got a signal."""
+        """Fit the model; raise stopping.Interrupted if any process of the run received a signal."""
         import torch
 
         from stoker.trainer import parallel
@@ -240,7 +240,7 @@ class Run:
             draw_report(self.folder, "stopped")
 
     def close(self) -> None:
-        """Draw the report, then send the result to the loggers, which may be slow."""
+        """Draw the report, then send the result to the loggers, because sending may be slow."""
         if self.result is None:
             return
         if self.draws:
@@ -253,7 +253,7 @@ class Run:
 def leave_reason(
     folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
 ) -> None:
-    """Write why a run failed into its directory, and draw its report if training had started."""
+    """Record why a run failed in its directory, and draw its report if training had started."""
     warnings = status.Status.read(folder).doctor
     written = write_failure(folder, error, code, warnings, script)
     if written and draws and (folder / directory.CONFIG).is_file():

@@ -135,9 +135,9 @@ def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
-    """Return the settings for config.yaml, which must be the same when the run is resumed.
+    """Return the settings for config.yaml. A resumed run must have the same settings.
 
-    A setting that the command also has gets the same key. The shapes of the model are left out,
+    A setting that the command also has gets the same key. The shapes of the model are not included,
     because the Trainer compares them.
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]

@@ -43,7 +43,7 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed setting that another one overrides."""
+    """Raise UserError for a typed setting that another setting overrides."""
     for key, other in DECIDED_BY.items():
         deciding = OmegaConf.select(cfg, other)
         if key in typed and deciding:
@@ -72,7 +72,7 @@ def check_own_function(cfg: DictConfig) -> None:
 def warn_of_own_loss(kind: type) -> None:
     """Warn about a typed loss that your own compute_loss ignores, because its code never uses it.
 
-    It is not an error, because the code that uses the loss may be in a module of its own.
+    This is not an error, because the code that uses the loss may be in a different module.
     """
     from stoker.trainer import misuse
 
@@ -81,7 +81,7 @@ def warn_of_own_loss(kind: type) -> None:
     if given and not misuse.uses_loss(kind):
         launch.warn(
             f"{kind.__name__}.compute_loss ignores {', '.join(given)}, because it does not use "
-            "self.loss.\nUse it in your compute_loss, or remove the setting."
+            "self.loss.\nUse self.loss in your compute_loss, or remove the setting."
         )
 
 

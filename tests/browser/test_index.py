@@ -140,7 +140,7 @@ def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(o
     assert sorted(page.locator("#list td.seconds").all_inner_texts()) == ["1 min 38 s", "10 min"]
     page.fill("#filter", "dataset=csv")
     assert page.locator("#list tbody tr:not([hidden]) .name").all_inner_texts() == ["a"]
-    assert page.locator("#hint").inner_text() == "Tick runs to compare their curves and settings."
+    assert page.locator("#hint").inner_text() == "Select runs to compare their curves and settings."
     place = page.locator("#list").bounding_box()
     page.get_by_label("Compare a", exact=True).check()
     assert page.locator("#list").bounding_box() == place

@@ -20,8 +20,8 @@ Tensors = dict[str, torch.Tensor]
 class ShadowWeights(Callback):
     """A callback that keeps a second set of weights and BatchNorm statistics (the shadow).
 
-    Subclasses define `update`, which brings the shadow up to date with the trainer's step. It is
-    called at the end of each step, and before the evaluation at that step.
+    Subclasses define `update`, which brings the shadow up to date with the trainer's step. `update`
+    is called at the end of each step, and before the evaluation at that step.
     """
 
     key: str  # the key of the shadow in a checkpoint
@@ -38,7 +38,7 @@ class ShadowWeights(Callback):
             name = type(self).__name__
             raise UserError(
                 f"{name}: {type(trainer.optimizer).__name__} already evaluates with averaged "
-                f"weights. Leave {name} out."
+                f"weights. Remove {name}."
             )
         self.module = None
         current = floating_state(trainer.module)
@@ -165,7 +165,7 @@ class EMA(ShadowWeights):
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = settings.check("ema", decay)
-        self.raw: Tensors | None = None  # the trained weights, during an evaluation
+        self.raw: Tensors | None = None  # the trained weights while an evaluation uses the average
 
     def update(self, trainer: "Trainer") -> None:
         if self.step != trainer.step:
@@ -196,8 +196,8 @@ class EMA(ShadowWeights):
         """Raise UserError unless the model currently holds the trained weights."""
         if self.raw is not None:
             raise UserError(
-                "EMA: during an evaluation, the model holds the averages, not the trained weights. "
-                "Save or load the state before or after the evaluation."
+                "EMA: during an evaluation, the model holds the averaged weights, not the trained "
+                "ones. Save or load the state before or after the evaluation."
             )
 
 

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 class NaNGuard(Callback):
     """Raise NotFinite at the first logged loss or gradient norm that is not finite.
 
-    `fit` then replays the steps since a good checkpoint, to find the first bad step, and to find
-    out whether its batch, its loss or its gradients were not finite. It saves this batch in
-    `folder`, with a checkpoint of the state before the step. Until a Checkpoint callback has saved
-    a state of the fit, a copy of the first state is kept in CPU memory, unless the weights are
-    sharded.
+    `fit` then replays the steps since a good checkpoint to find the first bad step, and whether its
+    batch, its loss or its gradients were not finite. It saves the batch of this step in `folder`,
+    with a checkpoint of the state before the step. Until a Checkpoint callback has saved a state of
+    the fit, a copy of the first state is kept in CPU memory, unless the weights are sharded.
     """
 
     finite_until: int  # the step of the last row with finite training numbers
@@ -99,7 +98,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     except Exception as failure:
         log.warning("The replay to find the cause failed: %s.", cause(failure))
         return error
-    where = f"The batch is in {guard.folder}."
+    where = f"The batch was saved in {guard.folder}."
     again = f"{where} To replay the step, call fit(..., resume={str(path)!r})."
     return NotFinite(f"{text}\n{again}", replay=path)
 

@@ -213,7 +213,7 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
 
 
 def advice(trainer: "Trainer") -> str:
-    """Return what to do if the weights become too large; do not propose what has no effect."""
+    """Return what to do if the weights become too large, without advice that has no effect."""
     others = []
     if trainer.max_grad_norm is None and step_uses(type(trainer), "max_grad_norm"):
         others.append("max_grad_norm=1")

@@ -36,7 +36,7 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
-    """Return the page. If it exceeds MOST_PAGE bytes, leave out pictures, settings and classes."""
+    """Return the page. If it exceeds MOST_PAGE bytes, omit pictures, settings and classes."""
     shown = facts(inputs.read_run(folder, state))
     text = render("report.html", **shown)
     if len(text.encode()) >= MOST_PAGE:

@@ -133,7 +133,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
 def calibration(counts: list[list[int]]) -> Any:
     """Return (mean probability, fraction correct) for ten bins of the probability.
 
-    Bins with fewer than FEWEST samples are left out, since their fractions would be noise.
+    Bins with fewer than FEWEST samples are omitted, since their fractions would be noise.
     """
     import numpy
 
@@ -169,7 +169,7 @@ def regression(evaluation: Evaluation) -> list[Figure]:
         of = ""
         note = ""
         if targets > 1:
-            of = f" of target {i + 1}"
+            of = f" (target {i + 1})"
             mean = math.fsum(map(abs, errors)) / len(errors)
             note = f"{number(mean)} on average"
         title = f"predicted against true{of}"

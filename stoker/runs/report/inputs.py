@@ -99,7 +99,7 @@ class Run:
 def read_run(folder: str | Path, state: str | None = None) -> Run:
     """Read a run directory. Raise UserError if it has no valid config.yaml.
 
-    The process that trains the run passes its `state`.
+    `state` is the current state of the run. Only the process that trains the run passes it.
     """
     folder = Path(folder)
     config = saved_config.load_config("run_dir", folder)
@@ -149,7 +149,7 @@ def numbers_in(entries: dict[str, Any]) -> Row:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file. Of a long file, keep evaluations and some others."""
+    """Yield the objects in a JSON Lines file; in a long file, only evaluations and some others."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
@@ -163,7 +163,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
-    """Return the best evaluation by the run's monitor, or None if its direction is unknown."""
+    """Return the evaluation with the best monitored value so far, or None if it is unknown."""
     monitor = str(config.get("monitor"))
     for name in MODES if monitor == "auto" else [monitor]:
         evaluated = [row for row in rows if name in row]
@@ -188,7 +188,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
 def evaluation_of(entries: Any) -> Evaluation:
     """Return the evaluation in a JSON object. Raise TypeError or ValueError if malformed.
 
-    Invalid points and samples, such as non-finite predictions, are left out.
+    Invalid points and samples, such as non-finite predictions, are omitted.
     """
     evaluation: Evaluation = typed(entries, Evaluation)
     evaluation.classes = [shortened(name, MOST_NAME) for name in evaluation.classes]

@@ -119,7 +119,7 @@ def moment(run: Run, row: Row) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, leaving out unknown ones.
+    """Return "acc", "r2" and "mae" of the evaluated weights, except unknown ones.
 
     "luck" is the highest accuracy that guessing might reach: two standard errors above chance.
     """

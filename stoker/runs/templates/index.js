@@ -42,7 +42,7 @@ function duration(seconds) {
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-function secondsOf(run) { // of a run in progress, the time so far
+function secondsOf(run) { // for a run in progress, the time so far
   return run.since ? Math.max(0, Date.now() / 1000 - run.since) : run.seconds;
 }
 

@@ -217,7 +217,7 @@ function drawScatter(place) {
   for (const job of sweep.jobs) { // best first
     const share = last.at(job), y = share === null ? top + high + 7 : top + high * (1 - share);
     let x = left + wide * across(axis.at(job));
-    // Of jobs with the same choice, those with about the same result are drawn side by side.
+    // Jobs with the same choice and about the same result are drawn side by side.
     const isTaken = at => axis.value && !axis.reach && places.some(place => Math.hypot(place[0] - at, place[1] - y) < 10);
     for (let n = 1; isTaken(x); n++) x += n % 2 ? 12 * n : -12 * n;
     places.push([x, y]);
