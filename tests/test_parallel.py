@@ -60,8 +60,8 @@ def single(forks, tmp_path_factory):
     return left_by
 
 
-def train(forks, folder, world, *job):
-    """What so many processes leave of a job; only the first one prints."""
+def train(forks, folder, world, *job, err=""):
+    """What so many processes leave of a job; only the first one prints, `err` to standard error."""
     done = forks.ranks(folder, world, *job)
     assert done.codes == [0] * world, (done.codes, done.late, done.errs)
     if world == 1:  # which is not worth a mistake
@@ -70,7 +70,7 @@ def train(forks, folder, world, *job):
             and done.errs[0].count("\n") == 1
         )
     else:
-        assert done.errs == [""] * world and done.outs[1:] == [""] * (world - 1), (
+        assert done.errs == [err] + [""] * (world - 1) and done.outs[1:] == [""] * (world - 1), (
             done.errs,
             done.outs[1:],
         )
@@ -394,12 +394,21 @@ KINDS = {"single": (1, "single")} | {
 }
 
 
-def run_as(forks, folder, kind, *job):
+CHANGED = (
+    "The number of processes has changed from {} to {}: the weights will not be the same bit for "
+    "bit, and a loss or metric that compares the samples of a batch changes its scale.\n"
+)
+
+
+def run_as(forks, folder, kind, *job, before=None):
+    """What a run of this kind leaves; `before` is the kind that wrote the checkpoint, if any."""
     world, strategy = KINDS[kind]
+    begun = world if before is None else KINDS[before][0]
+    err = "" if begun == world else CHANGED.format(begun, world)
     if world > 1:
-        return train(forks, folder, world, *job, f"strategy={strategy}")
+        return train(forks, folder, world, *job, f"strategy={strategy}", err=err)
     done = forks.run(folder, *job)
-    assert done.code == 0 and done.err == "", done.err
+    assert done.code == 0 and done.err == err, done.err
     return left(folder)
 
 
@@ -431,7 +440,11 @@ def cut_off(folder, copy, step=CUT):
 def assert_continued(forks, whole, tmp_path, writer, reader, job, within=CLOSE):
     folder, written = whole(writer, *job)
     cut_off(folder, tmp_path / reader)
-    end = run_as(forks, tmp_path / reader, reader, *job)
+    end = run_as(forks, tmp_path / reader, reader, *job, before=writer)
+    _, state = checkpoint.newest(tmp_path / reader / "run" / "checkpoints")
+    assert state["about"]["processes"] == list(
+        dict.fromkeys(KINDS[kind][0] for kind in (writer, reader))
+    )
     assert max(end.states) == STEPS and end.given[0][0][0] == CUT + 1
     assert_same_training(end, whole(reader, *job)[1], within)
     if reader == writer:
@@ -478,7 +491,7 @@ def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, la
     assert 3 < STEPS - steps_done(states[STEPS]) < STEPS - 3
     assert_continued(forks, whole, tmp_path, kind, kind, job)
     cut_off(whole(kind, *job)[0], tmp_path / "one")
-    end = run_as(forks, tmp_path / "one", "single", *job).states[STEPS]
+    end = run_as(forks, tmp_path / "one", "single", *job, before=kind).states[STEPS]
     assert steps_done(end) > steps_done(states[CUT]) and end["scaler"]["scale"] < 2.0**22
 
 

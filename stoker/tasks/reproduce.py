@@ -88,7 +88,7 @@ def facts(folder: Path) -> dict[str, Any]:
     return {
         **values,
         "fingerprint of the data": about.get("data"),
-        "processes": about.get("world_size"),
+        "processes": about.get("processes"),
         "device": result.device,
         "precision": result.precision,
         **(result.versions or {}),

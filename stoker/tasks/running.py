@@ -38,6 +38,7 @@ class Run:
         code: The code that trains.
         loggers: The loggers that receive the result.
         state: The contents of the checkpoint that the run resumes from; None at step 0.
+        processes: The numbers of processes that the run has used, one after the other.
         threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
@@ -51,6 +52,7 @@ class Run:
     loggers: Sequence["Logger"] = ()
     parts: Parts = dataclasses.field(init=False)
     state: dict[str, Any] | None = None
+    processes: list[int] = dataclasses.field(init=False)
     threads: int | None = None
     result: RunResult | None = None
 
@@ -62,7 +64,22 @@ class Run:
             "resume", lambda: resume.to_resume(self.folder, mode, overwrite, config)
         )
         _, self.state, origin = begins or (None, None, None)
+        self.count_processes()
         return origin
+
+    def count_processes(self) -> None:
+        """Note the number of processes, and warn if the run resumes on a different number."""
+        now = launch.world_size()
+        saved = resume.about(self.state or {}).get("processes")
+        self.processes = saved if isinstance(saved, list) and saved else [now]
+        before = self.processes[-1]
+        if before != now:
+            launch.warn(
+                f"The number of processes has changed from {before} to {now}: the weights will "
+                "not be the same bit for bit, and a loss or metric that compares the samples of a "
+                "batch changes its scale."
+            )
+            self.processes = [*self.processes, now]
 
     def files(self, config: str) -> list["Callback"]:
         """Return the callbacks that write the live report, the checkpoints and config.yaml."""
@@ -81,7 +98,7 @@ class Run:
         self.saver.about = {
             "config": config,
             "versions": versions(),
-            "world_size": launch.world_size(),
+            "processes": self.processes,
             "inputs": data.description(),
             **more,
         }

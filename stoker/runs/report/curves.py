@@ -130,4 +130,4 @@ def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
     The row before an evaluation can cover only a batch or two, so its mean would be noisy.
     """
     most = max((weight_of(row) for row in rows if name in row), default=0)
-    return series([row for row in rows if weight_of(row) >= most / 4], name)
+    return series([row for row in rows if weight_of(row) >= most / 2], name)

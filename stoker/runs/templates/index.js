@@ -14,10 +14,11 @@ function pairs(settings) {
   return Object.entries(settings).map(([key, value]) => `${key}=${value}`).join(" ");
 }
 
-// Return the settings that the columns for data and model do not show.
+// Return the settings that the columns for data and model do not show. Paths come last, where the cell may cut them off.
 function more(run) {
   const isShown = ([key, value]) => (["dataset", "model"].includes(key) && !value.includes(",")) || value.split("/").pop() === run.data;
-  return Object.fromEntries(Object.entries(run.settings).filter(pair => !isShown(pair)));
+  const isPath = ([key]) => key === "dataset.root" || key === "dataset.path";
+  return Object.fromEntries(Object.entries(run.settings).filter(pair => !isShown(pair)).sort((a, b) => isPath(a) - isPath(b)));
 }
 
 function put(parent, tag, name, text) {
@@ -88,7 +89,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
   ["started", (cell, run) => cell.append(date(run.time)), run => run.time, true],
   ["time", (cell, run) => {
     cell.append(duration(secondsOf(run)));
-    if (run.sweep) cell.title = "of all its jobs together";
+    if (run.sweep) put(cell, "span", "metric", " (sum)").title = "the times of all its jobs together";
   }, secondsOf, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
@@ -102,7 +103,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     shape(svg, "path", {d: path(placed([steps, values.map(value => Math.min(value, most))], 84, 22))});
   }],
   ["settings", (cell, run) => {
-    cell.textContent = pairs(more(run));
+    put(cell, "div", "", pairs(more(run)));
     cell.title = pairs(run.settings);
   }, run => pairs(more(run))],
 ];

@@ -69,7 +69,7 @@ function isBest(i) {
 
 function add(i, made) {
   made.style.setProperty("--colour", colour(i));
-  made.classList.add("job");
+  made.classList.add("job", sweep.jobs[i].status);
   if (isBest(i)) made.classList.add("best");
   drawn[i].push(made);
 }
