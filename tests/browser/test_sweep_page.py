@@ -193,4 +193,5 @@ def test_labels_of_axes_do_not_touch_and_pruned_jobs_have_their_value(open_page,
     cross = page.locator("#scatter path.cross").bounding_box()["y"]
     assert top < cross < bottom
     row = page.locator("#jobs tbody tr").last
-    assert row.locator("td.number.soft").inner_text().split("\n") == ["0.5000", "epoch 2"]
+    assert row.locator("td.number.soft").all_inner_texts() == ["0.5000\nepoch 2", "1.0"]
+    assert page.locator("#parallel path.job.pruned").count() == 1
