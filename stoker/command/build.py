@@ -18,6 +18,7 @@ from stoker.command.trust import is_trusted_by_user, locate
 from stoker.trainer.errors import (
     UserError,
     as_typed,
+    cause,
     check_number,
     did_you_mean,
     first_line,
@@ -100,8 +101,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # Build a partial and call it below, because Hydra itself would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        cause = error.__cause__  # None for a target that Hydra never calls
-        reason = "this target is never allowed." if cause is None else first_line(cause)
+        refused = error.__cause__  # None for a target that Hydra never calls
+        reason = "this target is never allowed." if refused is None else first_line(refused)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_class = isinstance(located, type)
     # a function of (outputs, targets)
@@ -124,7 +125,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             raise UserError(
                 f"{key}: {target} needs the argument {missing[0]}. Type +{key}.{missing[0]}=..."
             ) from error
-        raise UserError(f"{key} ({target}): {first_line(error)}") from error
+        reason = cause(error) if is_trusted else first_line(error)
+        raise UserError(f"{key} ({target}): {reason}") from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
