@@ -94,7 +94,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],
   ["best", (cell, run) => run.best && showMetric(cell, run.best, run.jobs), run => run.best?.[1], true],
-  ["test", (cell, run) => run.test && showMetric(cell, run.test, run.jobs), run => run.test?.[1], true],
+  ["test", (cell, run) => run.test && showMetric(cell, run.test), run => run.test?.[1], true],
   ["curve", (cell, run) => {
     const curve = curveOf(run);
     if (!curve) return;
