@@ -515,6 +515,12 @@ def test_a_sweep_without_a_job_that_can_run_is_refused_before_it_is_announced(fo
     assert done.err.count("error: ") == 1 and done.err.startswith("error: epochs=0: ")
 
 
+def test_a_setting_may_depend_on_the_number_of_the_job(forks, tmp_path):
+    typed = ("seed=${hydra:job.num}", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=all")
+    done = forks.run(tmp_path, "-m", *JOB, *typed)
+    assert done.code == 0 and "2 done" in line_of(done.out, "sweep    all"), done.err
+
+
 @pytest.mark.slow
 def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
     assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0

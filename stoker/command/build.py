@@ -268,10 +268,9 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
     unknown = [name for name in node if name not in KEYS and name not in names]
     if unknown and not takes_more:
         known = [name for name in names if name not in offered]
-        raise UserError(
-            f"{key}.{unknown[0]}: {target} has no such argument.{did_you_mean(unknown[0], known)}\n"
-            f"Its arguments are: {', '.join(known)}."
-        )
+        listed = f"\nIts arguments are: {', '.join(known)}." if known else ""
+        hint = did_you_mean(unknown[0], known)
+        raise UserError(f"{key}.{unknown[0]}: {target} has no such argument.{hint}{listed}")
 
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:

@@ -33,6 +33,7 @@ from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
+MOST_CHECKED = 20  # jobs whose settings are checked before the sweep is announced
 # Drawing the reports of the jobs may take this fraction of the jobs' time, or this many seconds if
 # that is more.
 REPORTS = 0.05
@@ -134,13 +135,17 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
 def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
     """Exit before the sweep is announced if no job has valid settings.
 
-    One job with valid settings is enough, so usually only the first job is checked.
+    One job with valid settings is enough, so usually only the first job is checked, and at most
+    MOST_CHECKED jobs, because each takes about 0.1 s.
     """
     hydra_config = HydraConfig.instance()
     before = hydra_config.cfg
     errors = {}  # by text, since the jobs may share an error
-    for typed in planned:
+    for number, typed in enumerate(planned[:MOST_CHECKED]):
         cfg = GlobalHydra.instance().config_loader().load_sweep_config(config, typed)
+        with open_dict(cfg):  # as Hydra does for a job
+            cfg.hydra.job.num = number
+            cfg.hydra.job.id = f"job_id_for_{number}"
         hydra_config.set_config(cfg)  # where the checks find what was typed
         try:
             with open_dict(cfg):

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.runs import plots
 from stoker.runs.report.inputs import Row, Run
 from stoker.runs.report.words import shortened
-from stoker.trainer.history import NUMBERS, weight_of
+from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
 MOST_METRICS = 6  # maximum metrics drawn besides the loss; also the maximum of your own numbers
@@ -129,5 +129,6 @@ def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
 
     The row before an evaluation can cover only a batch or two, so its mean would be noisy.
     """
-    most = max((weight_of(row) for row in rows if name in row), default=0)
-    return series([row for row in rows if weight_of(row) >= most / 2], name)
+    logged = [row for row in rows if name in row]
+    most = max((row.get("train/samples", 0) for row in logged), default=0)
+    return series([row for row in logged if row.get("train/samples", 0) >= most / 4], name)
