@@ -218,29 +218,31 @@ def collate_stream(part: Any, samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except Exception as error:
-        reason = difference(samples, range(len(samples))) or cause(error)
-        raise ValueError(
-            f"samples cannot be collated into a batch: {reason}. {advice_on_collate(part)}"
-        ) from error
+        names = [f"sample {i} of the batch" for i in range(len(samples))]
+        raise ValueError(why_not_collated(error, part, samples, names)) from error
 
 
-def advice_on_collate(part: Any) -> str:
+def why_not_collated(
+    error: Exception, part: Any, samples: Sequence[Any], names: Sequence[str]
+) -> str:
+    """Say why `default_collate` failed, and what to change."""
+    reason = difference(samples, names) or cause(error)
     return (
+        f"samples cannot be collated into a batch: {reason}. "
         f"Give {type(part).__name__} a collate_fn(samples) that turns a list of samples into a "
-        "batch, or return samples with the same keys and shapes."
+        "batch, or return tensors, numbers, dicts and lists with the same keys and shapes."
     )
 
 
-def difference(samples: Sequence[Any], indices: Sequence[int]) -> str:
-    """Say which tensor of which sample has another shape than in the first; "" if none has."""
-    first = shapes_in(samples[0])
-    for index, sample in zip(indices, samples, strict=True):
+def difference(samples: Sequence[Any], names: Sequence[str]) -> str:
+    """Say which tensor has another shape than in the first sample; "" if there is none."""
+    expected = shapes_in(samples[0])
+    for name, sample in zip(names, samples, strict=True):
         shapes = shapes_in(sample)
-        for name in {**first, **shapes}:
-            shape = shapes.get(name, "missing")
-            expected = first.get(name, "missing")
-            if shape != expected:
-                return f"{name} is {expected} in sample {indices[0]}, but {shape} in sample {index}"
+        for place, shape in expected.items():
+            if shapes.get(place) != shape:
+                other = shapes.get(place, "missing")
+                return f"{place} is {shape} in {names[0]}, but {other} in {name}"
     return ""
 
 
@@ -268,11 +270,9 @@ class SampleReader(Reader):
             except Exception as error:
                 if self.collate is not default_collate:
                     raise
-                reason = difference(samples, indices) or cause(error)
-                raise UserError(
-                    f"{self.where}: samples cannot be collated into a batch: {reason}.\n"
-                    f"{advice_on_collate(self.split)}"
-                ) from error
+                names = [f"sample {index}" for index in indices]
+                reason = why_not_collated(error, self.split, samples, names)
+                raise UserError(f"{self.where}: {reason}") from error
 
     def _name(self, index: int) -> str:
         return str(index)

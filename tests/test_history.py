@@ -161,7 +161,7 @@ def test_a_metric_that_does_not_say_which_direction_is_better_is_not_monitored_u
 
     assert stop_of() == ("val/loss", -1)
     assert stop_of("val/mean", "max") == ("val/mean", 1)
-    with pytest.raises(UserError, match="or a metric without higher_is_better, also type"):
+    with pytest.raises(UserError, match="unknown whether higher is better. Type monitor_mode=max"):
         stop_of("val/mean")
 
 

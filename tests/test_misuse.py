@@ -124,12 +124,26 @@ class PerSample(Trainer):
         return outputs.square().mean(1), outputs
 
 
-@pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample])
+class OnlyNumber(Trainer):
+    def compute_loss(self, batch):
+        return 0.5
+
+
+class OnMetrics(TrainMetrics, OfThree):
+    """The class that unpacks the loss is one of this package."""
+
+
+@pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample, OnlyNumber, OnMetrics])
 @pytest.mark.parametrize("micro_batch", [None, "auto"])
 def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_batch):
     words = f"{kind.__name__}.compute_loss must return (loss, outputs)"
+    if kind is OnMetrics:  # which refuses micro_batch="auto"
+        micro_batch = None
     with pytest.raises(UserError, match=re.escape(words)):
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
+    if kind is not PerSample:
+        with pytest.raises(UserError, match=re.escape(words)):
+            make_trainer(kind=kind, metrics={}).evaluate(loader())
 
 
 def losses_of(outputs):
@@ -154,7 +168,7 @@ def test_a_loss_that_is_not_a_tensor_is_explained(change, evaluates, options):
     expected = (
         "Odd.compute_loss must return (loss, outputs): the mean loss of the batch as a scalar "
         "tensor, and the outputs for the metrics.\n"
-        "Return the sum of several losses: return sum(losses.values()), outputs"
+        "If there are several losses, return their sum. Do not call item() on the loss."
     )
     with pytest.raises(UserError) as error:
         make_trainer(kind=Odd, **options).fit(loader())
@@ -714,9 +728,56 @@ def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
     with pytest.raises(UserError) as caught:
         make_trainer(model).fit([(inputs, torch.zeros(8).long())])
     assert str(caught.value) == (
-        "An index into an Embedding is out of range. In the batch, batch[0] has values from 0 to "
-        "23, batch[1] has values from 0 to 0. Embedding 0 has 10 rows."
+        "An index into an Embedding is out of range: 0 has 10 rows. In the batch, batch[0] has "
+        "values from 0 to 23, batch[1] has values from 0 to 0."
     )
+
+
+class IteratesOverAScalar(Trainer):
+    def compute_loss(self, batch):
+        first, second = batch[1][0]
+        return first, second
+
+
+class TakesAGradient(Trainer):
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        torch.autograd.grad(loss.detach(), list(self.module.parameters()))
+        return loss, outputs
+
+
+class SelectsARow(Trainer):
+    def compute_loss(self, batch):
+        return torch.zeros(3).index_select(0, batch[1] + 9).mean(), None
+
+
+class SplitsWrong(Trainer):
+    def split_with_fractions(self, batch):
+        return None
+
+
+class WeighsWrong(Trainer):
+    def loss_weight(self, batch):
+        return "a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (IteratesOverAScalar, TypeError, "iteration over a 0-d tensor"),
+        (TakesAGradient, RuntimeError, "does not require grad"),
+        (SelectsARow, IndexError, "index out of range in self"),
+        (SplitsWrong, TypeError, "NoneType"),
+        (WeighsWrong, (TypeError, ValueError), None),
+    ],
+)
+def test_errors_like_those_that_are_explained_stay_as_they_are(kind, error, text):
+    for use in ("fit", "evaluate"):
+        if use == "evaluate" and kind is SplitsWrong:
+            continue
+        with pytest.raises(error, match=text) as caught:
+            getattr(make_trainer(kind=kind, metrics={}), use)(loader())
+        assert not isinstance(caught.value, UserError)
 
 
 def test_a_loss_without_a_gradient_is_explained():
@@ -725,5 +786,5 @@ def test_a_loss_without_a_gradient_is_explained():
             loss, outputs = super().compute_loss(batch)
             return loss.detach(), outputs
 
-    with pytest.raises(UserError, match="The loss does not depend on a trainable parameter"):
+    with pytest.raises(UserError, match="the loss does not depend on a trainable parameter"):
         make_trainer(kind=Detached).fit(loader())

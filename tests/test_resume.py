@@ -15,6 +15,7 @@ from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
+from stoker.runs import resume
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
 from stoker.trainer.metrics import Accuracy
@@ -435,3 +436,10 @@ def test_an_order_of_your_own_generator_is_that_of_the_whole_run(tmp_path, order
     assert len({str(batches) for _, batches in whole}) > 6  # no epoch is like another
     begun = trained(tmp_path / "resumed", 2)
     assert begun + trained(tmp_path / "resumed", 3, resume=tmp_path / "resumed") == whole
+
+
+@pytest.mark.parametrize("counts", [[torch.tensor([1, 2])], ["\x1b]0;x"], [True], 2, None])
+def test_malformed_numbers_of_processes_are_ignored(counts):
+    about = {"config": {}, "processes": counts}
+    assert resume.processes({"about": about}) == []
+    assert resume.processes({"about": about | {"processes": [2, 1]}}) == [2, 1]

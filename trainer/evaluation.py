@@ -34,8 +34,12 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     batch = None
 
     def compute_losses(parts: list[Any]) -> list[tuple[Any, Any, Any]]:
+        results = []
         with trainer.autocast:
-            return [(part, *trainer.compute_loss(part)) for part in parts]
+            for part in parts:
+                loss, outputs = trainer.compute_loss(part)
+                results.append((part, loss, outputs))
+        return results
 
     try:
         reset(trainer)

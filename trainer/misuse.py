@@ -1,5 +1,6 @@
 """Check the arguments of the Trainer and its methods, and explain errors that users can fix."""
 
+import os
 import re
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -47,11 +48,11 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of this package that use what compute_loss returned.
-USE_THE_LOSS = {"train_step", "accumulate", "scaled", "compute_losses"}
-# What torch raises for a loss that is one tensor in place of a pair, or that is not a scalar.
-NOT_A_SCALAR = "iteration over a 0-d tensor|grad can be implicitly created only for scalar"
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Functions of this package that use the loss, and those that unpack what compute_loss returned.
+USE_THE_LOSS = {"train_step", "accumulate"}
+UNPACK_THE_LOSS = {*USE_THE_LOSS, "compute_losses", "compute_loss"}
+NO_PAIR = "values to unpack|cannot unpack non-iterable|iteration over a 0-d tensor"
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
 METHODS = (
@@ -359,13 +360,13 @@ def raise_if_explained(
         unpaired(trainer, error, batch, methods)
         or missing_key(error, batch, frames)
         or misreturned(trainer, error, frames)
-        or step_errors.explain(error, trainer.module, batch, trainer.device)
+        or step_errors.explain(error, trainer.module, batch, trainer.device, frames)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
     if explained is not None:
         raise explained from error
-    in_torch = frames[-1].filename.startswith(LIBRARIES[0])
-    is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_torch)
+    in_module = frames[-1].filename.startswith(f"{LIBRARIES[0]}nn{os.sep}")
+    is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
     if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
         return
     places = [
@@ -431,21 +432,36 @@ def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if `compute_loss` did not return (loss, outputs), or `train_step` a loss."""
+    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(LIBRARIES[1])]
+    if not ours:
+        return None
     kind = type(trainer).__name__
-    last = frames[-1]
-    is_ours = last.filename.startswith(LIBRARIES[1])
-    is_wrong = is_ours and isinstance(error, (AttributeError, TypeError, ValueError))
-    caller = frames[-2].name if last.name == "update" else ""  # `update` of a mean loss
-    if is_wrong and caller == "fit":
+    names = [frame.name for frame in frames]
+    *_, caller, function = ["", *names[: ours[-1] + 1]]  # the innermost function of this package
+    inner = names[ours[-1] + 1 :]  # what it called
+    is_no_tensor = isinstance(error, AttributeError) and not inner  # such as float.detach
+    if is_no_tensor and (caller, function) == ("fit", "update"):
         return UserError(
             f"{kind}.train_step must return the mean loss of the batch as a scalar tensor, such as "
             "loss.detach()."
         )
-    is_wrong_loss = is_wrong and (last.name in USE_THE_LOSS or caller == "run")
-    if is_wrong_loss or re.search(NOT_A_SCALAR, str(error)):
+    is_backward = function in USE_THE_LOSS and inner[:1] == ["backward"]
+    if is_backward and "does not require grad" in str(error):
+        return UserError(
+            f"{kind}.compute_loss: the loss does not depend on a trainable parameter.\n"
+            "Do not call detach() or item() on the loss or use torch.no_grad(). If parameters are "
+            "frozen, leave some trainable."
+        )
+    is_no_pair = function in UNPACK_THE_LOSS and inner in ([], ["__iter__"])
+    if (
+        (is_no_pair and re.search(NO_PAIR, str(error)))
+        or (is_no_tensor and (function in USE_THE_LOSS or (caller, function) == ("run", "update")))
+        or (function == "scaled" and isinstance(error, (AttributeError, TypeError)))
+        or (is_backward and "only for scalar outputs" in str(error))
+    ):
         return UserError(
             f"{kind}.compute_loss must return (loss, outputs): the mean loss of the batch as a "
             "scalar tensor, and the outputs for the metrics.\n"
-            "Return the sum of several losses: return sum(losses.values()), outputs"
+            "If there are several losses, return their sum. Do not call item() on the loss."
         )
     return None

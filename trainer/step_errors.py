@@ -1,6 +1,8 @@
 """Explain errors in a step, such as a tensor on the wrong device, and say what to change."""
 
 import re
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,25 +34,25 @@ ADVICE = {
         "strategy=ddp: a parameter got two gradients in one backward().\n"
         "A step must call self.model as a whole, once per backward(), not self.module."
     ),
-    "does not require grad and does not have a grad_fn": (
-        "The loss does not depend on a trainable parameter.\n"
-        "In compute_loss, do not call detach() or item() on the loss or use torch.no_grad(). If "
-        "parameters are frozen, leave some trainable."
-    ),
 }
 # torch's messages about tensors on two devices.
 TWO_DEVICES = "(on|at) the same device|not on the expected device|Expected object of device type"
 
 
 def explain(
-    error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
+    error: BaseException,
+    module: torch.nn.Module,
+    batch: Any,
+    device: torch.device,
+    frames: Sequence[traceback.FrameSummary],
 ) -> UserError | None:
     """Return a UserError that says what to change, or None if the cause is not known."""
     text = str(error)
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
             return UserError(advice)
-    if "index out of range in self" in text:
+    in_embedding = any(frame.filename == torch.nn.modules.sparse.__file__ for frame in frames)
+    if in_embedding and "index out of range in self" in text:
         return UserError(out_of_range(module, batch))
     wrong = misplaced(module, batch, device)
     if wrong and re.search(TWO_DEVICES, text):
@@ -65,17 +67,15 @@ def out_of_range(module: torch.nn.Module, batch: Any) -> str:
     sizes = [
         f"{name or 'the model'} has {child.num_embeddings:,} rows"
         for name, child in module.named_modules()
-        if isinstance(child, torch.nn.Embedding)
+        if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     ]
     ranges = [
         f"{name} has values from {tensor.min():,} to {tensor.max():,}"
         for name, tensor in batches.entries(batch)
         if tensor.numel() and tensor.dtype in (torch.int32, torch.int64)
     ]
-    return (
-        f"An index into an Embedding is out of range. In the batch, {first_few(ranges, 3)}. "
-        f"Embedding {first_few(sizes, 3)}."
-    )
+    text = f"An index into an Embedding is out of range: {first_few(sizes, 3)}."
+    return f"{text} In the batch, {first_few(ranges, 3)}." if ranges else text
 
 
 def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:

@@ -12,7 +12,7 @@ from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
 from stoker.runs import directory, resume, status
 from stoker.runs.provenance import Code, versions
-from stoker.runs.result import RunResult, closing_lines, of_fit, write_failure
+from stoker.runs.result import RunResult, closing_lines, finished, of_fit, write_failure
 from stoker.tasks import current_job
 from stoker.tasks.parts import Parts, by_split
 from stoker.tasks.report import draw_report
@@ -70,13 +70,12 @@ class Run:
     def count_processes(self) -> None:
         """Note the number of processes, and warn if the run resumes on a different number."""
         now = launch.world_size()
-        saved = resume.about(self.state or {}).get("processes")
-        self.processes = saved if isinstance(saved, list) and saved else [now]
+        self.processes = resume.processes(self.state or {}) or [now]
         before = self.processes[-1]
-        if before != now:
+        if before != now and finished(self.folder) is None:
             launch.warn(
-                f"The number of processes has changed from {before} to {now}: the weights will "
-                "not be the same bit for bit, and a loss or metric that compares the samples of a "
+                f"The number of processes has changed from {before} to {now}: the weights will not "
+                "be the same bit for bit, and a loss or metric that compares the samples of a "
                 "batch changes its scale."
             )
             self.processes = [*self.processes, now]

@@ -67,13 +67,17 @@ class Monitor(Callback):
         is_own = "/" in self.name and not is_typo
         if self.mode != "auto" and (self.name in higher_is_better or is_own):
             higher = self.mode == "max"
+        if higher is None and self.name in higher_is_better:
+            raise UserError(
+                f"monitor={as_typed(self.name)}: it is unknown whether higher is better. Type "
+                "monitor_mode=max or min, or set higher_is_better in the class of the metric."
+            )
         if higher is None:
             raise UserError(
                 f"monitor={as_typed(self.name)}: no such number is logged, or it is unknown "
                 f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
                 f"Choose one of: {', '.join(higher_is_better)}.\n"
-                "For a number that you log yourself, or a metric without higher_is_better, also "
-                "type monitor_mode=max or min."
+                "For a number that you log yourself, also type monitor_mode=max or min."
             )
         self.sign = 1 if higher else -1
         self.warned = False
