@@ -42,7 +42,7 @@ class DamagedCheckpoint(TrainingError):
 def save(path: str | Path, state: State) -> None:
     """Write `state` to `path` atomically.
 
-    A state is any nesting of dicts, lists, tuples, tensors and plain values.
+    A state is any nested structure of dicts, lists, tuples, tensors and plain values.
 
     Raises:
         UserError: The state contains anything else.
@@ -117,7 +117,9 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             length = int.from_bytes(start, "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            reason = f"its header has {length:,} bytes"
+            reason = f"its header contains more than {MAX_VALUES:,} values"
+            if len(header) < length:
+                reason = f"its header is cut short or too large ({length:,} bytes)"
             if start.startswith((b"PK\3\4", b"\x80\2")):  # a zip file or a pickle
                 reason = (
                     "it was written by torch.save. In Python, call "

@@ -351,7 +351,7 @@ class IterableLoader(Seekable):
             return
         before = state.get("workers")
         workers = self.workers
-        # One worker reads in the same order as none.
+        # A single worker reads in the same order as the main process.
         if before is not None and workers is not None and max(1, before) != max(1, workers):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "

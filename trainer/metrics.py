@@ -121,13 +121,13 @@ class Sums:
 
 
 def check_over_ranks(metrics: Mapping[str, Any]) -> None:
-    """Raise UserError for a metric that cannot be combined over several processes."""
+    """Raise UserError for a metric that cannot be combined across several processes."""
     if parallel.process_count == 1:
         return
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
-                f"metrics.{name}: {type(metric).__name__} cannot be combined over "
+                f"metrics.{name}: {type(metric).__name__} cannot be combined across "
                 f"{parallel.process_count} processes.\n"
                 "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or remove the metric."

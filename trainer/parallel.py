@@ -447,7 +447,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
             raise TrainingError(
                 f"The weights of {name} differ between processes, because their gradients were "
                 "not exchanged.\n"
-                "A step must call self.model as a whole, once per backward(), not self.module. "
+                "A step must call self.model (not self.module) once per backward(). "
                 "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
@@ -574,7 +574,7 @@ class Agreement:
         return time.monotonic() - self.start if process_count == 1 else self.agreed
 
     def exchange_at_next_poll(self) -> None:
-        """Exchange values at the next poll, before or after an operation that may take long."""
+        """Exchange values at the next poll, before or after an operation that may be slow."""
         self.calls = 0
         self.soonest = 1
 

@@ -30,7 +30,7 @@ ADVICE = {
     ),
     "mark a variable ready only once|marked as ready twice": (
         "strategy=ddp: a parameter got two gradients in one backward().\n"
-        "A step must call self.model as a whole, once per backward(), not self.module."
+        "A step must call self.model (not self.module) once per backward()."
     ),
     "does not require grad and does not have a grad_fn": (
         "The loss does not depend on a trainable parameter.\n"

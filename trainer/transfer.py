@@ -12,7 +12,7 @@ UNIFIED = ("cpu", "mps", "meta")  # devices to which copies do not need pinned m
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Move a batch to the device: any nesting of tensors and objects with a `.to` method.
+    """Move a batch, a nested structure of tensors and objects with `.to`, to the device.
 
     Host tensors are pinned and copied asynchronously, while the device works.
     """
