@@ -363,7 +363,7 @@ class Paths:
     """File paths below a root. `files` is an array of (name, size, modification time) of each file.
 
     The names are in one array of bytes, so that worker processes can share its memory. With a list
-    of strings, each access would copy the memory page that has the string's reference count.
+    of strings, each access would copy the memory page that holds the string's reference count.
     """
 
     root: str

@@ -79,8 +79,8 @@ class Ordered(Seekable):
         smallest = last or batch_size
         if shuffle and smallest < launch.world_size():
             raise UserError(
-                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs a "
-                f"sample of every batch, but the smallest batch has only {smallest}.\n"
+                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs at "
+                f"least one sample from every batch, but the smallest batch has only {smallest}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
 
