@@ -182,8 +182,7 @@ def rows_of(columns: Columns, rows: Tensor) -> Columns:
 
 
 class Classes(Examination):
-    """Samples of a classification, and how often predictions with a given probability are right.
-
+    """Samples of a classification, and how often predictions with a given probability are correct.
 
     The loss is the negative log-probability of the true class, even if the model was trained with
     a different loss.

@@ -287,7 +287,7 @@ def progress_of(jobs: Sequence[SweepJob], total: int) -> tuple[str, str]:
 
 
 def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
-    """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
+    """Return the entry of a sweep's best job, with means over the jobs that differ only by seed."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)
     done = [job for job in jobs if job.is_done]

@@ -71,7 +71,7 @@ def count_gpus(device: str) -> int:
 
 
 def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    """Return how many jobs run at once; `auto` fills the GPUs, or else runs one job per core."""
+    """Return how many jobs run at once; `auto` fills the GPUs; without GPUs, one per core."""
     if at_once == "auto":
         return count_gpus(device) * per_gpu or cores()
     return int(at_once)
