@@ -332,7 +332,7 @@ def mark(device: torch.device) -> Any:
 
 
 def has_caught_up(mark: Any) -> bool:
-    """Return whether the accelerator has reached the mark, which means that it is idle."""
+    """Return whether the accelerator has reached the mark, and is therefore idle."""
     return not isinstance(mark, float) and bool(mark.query())
 
 

@@ -63,7 +63,7 @@ class Mean:
         return total / self.weight
 
     def over_ranks(self) -> "Mean":
-        """Return the Mean over all processes; all processes must call this."""
+        """Return the Mean across all processes; all processes must call this."""
         if parallel.process_count == 1:
             return self
         mean = Mean()
@@ -80,7 +80,7 @@ class Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        if launch.is_first():  # only here: the state is already the sum over all processes
+        if launch.is_first():  # only here: the state is already the sum across all processes
             self.total = float(state["total"])
             self.samples = state["samples"]
             self.weight = state["weight"]
@@ -115,7 +115,7 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric over all processes, or NaN without data; all processes must call it."""
+        """Return the metric across all processes, or NaN without data; all must call it."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 

@@ -255,7 +255,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum a tensor over all ranks, and its gradient too, because each rank has part of the loss."""
+    """Sum a tensor across ranks, and its gradient too, because each rank has part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -407,7 +407,7 @@ def gradient_sync(
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Average the gradients of a module over all processes.
+    """Average the gradients of a module across all processes.
 
     Call this in your own `train_step` if it uses parts of `trainer.module`, such as one of several
     models. If it calls `trainer.model`, the backward pass averages the gradients.
@@ -457,7 +457,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 
 def add_up(value: Summable) -> Summable:
-    """Return the sum of a number or a tensor over all processes, ignoring None."""
+    """Return the sum of a number or a tensor across all processes, ignoring None."""
     if process_count == 1:
         return value
     values = [part for part in from_all(value) if part is not None]

@@ -142,7 +142,7 @@ class Progress(Callback):
         self.write("  ".join(parts))
 
     def marked(self, cells: dict[str, str], mark: str) -> dict[str, str]:
-        """Return the cells with the column "best" right of the monitored number."""
+        """Return the cells, with the column "best" to the right of the monitored number."""
         monitored = self.monitor.name.replace("train/loss", "loss") if self.monitor else ""
         row = {}
         for name, text in cells.items():
