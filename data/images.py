@@ -90,7 +90,7 @@ def image_folder(
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
     see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and skips unreadable ones; "error" raises
-    an error when one is read.
+    an error at the first unreadable one.
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
     """

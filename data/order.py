@@ -44,7 +44,7 @@ class Ordered(Seekable):
     batch: samples rank, rank + world_size, ... of the `global_size` samples of the whole batch.
     """
 
-    global_size: int | None = None  # samples in the latest batch, over all processes
+    global_size: int | None = None  # samples in the latest batch, across all processes
 
     def __init__(
         self,
