@@ -52,7 +52,7 @@ class Examination:
     def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
-        self.batch_size: int = loader.batch_size  # over all processes
+        self.batch_size: int = loader.batch_size  # across all processes
         self.order: Tensor | None = None  # indices of the samples chosen by limit_val
         if loader.samples < loader.split_size:
             self.order = loader.order(0)

@@ -31,7 +31,7 @@ EXTRAS = {
     "submitit_local": "submitit",
     "submitit_slurm": "submitit",
 }
-SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs
+SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs in parallel
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
 # Submitit's signal to a job that times out or is preempted; not on Windows.
