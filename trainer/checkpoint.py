@@ -297,9 +297,9 @@ def digest(tensors: Tensors, tree: str) -> str:
 
 
 def go_back(folder: str | Path, step: int) -> None:
-    """Remove the checkpoints after `step`, and the temporary files of a save that was killed.
+    """Remove the checkpoints after `step`, and the temporary files of an interrupted save.
 
-    A run that resumes from `step` writes these again, and the newest one must be its own.
+    A run that resumes from `step` writes these again, and the newest checkpoint must be its own.
     """
     for number, path in files(folder).items():
         if number > step:

@@ -33,7 +33,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a pinned tensor to the device while it works on earlier steps.
+    """Copy a pinned tensor to the device while the device works on earlier steps.
 
     The copy has its own stream. In the compute stream, it would wait for the earlier steps.
     """

@@ -38,7 +38,7 @@ START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
 MOST_HEAD = 2**16  # maximum bytes in a page before its lines of JSON
-MOST_BYTES = 2**25  # size of a page, enough for about 25,000 runs
+MOST_BYTES = 2**25  # maximum size of a page, enough for about 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
 
