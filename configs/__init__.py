@@ -16,7 +16,7 @@ def folders() -> list[Path]:
 def options(group: str) -> list[Path]:
     """Return the files of a group's options, sorted by name; [] if there is no such group."""
     files: dict[str, Path] = {}
-    for folder in reversed(folders()):  # an option in several folders is that of the first
+    for folder in reversed(folders()):  # if several folders have an option, the first one wins
         files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
     return [files[name] for name in sorted(files)]
 

@@ -1,5 +1,5 @@
-"""Descriptions: what a checkpoint says about the model's inputs and outputs. A description has only
-plain values, and may come from an untrusted file.
+"""Descriptions: what a checkpoint says about the model's inputs and outputs. A description contains
+only plain values, and may come from an untrusted file.
 """
 
 import dataclasses

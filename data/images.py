@@ -90,7 +90,7 @@ def image_folder(
     `cache`: where to cache decoded images: auto (under ~/.cache), a folder, or false for no cache;
     see data/cache.py.
     `on_bad_sample`: "skip" tries every image first and skips unreadable ones; "error" raises
-    an error when one is read.
+    an error at the first unreadable one.
     `trained`: for an evaluation, the description of the data that the run was trained on. The
     images may then belong to a single class.
     """
@@ -363,7 +363,7 @@ class Paths:
     """File paths below a root. `files` is an array of (name, size, modification time) of each file.
 
     The names are in one array of bytes, so that worker processes can share its memory. With a list
-    of strings, each access would copy the memory page that has the string's reference count.
+    of strings, each access would copy the memory page that holds the string's reference count.
     """
 
     root: str

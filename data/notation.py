@@ -95,8 +95,8 @@ def dates(texts: Texts) -> Any:
 def are_numbers(texts: Texts) -> bool:
     """Return whether nearly all of these distinct texts are numbers or dates in some notation.
 
-    If there are more than FEW_KINDS texts, letters after a number are taken for a unit, as in 12
-    kg. With fewer texts, they are part of a name, as in 1st and 2nd.
+    If there are more than FEW_KINDS texts, letters after a number count as a unit, as in 12 kg.
+    With fewer texts, they are part of a name, as in 1st and 2nd.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
     pattern = f"{IN_SIGNS.replace('UNITS', units)}|{OTHER_DATE}"

@@ -44,7 +44,7 @@ class Ordered(Seekable):
     batch: samples rank, rank + world_size, ... of the `global_size` samples of the whole batch.
     """
 
-    global_size: int | None = None  # samples in the latest batch, over all processes
+    global_size: int | None = None  # samples in the latest batch, across all processes
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Ordered(Seekable):
         smallest = last or batch_size
         if shuffle and smallest < launch.world_size():
             raise UserError(
-                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs a "
-                f"sample of every batch, but the smallest batch has only {smallest}.\n"
+                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs at "
+                f"least one sample from every batch, but the smallest batch has only {smallest}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
 

@@ -27,8 +27,8 @@ from stoker.trainer.seeding import random_stream
 
 # The attributes in which Stoker's splits, torchvision's data sets and most others hold values.
 IN_MEMORY = ("inputs", "targets", "data")
-LARGE = 2**30  # bytes; a larger array may be on a disk, so its fingerprint covers only pieces
-PIECES = 256  # the number of these pieces, which together are 1/256 of the array
+LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash only pieces
+PIECES = 256  # the number of these pieces, which together make up 1/256 of the array
 
 
 @dataclass
@@ -320,8 +320,8 @@ def fingerprint(data: Data) -> str:
 def _feed(state: "hashlib.blake2b", part: Any, places: dict[int, int]) -> None:
     """Add the values that a split, or the data sets under it, hold in memory to a hash.
 
-    Other attributes may change while samples are read, and samples may be random. `places` has the
-    place of each object that was already added, by its id. These are not read again.
+    Other attributes may change while samples are read, and samples may be random. `places` maps
+    the id of each object that was already added to its place. Such objects are not read again.
     """
     place = places.setdefault(id(part), len(places))
     state.update(f"{place} ".encode())
@@ -347,7 +347,7 @@ def _feed(state: "hashlib.blake2b", part: Any, places: dict[int, int]) -> None:
 
 
 def _feed_array(state: "hashlib.blake2b", array: Any) -> None:
-    """Add the values of a tensor or array to a hash; a large one is sampled in pieces."""
+    """Add the values of a tensor or array to a hash; of a large one, only evenly spaced pieces."""
     state.update(f"{array.dtype} {tuple(array.shape)} ".encode())
     pieces = [array]
     if array.nbytes > LARGE:
@@ -396,7 +396,7 @@ def _check_part(where: str, part: Split, kind: str) -> None:
 
 
 def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
-    """Check that samples in memory have the right shape and finite numbers."""
+    """Check that samples in memory have the right shape and finite values."""
     inputs = getattr(part, "inputs", None)
     for name, tensor in (("inputs", inputs), ("targets", getattr(part, "targets", None))):
         if not isinstance(tensor, Tensor):

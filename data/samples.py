@@ -29,8 +29,8 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
 
     Each split is a map-style torch Dataset, an IterableDataset, or a loader (any iterable of
     batches). All splits but train may be missing or None; other keys are additional validation
-    splits. Data sets of (tensor, class) with `classes` and `targets`, like those of torchvision,
-    become classification data; anything else has kind "other".
+    splits. Data sets of (tensor, class) pairs that have `classes` and `targets`, like those of
+    torchvision, become classification data; anything else has kind "other".
 
     Raises:
         UserError: There is no training split, or a split yields neither samples nor batches.
@@ -84,7 +84,7 @@ def targets_of(dataset: Any) -> Any:
 
 
 def is_labelled(part: Any) -> bool:
-    """Return whether this is a data set of (tensor, class) that names its classes."""
+    """Return whether this is a data set of (tensor, class) pairs that names its classes."""
     if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
         return False
     whole = whole_of(part)
@@ -111,7 +111,7 @@ def loader_line(data: Data) -> str:
         return ""
     return (
         f"loader   train is your own {loader.name}: a resumed run reads its batches again up to "
-        "where it stopped; they are the same only if they depend only on the global seeds"
+        "where it stopped; they are the same only if they depend on nothing but the global seeds"
     )
 
 

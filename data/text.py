@@ -61,7 +61,7 @@ class TextSplit:
         return windows[:, :-1], windows[:, 1:]
 
     def feed(self, state: Any) -> None:
-        """Add the windows to a fingerprint; a large text is sampled in evenly spaced pieces."""
+        """Add the windows to a fingerprint; of a large text, add only evenly spaced pieces."""
         state.update(f"{len(self.tokens)} {self.length} {self.stride} ".encode())
         for start in range(0, len(self.tokens), max(PIECE, len(self.tokens) // PIECES)):
             state.update(self.tokens[start : start + PIECE].astype(np.int64).data)

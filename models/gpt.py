@@ -129,7 +129,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: a token sees itself and all earlier tokens."""
+    """Causal multi-head self-attention: a token attends to itself and all earlier tokens."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         samples, count, width = x.shape
         qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
-        # With a cache, there is a single new token, which sees all the others.
+        # With a cache, there is a single new token, which attends to all the others.
         is_causal = not past
         if past:
             keys = torch.cat([past[0], keys], 2)

@@ -86,7 +86,7 @@ class WhitenedCNN(nn.Module):
 
         The filters are the eigenvectors of the second-moment matrix of the 2x2 patches, and their
         negatives. Each is divided by the square root of (its eigenvalue + `eps`); see section 3.2.
-        The moments are summed over all processes.
+        The moments are summed across all processes.
         """
         weight = self.first.weight
         moments = torch.zeros(())

@@ -29,7 +29,7 @@ class Project:
 
 
 def current() -> Project:
-    """Return the project of the working directory; UserError if its file contains a mistake."""
+    """Return the project of the working directory; raise UserError if its file has a mistake."""
     return of_folder(Path.cwd())
 
 

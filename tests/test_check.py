@@ -61,7 +61,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
-        words = f"^{key}.*: no such key. The files of this group must begin with '# @pack"
+        words = f"^{key}.*: no such key. Files in this group must begin with '# @pack"
         with pytest.raises(UserError, match=words):
             processed(typed)
     project("experiment/slip", "# @package _global_\noptimizer: sgd\n")
@@ -74,7 +74,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
         processed("experiment=override")
     answer = messages.explanation(caught.value).splitlines()
     assert answer[0].startswith("In 'experiment/override': Invalid Defaults List override")
-    assert answer[2] == "The files of this group must begin with '# @package _global_'."
+    assert answer[2] == "Files in this group must begin with '# @package _global_'."
 
 
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):

@@ -120,7 +120,7 @@ class Own(Trainer):
     ("kind", "dtype", "strategy", "words"),
     [
         (Trainer, torch.float16, "single", "fp16"),
-        (Trainer, None, "dp", "one GPU"),
+        (Trainer, None, "dp", "a single GPU"),
         (Own, None, "single", "Own overrides train_step"),
     ],
 )

@@ -195,7 +195,7 @@ def test_without_a_loss_or_a_metric_the_user_is_told_what_to_monitor(caplog):
 
 def test_a_list_cannot_be_monitored():
     stop = EarlyStopping(2, monitor="my/number", mode="max")
-    with pytest.raises(UserError, match="monitor=my/number: this is a list"):
+    with pytest.raises(UserError, match="monitor=my/number: this metric is a list"):
         make_trainer(callbacks=[stop, Own([[1.0, 2.0]] * 3)]).fit(*loaders())
 
 

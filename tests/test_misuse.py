@@ -514,7 +514,7 @@ def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignore
     make_trainer(kind=kind, epochs=1, scheduler=schedules.constant, **options).fit(loader())
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind.__name__}.train_step ignores {setting}, because it does not use self.{name}.\n"
-        "Use it in your train_step; 'Bring your own' in the documentation shows how."
+        f"Use self.{name} in your train_step; 'Bring your own' in the documentation shows how."
         for setting, name in settings.items()
         if name in ignored
     ]

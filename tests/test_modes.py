@@ -115,7 +115,7 @@ def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
     )
     failed = train(tmp_path, "overfit=1", "optimizer.lr=1e-9", "max_steps=30")
     assert failed.code == 3 and not left(tmp_path)
-    assert "error: overfit=1: the model does not learn, after 30 steps on 64 samples" in failed.err
+    assert "error: overfit=1: the model has not learned after 30 steps on 64 samples" in failed.err
     assert failed.err.rstrip().endswith(
         "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, "
         "and whether the targets are right; 0 parameters are frozen."

@@ -53,7 +53,7 @@ def test_without_a_loss_in_evaluations_the_training_loss_is_judged(lr):
     if lr == 0.01:
         assert "loss 0.0000 ->" not in overfit.learn(trainer, loader, 1)
         return
-    with pytest.raises(TrainingError, match="the model does not learn, after 25 steps .* loss 1.*"):
+    with pytest.raises(TrainingError, match="the model has not learned after 25 steps .* loss 1.*"):
         overfit.learn(trainer, loader, 1, 25)
 
 
@@ -113,7 +113,7 @@ def test_a_loss_alone_has_to_fall():
 def test_a_rate_that_is_wrong(lr):
     with pytest.raises(
         TrainingError,
-        match=r"overfit=1: the model does not learn, after .*\nCheck optimizer.lr .try ten times",
+        match=r"overfit=1: the model has not learned after .*\nCheck optimizer.lr .try ten times",
     ):
         learn(make_model(), steps=50, optimizer=functools.partial(torch.optim.SGD, lr=lr))
 
@@ -126,7 +126,7 @@ def test_weights_that_are_frozen_or_dead(caplog):
         learn(model, steps=50)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.constant_(model[0].bias, -1000.0)
-    with pytest.raises(TrainingError, match="does not learn"):
+    with pytest.raises(TrainingError, match="has not learned"):
         learn(model, steps=50, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
     assert "doctor: dead, at step 3: 0 (" in caplog.text
 

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("corners.py")
 FEW = [(2, "ddp"), (2, "fsdp")]
 MANY = [*FEW, (3, "fsdp"), (4, "ddp")]
 BYPASSED = (
-    "A step must call self.model as a whole, once per backward(), not self.module. "
+    "A step must call self.model (not self.module) once per backward(). "
     "If it calls parts of the model, call stoker.trainer.parallel.average_gradients(part) after "
     "each backward()."
 )

@@ -1,4 +1,4 @@
-"""Traverse, measure and split batches: any nesting of tensors and other objects."""
+"""Traverse, measure and split batches: nested structures of tensors and other objects."""
 
 import copy
 import dataclasses

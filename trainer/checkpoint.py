@@ -42,7 +42,7 @@ class DamagedCheckpoint(TrainingError):
 def save(path: str | Path, state: State) -> None:
     """Write `state` to `path` atomically.
 
-    A state is any nesting of dicts, lists, tuples, tensors and plain values.
+    A state is any nested structure of dicts, lists, tuples, tensors and plain values.
 
     Raises:
         UserError: The state contains anything else.
@@ -117,7 +117,9 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             length = int.from_bytes(start, "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            reason = f"its header has {length:,} bytes"
+            reason = f"its header contains more than {MAX_VALUES:,} values"
+            if len(header) < length:
+                reason = f"its header is cut short or too large ({length:,} bytes)"
             if start.startswith((b"PK\3\4", b"\x80\2")):  # a zip file or a pickle
                 reason = (
                     "it was written by torch.save. In Python, call "
@@ -295,9 +297,9 @@ def digest(tensors: Tensors, tree: str) -> str:
 
 
 def go_back(folder: str | Path, step: int) -> None:
-    """Remove the checkpoints after `step`, and the temporary files of a save that was killed.
+    """Remove the checkpoints after `step`, and the temporary files of an interrupted save.
 
-    A run that resumes from `step` writes these again, and the newest one must be its own.
+    A run that resumes from `step` writes these again, and the newest checkpoint must be its own.
     """
     for number, path in files(folder).items():
         if number > step:

@@ -19,7 +19,7 @@ from stoker.trainer.number_format import counted
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-# Messages of errors that come from the device or from torch itself, not from a batch.
+# Messages of errors caused by the device or by torch itself, not by a batch.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 # precision -> dtype of autocast, or None for fp32, which needs no autocast
 DTYPES = {
@@ -332,7 +332,7 @@ def mark(device: torch.device) -> Any:
 
 
 def has_caught_up(mark: Any) -> bool:
-    """Return whether the accelerator has reached the mark, which means that it is idle."""
+    """Return whether the accelerator has reached the mark, and is therefore idle."""
     return not isinstance(mark, float) and bool(mark.query())
 
 

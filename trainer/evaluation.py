@@ -123,7 +123,7 @@ def eval_mode(trainer: "Trainer") -> Iterator[None]:
 def hooks(trainer: "Trainer") -> Iterator[None]:
     """Call the hooks before and after an evaluation, unless it is inside another one.
 
-    In between, an optimizer with averaged weights, such as Schedule-Free, uses those.
+    In between, an optimizer that averages the weights, such as Schedule-Free, uses the averages.
     """
     if trainer.is_evaluating:
         yield

@@ -82,7 +82,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 @contextlib.contextmanager
 def setup_and_cleanup(trainer: "Trainer") -> Iterator[None]:
-    """Surround a fit: clear gradients before and after it, and clean up at the end.
+    """Context manager for a fit: clear gradients before and after it, and clean up at the end.
 
     The global random states are restored, the loaders are dropped, and unused memory is released.
     """

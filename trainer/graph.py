@@ -153,7 +153,7 @@ def check(trainer: "Trainer") -> None:
     elif trainer.dtype is torch.float16:
         reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
     elif trainer.strategy != "single":
-        reason = "graphs support only one GPU. Type strategy=single."
+        reason = "graphs work only on a single GPU. Type strategy=single."
     elif trainer.splitter.adapts:
         reason = (
             "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."

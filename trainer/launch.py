@@ -156,11 +156,11 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have called this with the same `name`, as often as this rank.
+    """Wait until all ranks have called this with the same `name` as many times as this rank.
 
     Unlike a collective operation, it lets a signal interrupt the wait.
     """
-    number = next(waits)  # because the keys stay in the store
+    number = next(waits)  # each call needs new keys, because keys stay in the store
     publish(f"{name}/{number}/{rank()}", True)
     for peer in range(world_size()):
         receive(f"{name}/{number}/{peer}", by=peer)

@@ -196,7 +196,7 @@ class IterableLoader(Seekable):
         UserError: This is not an iterable.
     """
 
-    global_size: int | None = None  # samples in the last batch, over all processes
+    global_size: int | None = None  # samples in the last batch, across all processes
     steps: int | None = None  # steps per epoch; None to read a single pass
     place: Place | None = None  # where the next iteration continues
     is_warned: bool = False  # whether a warning about a wrong length was logged
@@ -242,7 +242,7 @@ class IterableLoader(Seekable):
         if place is None or self.steps is None or place.step not in (None, step):
             place = Place(passes=epoch, drop=position * self.accumulate)
         parts: list[Any] = []  # the micro-batches of a step
-        samples = 0  # in these micro-batches, over all processes
+        samples = 0  # in these micro-batches, across all processes
         limit = self.steps or self.steps_per_epoch
         while limit is None or position < limit:
             batch = self.read(place)
@@ -351,7 +351,7 @@ class IterableLoader(Seekable):
             return
         before = state.get("workers")
         workers = self.workers
-        # One worker reads in the same order as none.
+        # A single worker reads in the same order as the main process.
         if before is not None and workers is not None and max(1, before) != max(1, workers):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "

@@ -63,7 +63,7 @@ class Mean:
         return total / self.weight
 
     def over_ranks(self) -> "Mean":
-        """Return the Mean over all processes; all processes must call this."""
+        """Return the Mean across all processes; all processes must call this."""
         if parallel.process_count == 1:
             return self
         mean = Mean()
@@ -80,7 +80,7 @@ class Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        if launch.is_first():  # only here: the state is already the sum over all processes
+        if launch.is_first():  # only here: the state is already the sum across all processes
             self.total = float(state["total"])
             self.samples = state["samples"]
             self.weight = state["weight"]
@@ -115,19 +115,19 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric over all processes, or NaN without data; all processes must call it."""
+        """Return the metric across all processes, or NaN without data; all must call it."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
 def check_over_ranks(metrics: Mapping[str, Any]) -> None:
-    """Raise UserError for a metric that cannot be combined over several processes."""
+    """Raise UserError for a metric that cannot be combined across several processes."""
     if parallel.process_count == 1:
         return
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
-                f"metrics.{name}: {type(metric).__name__} cannot be combined over "
+                f"metrics.{name}: {type(metric).__name__} cannot be combined across "
                 f"{parallel.process_count} processes.\n"
                 "Subclass torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or remove the metric."

@@ -312,7 +312,7 @@ def warn_of_own_step(trainer: "Trainer") -> None:
         if setting and not step_uses(kind, name):
             launch.warn(
                 f"{kind.__name__}.train_step ignores {setting}, because it does not use "
-                f"self.{name}.\nUse it in your train_step; {HOW}."
+                f"self.{name}.\nUse self.{name} in your train_step; {HOW}."
             )
 
 
@@ -344,7 +344,8 @@ def raise_if_explained(
 ) -> None:
     """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
 
-    If torch raised the error, attach a text that shows the batch, under this name, and the place.
+    If torch raised the error, attach a note that describes the batch, which it calls `name`, and
+    says where the error occurred.
     """
     is_explained = isinstance(error, UserError) or explanation_of(error) is not None
     if is_explained or not isinstance(error, Exception):
@@ -374,7 +375,7 @@ def raise_if_explained(
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    # The tensors that are alike, such as those of a list of samples.
+    # Group similar tensors, such as those of a list of samples.
     alike: dict[tuple[str, int, torch.dtype], list[str]] = {}
     for place, one in batches.entries(batch):
         pattern = re.sub(r"\[\d+\]", "[]", place)

@@ -255,7 +255,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum a tensor over all ranks, and its gradient too, because each rank has part of the loss."""
+    """Sum a tensor across ranks, and its gradient too, because each rank has part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -407,7 +407,7 @@ def gradient_sync(
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Average the gradients of a module over all processes.
+    """Average the gradients of a module across all processes.
 
     Call this in your own `train_step` if it uses parts of `trainer.module`, such as one of several
     models. If it calls `trainer.model`, the backward pass averages the gradients.
@@ -447,7 +447,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
             raise TrainingError(
                 f"The weights of {name} differ between processes, because their gradients were "
                 "not exchanged.\n"
-                "A step must call self.model as a whole, once per backward(), not self.module. "
+                "A step must call self.model (not self.module) once per backward(). "
                 "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
@@ -457,7 +457,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 
 def add_up(value: Summable) -> Summable:
-    """Return the sum of a number or a tensor over all processes, ignoring None."""
+    """Return the sum of a number or a tensor across all processes, ignoring None."""
     if process_count == 1:
         return value
     values = [part for part in from_all(value) if part is not None]
@@ -574,7 +574,7 @@ class Agreement:
         return time.monotonic() - self.start if process_count == 1 else self.agreed
 
     def exchange_at_next_poll(self) -> None:
-        """Exchange values at the next poll, before or after an operation that may take long."""
+        """Exchange values at the next poll, before or after an operation that may be slow."""
         self.calls = 0
         self.soonest = 1
 

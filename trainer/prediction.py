@@ -12,7 +12,7 @@ from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import dealt, ending
 from stoker.trainer.spans import Spans
 
-Combine = Callable[[list[Any]], Any]  # maps the same leaf of several nestings to one leaf
+Combine = Callable[[list[Any]], Any]  # combines corresponding leaves into one
 
 
 class Predicting(Batching):
@@ -77,14 +77,14 @@ class Predicting(Batching):
             raise
 
     def predict_batch(self, batch: Any) -> Any:
-        """Return the outputs for a batch: any nesting of tensors (N, ...) and lists of length N."""
+        """Return the outputs for a batch: (nested) tensors (N, ...) and lists of length N."""
         return self.model(misuse.inputs_of(batch, self.sample_dims))
 
 
 def combined(nestings: list[Any], combine: Combine) -> Any:
-    """Combine nestings of the same structure into one, with `combine(leaves)` for each leaf.
+    """Combine the corresponding leaves of several nested structures with `combine(leaves)`.
 
-    A leaf is a tensor or a list.
+    A leaf is a tensor or a list. Return one structure with the combined leaves.
 
     Raises:
         UserError: The structures differ.
@@ -110,7 +110,7 @@ def list_dim(_: str, value: Any) -> int | None:
 
 
 def leaves_of(nesting: Any) -> dict[str, Any]:
-    """Return the tensors and lists of a nesting as {name: leaf}."""
+    """Return the tensors and lists of a nested structure as {name: leaf}."""
     leaves: dict[str, Any] = {}
     batches.walk(leaves.__setitem__, nesting, "outputs", list_dim)
     return leaves

@@ -24,7 +24,7 @@ class Splitter:
         key: The name of the setting for the batch size, used in messages.
 
     Attributes:
-        global_samples: Samples in the current batch over all processes; None for one process.
+        global_samples: Samples in the current batch across all processes; None for one process.
 
     Raises:
         UserError: Both `size` and `parts` are set, one of them is out of range, or several

@@ -10,7 +10,7 @@ from stoker.trainer.errors import UserError
 
 # Options of an optimizer that do not change its results, and may differ between devices.
 WAYS = ("foreach", "fused", "capturable")
-# A form describes a valid state. It has the same nesting, with example numbers, example tensors,
+# A form describes a valid state. It has the same structure, with example numbers, example tensors,
 # types, or one of the following in place of the values.
 ANYTHING = object()
 

@@ -32,7 +32,7 @@ ADVICE = {
     ),
     "mark a variable ready only once|marked as ready twice": (
         "strategy=ddp: a parameter got two gradients in one backward().\n"
-        "A step must call self.model as a whole, once per backward(), not self.module."
+        "A step must call self.model (not self.module) once per backward()."
     ),
 }
 # torch's messages about tensors on two devices.

@@ -89,7 +89,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
     loss: torch.Tensor = trainer.optimizer.step(evaluate)
     optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norms[0])  # the norm at the weights before the step
+    finish(trainer, norms[0])  # the gradient norm before the update
     return loss
 
 

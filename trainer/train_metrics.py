@@ -16,7 +16,7 @@ class TrainMetrics(Trainer):
     """A Trainer that also logs its metrics on training batches, such as "train/acc".
 
     The metrics cover the steps since the last row, and use the same outputs as the loss: with
-    dropout, and with the weights of each step. A resumed fit starts to count where it resumes. To
+    dropout, and with the weights of each step. A resumed fit starts counting where it resumes. To
     compute the metrics with the current weights, call `evaluate(train_loader, "train")`.
 
     To combine this class with your own Trainer, list it first, so that it wraps `compute_loss`::

@@ -160,7 +160,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         with fitting.setup_and_cleanup(self):  # gradients, random states, loaders and memory
             try:
                 self.call("on_fit_start")
-                parallel.broadcast_weights(self.model)  # in case only rank 0's have changed
+                parallel.broadcast_weights(self.model)  # in case a callback changed only rank 0's
                 self.window.start_clock()
                 if self.evaluation_due:  # resumed at an interrupted evaluation: repeat only that
                     self.end_step(self.val_loader is not None)
@@ -241,7 +241,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.evaluation_due = evaluates  # while True, an interruption ends the evaluation
         if evaluates:
             with self.spans["evaluation"]:  # also covers `log`, unlike the span in `evaluate`
-                # This may take long, so processes exchange interruptions before and after it.
+                # This may be slow, so processes exchange interruptions before and after it.
                 self.agreement.exchange_at_next_poll()
                 results = evaluation.validate(self)
                 self.agreement.exchange_at_next_poll()

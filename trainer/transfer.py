@@ -12,7 +12,7 @@ UNIFIED = ("cpu", "mps", "meta")  # devices to which copies do not need pinned m
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Move a batch to the device: any nesting of tensors and objects with a `.to` method.
+    """Move a batch, a nested structure of tensors and objects with `.to`, to the device.
 
     Host tensors are pinned and copied asynchronously, while the device works.
     """
@@ -33,7 +33,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a pinned tensor to the device while it works on earlier steps.
+    """Copy a pinned tensor to the device while the device works on earlier steps.
 
     The copy has its own stream. In the compute stream, it would wait for the earlier steps.
     """

@@ -47,7 +47,7 @@ class Window:
             self.skipped.update(is_skipped.float())
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
-        """Return the numbers of the window over all processes, and clear the window.
+        """Return the numbers of the window across all processes, and clear the window.
 
         `rates` and `labels` are the learning rates and the names of the parameter groups. If the
         rates differ, the row has an entry for every further label.

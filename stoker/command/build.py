@@ -240,7 +240,7 @@ def check_nested(key: str, node: Any) -> None:
         elif not is_trusted_by_user(target):
             raise UserError(
                 f"{place}._target_={target}: only a model or a loss may contain another _target_.\n"
-                f"If you know what it does, type trusted=[{target.partition('.')[0]}]."
+                f"If you trust it, type trusted=[{target.partition('.')[0]}]."
             )
 
 

@@ -185,7 +185,7 @@ def check_type(name: str, value: Any, default: Any) -> None:
     """
     # The keys of `trainer` have the same limits as the top-level keys.
     limit = settings.limit_of(name.removeprefix("trainer."))
-    # null is valid for epochs (max_steps can replace it) and for a callback (it turns it off).
+    # null is valid for epochs (max_steps can replace it) and a callback (null turns it off).
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return

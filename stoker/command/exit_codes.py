@@ -89,7 +89,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or a clearer one if it is an error of a library that is hard to read."""
+    """Return the error, or a clearer one if it comes from a library and is hard to read."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
             "the process of a job died: it was killed or ran out of memory "

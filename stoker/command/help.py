@@ -17,7 +17,7 @@ EXAMPLES = {
     "model=cnn device=cuda epochs=3": "set any key",
     "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of the results",
     "-m sweep=optuna": "a search: each trial depends on the earlier results",
-    "run_dir=runs/mine": "a named run; type it again to resume",
+    "run_dir=runs/mine": "a named run; repeat the command to resume",
     "plan model=cnn": "estimate a run's time and memory from a few steps",
     "evaluate run=runs/mine": "test the best weights of a run",
     "reproduce run=runs/mine": "repeat a run and compare the two bit for bit",

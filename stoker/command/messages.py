@@ -26,7 +26,7 @@ from stoker.trainer.errors import (
 )
 
 LONGEST = 500  # characters in a line, since a value or a path may have any length
-FOR_EXPERIMENT = "The files of this group must begin with '# @package _global_'."
+FOR_EXPERIMENT = "Files in this group must begin with '# @package _global_'."
 # Failures of a disk or a file system. Any other OSError means that a path is wrong.
 FAILING = {
     getattr(errno, name, None)

@@ -50,7 +50,7 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
 
 
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (outputs, targets) of two samples on the CPU; UserError if the shapes do not match.
+    """Return (outputs, targets) of two samples on the CPU; raise UserError if incompatible.
 
     They are computed on the CPU because a class index that is too large would fail an assertion in
     a GPU kernel and end the process.

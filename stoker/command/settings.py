@@ -306,7 +306,7 @@ def check_task(config: Mapping[str, Any]) -> None:
 
 
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the {key: value} that debug=true sets; UserError if a `typed` key contradicts one."""
+    """Return the {key: value} that debug=true sets; raise UserError if a typed value conflicts."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
     if "device" in typed:  # the error to find may occur only on that device
         del values["device"]

@@ -155,15 +155,16 @@ def locate(key: str, target: str) -> Any:
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: this target is not trusted.\n"
-            f"If you know what it does, type {advice_to_trust([target])}."
+            f"If you trust it, type {advice_to_trust([target])}."
         )
     return located
 
 
 def check_trusted(targets: Mapping[str, str]) -> None:
-    """Raise UserError that names all targets, as {key: target}, of packages that are not trusted.
+    """Raise a UserError that names all targets whose packages are not trusted.
 
-    In the packages that are listed here, only some targets are trusted (see `locate`).
+    `targets` is {key: target}. In the packages that are listed here, only some targets are trusted
+    (see `locate`).
     """
     listed = tuple(f"{package}." for package in TRUSTED)
     wrong = {

@@ -18,7 +18,7 @@ class DeviceAudit(Callback):
     """
 
     handle: Any = None  # the hook's handle
-    tensors: int = 0  # the number of tensors, if all are on the right device
+    tensors: int = 0  # the number of tensors; 0 if any is on the wrong device
 
     def on_fit_start(self, trainer: Trainer) -> None:
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:

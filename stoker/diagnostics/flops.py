@@ -16,7 +16,7 @@ from stoker.trainer import device as devices
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.trainer import Trainer
 
-ENOUGH = 0.2  # seconds for matrix products; the fastest counts
+ENOUGH = 0.2  # seconds to spend on matrix products; the fastest one counts
 WIDTH_CPU = 384  # width of the square matrices, so that a product takes about a millisecond
 WIDTH = 8192
 

@@ -68,11 +68,11 @@ def lr_find(
     highest: float = 1.0,
     steps: int = MOST,
 ) -> Curve:
-    """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
+    """Train for up to `steps` steps while the learning rate increases from `lowest` to `highest`.
 
     Training stops early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3). Afterward, the trainer has its original state. UserError if there are
-    too few steps for a curve.
+    1506.01186, section 3.3). Afterward, the trainer's state is restored. Raises UserError if there
+    are too few steps for a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
     schedules.reset(trainer.optimizer)  # discard the schedule of an earlier fit

@@ -104,7 +104,7 @@ def learn(
         return f"it learns, {facts}"
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     raise TrainingError(
-        f"overfit={count}: the model does not learn, {facts}.\n"
+        f"overfit={count}: the model has not learned {facts}.\n"
         "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, and whether "
         f"the targets are right; {frozen:,} parameters are frozen."
     )

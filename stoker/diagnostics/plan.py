@@ -116,7 +116,7 @@ def look(
     is_guarded = any(isinstance(callback, NaNGuard) for callback in trainer.callbacks)
     watch = Watch(every, keeps_first=is_guarded)
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
-    # Weights that thaw later take their memory then, so they are not frozen here.
+    # Weights that thaw later need memory from then on, so they are not frozen here.
     frozen = [c for c in trainer.callbacks if isinstance(c, Freeze) and c.count == math.inf]
     trainer.callbacks = [*frozen, *averages, watch]
     trainer.fit(train_loader)

@@ -305,7 +305,7 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
             if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(0, "eval_every")  # an evaluation that is the best so far also saves one
+                keys.insert(0, "eval_every")  # each new best evaluation saves a checkpoint too
             if keys:
                 advice["checkpoint"] = f"set a larger {keys[0]}"
     return advice

@@ -6,7 +6,7 @@ from typing import Any
 from stoker.runs.evaluation import Evaluation, class_colour
 
 VISIBLE = {" ": "(space)", "\n": "↵"}  # how to show these classes
-FAINTEST = 15  # percent; the color of the rarest errors
+FAINTEST = 15  # percent; the strength of the color of the rarest errors
 MOST_PAIRS = 20  # maximum pairs of confused classes to list
 
 

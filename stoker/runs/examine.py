@@ -52,7 +52,7 @@ class Examination:
     def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
-        self.batch_size: int = loader.batch_size  # over all processes
+        self.batch_size: int = loader.batch_size  # across all processes
         self.order: Tensor | None = None  # indices of the samples chosen by limit_val
         if loader.samples < loader.split_size:
             self.order = loader.order(0)
@@ -182,8 +182,7 @@ def rows_of(columns: Columns, rows: Tensor) -> Columns:
 
 
 class Classes(Examination):
-    """Samples of a classification, and how often predictions with a given probability are right.
-
+    """Samples of a classification, and how often predictions with a given probability are correct.
 
     The loss is the negative log-probability of the true class, even if the model was trained with
     a different loss.

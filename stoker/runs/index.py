@@ -38,7 +38,7 @@ START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
 MOST_HEAD = 2**16  # maximum bytes in a page before its lines of JSON
-MOST_BYTES = 2**25  # size of a page, enough for about 25,000 runs
+MOST_BYTES = 2**25  # maximum size of a page, enough for about 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
 
@@ -287,7 +287,7 @@ def progress_of(jobs: Sequence[SweepJob], total: int) -> tuple[str, str]:
 
 
 def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
-    """Return the entry of a sweep's best job, with the means over the seeds of its settings."""
+    """Return the entry of a sweep's best job, with means over the jobs that differ only by seed."""
     keys = ranking.varied([job.settings for job in jobs])
     metric, high = ranking.monitored(jobs)
     done = [job for job in jobs if job.is_done]

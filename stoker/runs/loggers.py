@@ -102,7 +102,7 @@ class Logger(Callback):
 
     A subclass implements `begin`, which is called just before the first row, `write`, which is
     called for each row, and `end`. It can also implement `add_result`, which receives the final
-    results. `begin` waits for the first row because all settings have been checked by then.
+    results. `begin` is not called earlier, because only then have all settings been checked.
     """
 
     first_rank_only = True

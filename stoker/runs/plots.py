@@ -26,7 +26,7 @@ FOOT = 186
 TOP = 8
 SMALLEST = 1e-100  # smaller values are drawn as 0
 SPIKES = 1 / 8  # largest fraction of a curve's points that can be spikes
-DWARFS = 3  # how many times as high as all other values a spike is
+DWARFS = 3  # a spike is at least this many times as high as all other values
 
 
 @dataclass

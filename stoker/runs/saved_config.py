@@ -45,9 +45,9 @@ Config = dict[str, Any]
 def of_this_machine(cfg: DictConfig) -> DictConfig:
     """Return the config of the run directory `run`, for a task other than training.
 
-    On this machine, the data can be in a different folder, and an evaluation can use other data.
-    Settings that only training needs are removed, and so is anything that would write outside the
-    run directory. Loaders use their defaults, except for typed settings and `resident=false`.
+    On this machine, the data may be in a different folder, and an evaluation may use different
+    data. Settings that only training needs are removed, and so is anything that would write outside
+    the run directory. Loaders use their defaults, except for typed settings and `resident=false`.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -188,7 +188,7 @@ def check_parts(config: Config) -> None:
 
 
 def check_targets(config: Config) -> None:
-    """Raise UserError that names all targets of a run's parts that are not trusted."""
+    """Raise a UserError that names all untrusted targets in the parts of a run."""
     parts = {group: config[group] for group in (*check.PARTS, "metrics", "callbacks")}
     targets = {}
     for place, target in dotted.flat(parts).items():

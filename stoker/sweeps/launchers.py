@@ -31,7 +31,7 @@ EXTRAS = {
     "submitit_local": "submitit",
     "submitit_slurm": "submitit",
 }
-SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs
+SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs in parallel
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
 # Submitit's signal to a job that times out or is preempted; not on Windows.
@@ -71,7 +71,7 @@ def count_gpus(device: str) -> int:
 
 
 def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    """Return how many jobs run at once; `auto` fills the GPUs, or else runs one job per core."""
+    """Return how many jobs run at once; `auto` fills the GPUs; without GPUs, one per core."""
     if at_once == "auto":
         return count_gpus(device) * per_gpu or cores()
     return int(at_once)

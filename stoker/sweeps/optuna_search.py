@@ -175,7 +175,7 @@ class OptunaSearch(Sweeper):
         return instantiate(config, _execution_whitelist_=SAMPLERS)
 
     def open_study(self) -> optuna.Study:
-        """Open or create the study; UserError if it belongs to another search."""
+        """Open or create the study; raise UserError if it belongs to another search."""
         direction = StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
         try:
             place, name = place_of(self.config.hydra.sweeper, self.folder)

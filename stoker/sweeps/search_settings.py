@@ -24,7 +24,7 @@ PREDICTS_TOKENS = ("stoker.data.text.text",)
 
 
 def trials_of(cfg: DictConfig) -> int:
-    """Return how many trials to run; UserError for a Hydra key that one of our keys replaces."""
+    """Return the number of trials; raise UserError for Hydra keys that our own keys replace."""
     for override in cfg.hydra.overrides.hydra:
         key = re.match(r"\+*hydra\.sweeper\.(\w+)", override)
         if key and key[1] in REPLACED:

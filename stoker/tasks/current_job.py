@@ -21,7 +21,7 @@ def started_at() -> float:
 
 
 def in_sweep() -> bool:
-    """Return whether Hydra runs a job of a sweep in this process."""
+    """Return whether this process is running a sweep job under Hydra."""
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 

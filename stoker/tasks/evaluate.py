@@ -52,7 +52,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
 
 
 def leave_uncut(config: DictConfig) -> None:
-    """Use all samples of the data as one split; UserError if a fraction was typed."""
+    """Use all samples of the data as one split; raise UserError if a fraction was typed."""
     for name in ("val_fraction", "test_fraction"):
         if name not in config.dataset:
             continue

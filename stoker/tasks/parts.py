@@ -70,8 +70,8 @@ def building(
         cfg: The config, checked.
         more_callbacks: Callbacks in addition to those of the config.
         resumes: Whether the weights come from a checkpoint instead of `init_from`.
-        state: The state of a checkpoint to evaluate. UserError if the data has different classes,
-            or if the model has different shapes. Only the evaluated split gets a loader.
+        state: The state of a checkpoint to evaluate. Raises UserError if the data has different
+            classes, or if the model has different shapes. Only the evaluated split gets a loader.
         about: The description of the data that the checkpoint was trained on. The new data is
             prepared in the same way.
         split: The split to evaluate.
@@ -185,7 +185,7 @@ def build_loaders(
 
 
 def in_epochs(loader: Any, steps: int) -> Any:
-    """Make each epoch of a loader `steps` steps long; UserError if its length is already fixed."""
+    """Make each epoch of a loader `steps` steps long. Raise UserError if its length is fixed."""
     from stoker.trainer.loading import IterableLoader
 
     if isinstance(loader, IterableLoader):
@@ -201,7 +201,7 @@ def in_epochs(loader: Any, steps: int) -> Any:
 def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
-    """Return the model and the loss; UserError if they are far larger than the checkpoint's."""
+    """Return the model and the loss; raise UserError if far larger than the checkpoint's."""
     from stoker.trainer import losses, recompute
 
     shapes = sizes(data)

@@ -71,7 +71,7 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
 
 
 def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
-    """Return the typed options for reading a table; UserError for an option of other inputs."""
+    """Return the typed options for reading a table; raise UserError for options of other inputs."""
     typed = arguments.typed_keys()
     takes_table = model.columns is not None
     options = {}

@@ -38,7 +38,7 @@ class Run:
         code: The code that trains.
         loggers: The loggers that receive the result.
         state: The contents of the checkpoint that the run resumes from; None at step 0.
-        processes: The numbers of processes that the run has used, one after the other.
+        processes: The numbers of processes that the run has used so far, in order.
         threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
@@ -68,7 +68,7 @@ class Run:
         return origin
 
     def count_processes(self) -> None:
-        """Note the number of processes, and warn if the run resumes on a different number."""
+        """Record the number of processes, and warn if the run resumes with a different number."""
         now = launch.world_size()
         self.processes = resume.processes(self.state or {}) or [now]
         before = self.processes[-1]
@@ -226,7 +226,7 @@ class Run:
         return bool(trainer.step == self.saver.best["step"])
 
     def print_result(self, result: RunResult) -> None:
-        """Print the result. Outside a sweep, also add the FLOPs to result.json (in 0.2 s)."""
+        """Print the result. Outside a sweep, also add the FLOPs to result.json (takes 0.2 s)."""
         packages = own_packages(arguments.typed())
         for line in closing_lines(self.folder, result, packages):
             terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
@@ -269,7 +269,7 @@ class Run:
 def leave_reason(
     folder: Path, error: BaseException, code: int, *, draws: bool, script: str | None = None
 ) -> None:
-    """Record why a run failed in its directory, and draw its report if training had started."""
+    """Record in the run directory why a run failed; draw the report if training had started."""
     warnings = status.Status.read(folder).doctor
     written = write_failure(folder, error, code, warnings, script)
     if written and draws and (folder / directory.CONFIG).is_file():

@@ -116,7 +116,7 @@ def command() -> str:
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
-    """Return the Checkpoint among the callbacks, or a new one; UserError for another folder."""
+    """Return the callbacks' Checkpoint, or a new one; raise UserError if its folder is wrong."""
     place = folder / "checkpoints"
     savers = (callback for callback in trainer.callbacks if isinstance(callback, Checkpoint))
     saver = next(savers, Checkpoint(place))

@@ -86,5 +86,5 @@ class Freeze(Callback):
 
 
 def keep_statistics(norm: torch.nn.Module, _: Any) -> None:
-    """Put a norm in evaluation mode before its forward, because each epoch sets training mode."""
+    """Put a norm in evaluation mode before its forward; `fit` sets training mode every epoch."""
     norm.eval()

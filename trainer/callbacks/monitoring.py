@@ -107,7 +107,9 @@ class Monitor(Callback):
             return None
         self.is_missing = False
         if isinstance(value, list):
-            raise UserError(f"monitor={self.name}: this is a list. Choose a single number.")
+            raise UserError(
+                f"monitor={self.name}: this metric is a list. Choose one that is a single number."
+            )
         if not math.isfinite(value):
             if not self.warned:
                 launch.warn(

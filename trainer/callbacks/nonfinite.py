@@ -181,7 +181,7 @@ def examine(
     loss: torch.Tensor,
     harmless: set[str],
 ) -> str | None:
-    """Return a text about the first non-finite value in a step and what to do, or None.
+    """Describe the first non-finite value in a step and what to do; return None if there is none.
 
     `harmless`: the batch entries that have non-finite values even in good steps, such as masks.
     """
@@ -213,7 +213,7 @@ def examine(
 
 
 def rates(trainer: "Trainer", name: str = "") -> str:
-    """Return " (learning rate 0.1)" of the parameter with this name, or of all parameter groups."""
+    """Return " (learning rate 0.1)" for the parameter with this name, or for all groups."""
     parameter = dict(trainer.module.named_parameters()).get(name)
     shown: list[str] = []
     for group, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=False):

@@ -113,8 +113,8 @@ class Progress(Callback):
     def line(self, trainer: "Trainer") -> None:
         """Print a line with the new values, as a row of the table if it fits.
 
-        A table that is too wide loses the learning rate, the step (if there is an epoch) and the
-        speed, one after the other.
+        If the row is too wide, it loses the learning rate, the step (if it has an epoch) and the
+        speed, one after another.
         """
         cells = place(trainer)
         for name, text in self.cells.items():
@@ -142,7 +142,7 @@ class Progress(Callback):
         self.write("  ".join(parts))
 
     def marked(self, cells: dict[str, str], mark: str) -> dict[str, str]:
-        """Return the cells with the column "best" right of the monitored number."""
+        """Return the cells, with the column "best" to the right of the monitored number."""
         monitored = self.monitor.name.replace("train/loss", "loss") if self.monitor else ""
         row = {}
         for name, text in cells.items():

@@ -203,7 +203,7 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
     """Return whether the training loader raised this error, and its position can still be saved."""
     loader = trainer.train_loader
     if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
-        return False  # it may have read a part of the next step
+        return False  # the loader may have read part of the next step
     frames: list[traceback.FrameSummary] = []
     for one in (error, error.__cause__):  # an explanation is raised from the loader's error
         if one is not None:

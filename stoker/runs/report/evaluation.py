@@ -15,7 +15,7 @@ MOST_NUMBERS = 8  # target values shown per sample
 MOST_PICTURES = 200_000  # characters in all pictures together
 MOST_TOKENS = 200  # tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration
-HIGH_LOSS = 8.0  # loss from which a token has the strongest color: a probability of 1 in 3,000
+HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}

@@ -16,7 +16,7 @@ def shortened(value: object, most: int = MOST_TEXT) -> str:
 
 
 def one_line(text: str | None) -> str:
-    """Return a text without line breaks, shortened, or '' for None."""
+    """Return text without line breaks, shortened, or '' for None."""
     return shortened(" ".join((text or "").split()))
 
 
