@@ -1,4 +1,4 @@
-"""Distillation (Hinton 2015, arXiv 1503.02531): a small model learns the outputs of a large one.
+"""Distillation (Hinton 2015, arXiv 1503.02531): a small model learns from the outputs of a large one.
 
 python train.py model=cnn epochs=15 run_dir=runs/teacher
 python train.py 'model.hidden=[16]' epochs=40 optimizer.lr=1e-2 \

@@ -32,7 +32,7 @@ class GAN(nn.Module):
 
 class GANTrainer(Trainer):
     def compute_loss(self, batch):
-        """Return the energy distance of fakes and real samples (Székely 2013, eq. 2.1).
+        """Return the energy distance between fake and real samples (Székely 2013, eq. 2.1).
 
         Only evaluations use this distance, to measure progress. The judge's score would not work,
         because it is best in the first epoch, before the judge has learned anything.

@@ -15,7 +15,7 @@ class LoRA(nn.Module):
     """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`, which starts at zero.
 
     The weights of the layer are buffers that are not saved in checkpoints or model.safetensors,
-    because the base run has them.
+    because the directory of the base run contains them.
     """
 
     def __init__(self, linear, rank, alpha):

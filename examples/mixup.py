@@ -16,7 +16,7 @@ from stoker.trainer.errors import check_number
 
 
 class MixupTrainer(Trainer):
-    """Mixes samples and their labels in pairs, by a fraction drawn from Beta(mixup, mixup)."""
+    """Mixes pairs of samples and their labels, in a proportion drawn from Beta(mixup, mixup)."""
 
     def __init__(self, model, *, mixup=0.2, **settings):
         super().__init__(model, **settings)

@@ -16,7 +16,7 @@ NOTES = 8
 def chords(n=3000, length=64, noise=1.0):
     """Return n sounds of `length` values, each a chord of random notes. Targets (n, NOTES) are 0 or 1.
 
-    To `Data`, this is a regression with NOTES targets. The default regression metrics are omitted,
+    `Data` treats this as regression with NOTES targets. The default regression metrics are omitted,
     because they are meaningless for logits. The first metric that you type decides which checkpoint
     is best; if you type none, the loss does.
     """

@@ -14,7 +14,7 @@ class BalancedAccuracy(Sums):
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
     defines what to sum and how to compute the value. The sums stay on the device, and are
-    added up over all processes.
+    added up across all processes.
     """
 
     higher_is_better = True  # monitor=val/balanced keeps the checkpoint with the highest value

@@ -12,7 +12,7 @@ from stoker.trainer.errors import check_number
 
 
 class RDrop(Trainer):
-    """Adds `alpha` times the divergence of two passes over a batch, each with its own dropout."""
+    """Adds `alpha` times the divergence between two passes over a batch, with different dropout."""
 
     def __init__(self, model, *, alpha=1.0, **settings):
         super().__init__(model, **settings)
@@ -32,7 +32,7 @@ class RDrop(Trainer):
 
 
 def divergence(outputs, others):
-    """Return the Kullback-Leibler divergence of the class probabilities, averaged over samples."""
+    """Return the Kullback-Leibler divergence between two outputs, averaged over the samples."""
     return kl_div(
         others.log_softmax(-1), outputs.log_softmax(-1), reduction="batchmean", log_target=True
     )
