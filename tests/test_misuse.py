@@ -715,6 +715,7 @@ def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
     class NoSuper(Trainer):
         def __init__(self, model, **settings):
             self.own = settings
+            self.module = model
 
     with pytest.raises(UserError, match=r"NoSuper.__init__ must call super\(\).__init__"):
         NoSuper(make_model()).fit(loader())

@@ -232,7 +232,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
 
 def check_built(trainer: "Trainer") -> None:
     """Raise UserError if the constructor of a subclass does not call the one of Trainer."""
-    if not hasattr(trainer, "module"):
+    if not hasattr(trainer, "spans"):  # the last attribute that it sets
         raise UserError(
             f"{type(trainer).__name__}.__init__ must call super().__init__(*args, **kwargs)."
         )
