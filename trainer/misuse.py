@@ -361,7 +361,7 @@ def raise_if_explained(
         unpaired(trainer, error, batch, methods)
         or missing_key(error, batch, frames)
         or misreturned(trainer, error, frames)
-        or step_errors.explain(error, trainer.module, batch, trainer.device, frames)
+        or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
     if explained is not None:

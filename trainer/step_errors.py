@@ -2,7 +2,6 @@
 
 import re
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,17 +39,14 @@ TWO_DEVICES = "(on|at) the same device|not on the expected device|Expected objec
 
 
 def explain(
-    error: BaseException,
-    module: torch.nn.Module,
-    batch: Any,
-    device: torch.device,
-    frames: Sequence[traceback.FrameSummary],
+    error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
 ) -> UserError | None:
     """Return a UserError that says what to change, or None if the cause is not known."""
     text = str(error)
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
             return UserError(advice)
+    frames = traceback.extract_tb(error.__traceback__)
     in_embedding = any(frame.filename == torch.nn.modules.sparse.__file__ for frame in frames)
     if in_embedding and "index out of range in self" in text:
         return UserError(out_of_range(module, batch))
