@@ -90,7 +90,7 @@ def test_a_rate_that_is_far_too_high(optimizer, caplog):
     high = examined(three_layers(nn.Tanh), 1e3, optimizer, scheduler=schedules.constant)
     assert set(high.said["large updates"]) >= {"0", "2"}
     assert re.search(
-        r"updates, at step \d+: 0 \(a step changes it by \d+% of its size\)", caplog.text
+        r"updates at step \d+: 0 \(a step changes it by \d+% of its size\)", caplog.text
     )
 
 
