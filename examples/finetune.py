@@ -23,7 +23,7 @@ class FineTuned(nn.Module):
         super().__init__()
         if not isinstance(getattr(body, "fc", None), nn.Linear):
             raise UserError(
-                f"model.body: {type(body).__name__} has no linear layer fc at its end. Use a ResNet."
+                f"model.body: {type(body).__name__} has no linear layer named fc. Use a ResNet."
             )
         self.head = nn.Linear(body.fc.in_features, num_classes)
         self.body = body

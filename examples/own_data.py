@@ -35,7 +35,7 @@ class Tones:
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
         self.targets = self.numbers % 4
-        self.nbytes = 4 * length * len(self.numbers)  # as if all of it were in memory
+        self.nbytes = 4 * length * len(self.numbers)  # the size of all samples in memory
 
     def __len__(self):
         return len(self.numbers)

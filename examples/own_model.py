@@ -20,7 +20,7 @@ class Mixer(nn.Module):
         channels, height, columns = in_shape
         if height % patch or columns % patch:
             raise UserError(
-                f"model.patch={patch}: expected a divisor of the image's {height} rows and {columns} columns."
+                f"model.patch={patch}: expected a divisor of the image's height ({height}) and width ({columns})."
             )
         patches = (height // patch) * (columns // patch)
         self.cut = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)

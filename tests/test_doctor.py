@@ -51,14 +51,14 @@ def test_a_layer_that_is_dead_is_named(caplog, capsys):
     nn.init.constant_(model[2].bias, -1000.0)
     doctor = examined(model, optimizer=torch.optim.SGD)
     # In front of it and behind it nothing arrives.
-    assert doctor.said == {"dead": ["0", "2", "4"]}
+    assert doctor.said == {"dead units": ["0", "2", "4"]}
     (dead,) = caplog.messages  # and not again at each of the samples after it
     assert dead.startswith(
-        "doctor: dead, at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16"
+        "doctor: dead units at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16"
     )
     assert (
         capsys.readouterr().out
-        == "doctor   checked 3 weight tensors in 24 of 24 steps: dead in 3\n"
+        == "doctor   checked 3 weight tensors in 24 of 24 steps: dead units in 3 layers\n"
     )
 
 
@@ -77,7 +77,7 @@ def test_units_are_counted_also_where_the_activation_is_no_module(caplog):
     model = Functional()
     with torch.no_grad():
         model.one.bias[:10] = -1000.0
-    assert examined(model, optimizer=torch.optim.SGD).said == {"dead": ["one"]}
+    assert examined(model, optimizer=torch.optim.SGD).said == {"dead units": ["one"]}
     assert "one (no gradient in 10 of 16 units)" in caplog.messages[0]
     few = Functional()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_rate_that_is_far_too_high(optimizer, caplog):
     high = examined(three_layers(nn.Tanh), 1e3, optimizer, scheduler=schedules.constant)
     assert set(high.said["large updates"]) >= {"0", "2"}
     assert re.search(
-        r"updates, at step \d+: 0 \(a step changes it by \d+% of its size\)", caplog.text
+        r"updates at step \d+: 0 \(a step changes it by \d+% of its size\)", caplog.text
     )
 
 
@@ -102,11 +102,16 @@ def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_no
         return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 3))
 
     doctor = examined(deep(nn.Sigmoid), 1e-3, every=50)
-    assert set(doctor.said) == {"vanishing"} and len(doctor.said["vanishing"]) > 30
-    assert doctor.said["vanishing"][0] == "0" and "101" not in doctor.said["vanishing"]
+    assert (
+        set(doctor.said) == {"vanishing gradients"} and len(doctor.said["vanishing gradients"]) > 30
+    )
+    assert (
+        doctor.said["vanishing gradients"][0] == "0"
+        and "101" not in doctor.said["vanishing gradients"]
+    )
     assert "), ...." in caplog.messages[0] and len(caplog.messages[0]) < 500
     healthy = deep(functools.partial(nn.LayerNorm, 16), nn.ReLU)
-    assert "vanishing" not in examined(healthy, 1e-3, every=50).said
+    assert "vanishing gradients" not in examined(healthy, 1e-3, every=50).said
 
 
 def test_gradients_that_explode():
@@ -114,7 +119,7 @@ def test_gradients_that_explode():
     model = nn.Sequential(nn.Linear(6, 16), *model)
     for layer in list(model)[1:]:
         nn.init.orthogonal_(layer.weight, gain=4.0)
-    assert "exploding" in examined(model, 1e-6).said
+    assert "exploding gradients" in examined(model, 1e-6).said
 
 
 @pytest.mark.parametrize("make", [MLP, CNN])
@@ -232,7 +237,8 @@ def test_what_cannot_be_looked_into_is_refused():
         Doctor().on_fit_start(trainer)
 
     with pytest.raises(
-        UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"
+        UserError,
+        match="callbacks=doctor: layers cannot be inspected with strategy=fsdp.\nType strategy=ddp",
     ):
         begin("fsdp", None)
     with pytest.raises(

@@ -110,7 +110,7 @@ def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
     done = train(tmp_path, "overfit=1", "dataset.augment=[flip]")
     assert (done.code, done.err) == (0, "") and not left(tmp_path)
     assert re.search(
-        r"verdict  it learns, after \d+ steps on 64 samples: loss .* -> 1.0000",
+        r"verdict  the model learns, after \d+ steps on 64 samples: loss .* -> 1.0000",
         done.out,
     )
     failed = train(tmp_path, "overfit=1", "optimizer.lr=1e-9", "max_steps=30")

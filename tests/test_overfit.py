@@ -34,7 +34,7 @@ def of(inputs, targets, **more):
 def test_a_model_that_can_learn_does(capsys):
     said, trainer = learn(make_model())
     assert trainer.step % overfit.EVERY == 0 and trainer.step < overfit.MOST
-    assert said.startswith(f"it learns, after {trainer.step} steps on 8 samples: loss ")
+    assert said.startswith(f"the model learns, after {trainer.step} steps on 8 samples: loss ")
     assert said.endswith(" -> 1.0000") and ", acc 0." in said
     out = capsys.readouterr().out
     assert "overfit  batches: 1, without augmentation, at most 1,000 steps, AdamW lr 0.01" in out
@@ -101,12 +101,12 @@ def test_regression_is_judged_by_r2():
     inputs = torch.randn(24, 6)
     data = of(inputs, inputs[:, :3] * 2, kind="regression")
     said, _ = learn(make_model(), data, metrics={"r2": R2()}, loss=nn.MSELoss())
-    assert "it learns" in said and "-> 0.99" in said and ", r2 " in said
+    assert "the model learns" in said and "-> 0.99" in said and ", r2 " in said
 
 
 def test_a_loss_alone_has_to_fall():
     said, _ = learn(make_model(), metrics={})
-    assert "it learns" in said and "acc" not in said
+    assert "the model learns" in said and "acc" not in said
 
 
 @pytest.mark.parametrize("lr", [1e-9, 1e38])
@@ -128,7 +128,7 @@ def test_weights_that_are_frozen_or_dead(caplog):
     nn.init.constant_(model[0].bias, -1000.0)
     with pytest.raises(TrainingError, match="has not learned"):
         learn(model, steps=50, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
-    assert "doctor: dead, at step 3: 0 (" in caplog.text
+    assert "doctor: dead units at step 3: 0 (" in caplog.text
 
 
 def test_targets_that_are_all_the_same_teach_nothing():

@@ -1,4 +1,4 @@
-"""The doctor: warns about dead units, vanishing gradients and updates of the wrong size."""
+"""The doctor: warns about dead units, vanishing or exploding gradients, and large updates."""
 
 import math
 import statistics
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from stoker.trainer import settings
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, first_few, log
+from stoker.trainer.number_format import counted
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # consecutive samples that must share a problem before it is reported
@@ -28,12 +29,12 @@ WITH_UNITS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 MOST_NAMED = 3  # layers in one warning
 
 ADVICE = {
-    "dead": "Type a lower optimizer.lr, add a norm layer before the activation, "
+    "dead units": "Set a lower optimizer.lr, add a norm layer before the activation, "
     "or use GELU instead of ReLU.",
-    "vanishing": "Add norm layers or skip connections, "
+    "vanishing gradients": "Add norm layers or skip connections, "
     "or use ReLU or GELU instead of sigmoid or tanh.",
-    "exploding": "Type max_grad_norm=1, or standardize the inputs and targets.",
-    "large updates": "Type a lower optimizer.lr, or a longer scheduler.warmup.",
+    "exploding gradients": "Type max_grad_norm=1, or standardize the inputs and targets.",
+    "large updates": "Set a lower optimizer.lr, or a longer scheduler.warmup.",
 }
 
 Findings = dict[str, dict[str, str]]
@@ -85,7 +86,7 @@ class Doctor(Callback):
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(
-                f"callbacks=doctor: strategy={trainer.strategy} has no whole layers to inspect.\n"
+                f"callbacks=doctor: layers cannot be inspected with strategy={trainer.strategy}.\n"
                 "Type strategy=ddp or strategy=single."
             )
         self.begun_at = trainer.step
@@ -185,15 +186,16 @@ class Doctor(Callback):
                 known += new
                 layers = [f"{name} ({text})" for name, text in new.items()]
                 shown = first_few(layers, MOST_NAMED)
-                warning = f"{kind}, at step {trainer.step:,}: {shown}.\n{ADVICE[kind]}"
+                warning = f"{kind} at step {trainer.step:,}: {shown}.\n{ADVICE[kind]}"
                 self.warnings.append(warning)
                 log.warning("doctor: %s", warning)
 
     def summary(self, trainer: Trainer) -> str:
         """Return the line to print at the end of the run."""
-        kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
+        kinds = [f"{kind} in {counted(len(layers), 'layer')}" for kind, layers in self.said.items()]
+        tensors = counted(len(self.samples[-1].updates), "weight tensor")
         return (
-            f"doctor   checked {len(self.samples[-1].updates)} weight tensors in {self.count} "
+            f"doctor   checked {tensors} in {self.count} "
             f"of {trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"
         )
 
@@ -227,13 +229,13 @@ def findings(samples: Sequence[Sample]) -> Findings:
             dead = int(silent.sum())
             units = len(silent)
         if not all(map(math.isfinite, sizes)):
-            wrong["exploding"][name] = "a gradient of NaN or infinity"
+            wrong["exploding gradients"][name] = "a gradient of NaN or infinity"
         elif dead > DEAD * units and not (vanishes and has_vanished):
-            wrong["dead"][name] = f"no gradient in {dead} of {units} units"
+            wrong["dead units"][name] = f"no gradient in {dead} of {units} units"
         elif has_vanished:
-            wrong["vanishing"][name] = f"a gradient {shares[name]:.0e} times the largest"
+            wrong["vanishing gradients"][name] = f"a gradient {shares[name]:.0e} times the largest"
         elif min(sizes) > EXPLODED:
-            wrong["exploding"][name] = f"a gradient {min(sizes):,.0f} times the weights"
+            wrong["exploding gradients"][name] = f"a gradient {min(sizes):,.0f} times the weights"
         if update > LARGE:
             wrong["large updates"][name] = f"a step changes it by {update:.0%} of its size"
     return dict(wrong)

@@ -11,6 +11,7 @@ from stoker.trainer import checkpoint, schedules, stopping
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.files import write_text
+from stoker.trainer.number_format import counted
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
@@ -78,7 +79,9 @@ def lr_find(
     schedules.reset(trainer.optimizer)  # discard the schedule of an earlier fit
     initial = float(trainer.optimizer.param_groups[0]["lr"])
     if initial == 0:
-        raise UserError("optimizer.lr=0: the finder cannot scale a rate of 0. Type any other rate.")
+        raise UserError(
+            "optimizer.lr=0: the finder cannot scale a rate of 0. Set a different rate."
+        )
 
     def factor(step: int) -> float:
         return lowest / initial * (highest / lowest) ** (step / (steps - 1))
@@ -100,8 +103,8 @@ def lr_find(
         raise stopping.Interrupted
     if len(watch.rates) < FEWEST:
         raise UserError(
-            f"No curve after {len(watch.rates)} steps: the loader ran out of batches, or the loss "
-            "became NaN or infinite."
+            f"The search ended after only {counted(len(watch.rates), 'step')}: "
+            "the loader ran out of batches, or the loss became NaN or infinite."
         )
     # A tenth of the rate with the lowest loss was within a factor of five of the best of seven
     # rates, for linear, mlp and cnn on the digits with AdamW and SGD. The steepest point and

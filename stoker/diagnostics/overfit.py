@@ -74,7 +74,8 @@ def learn(
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     length = length_of(loader)
     if length is not None and count > length:
-        raise UserError(f"overfit={count}: an epoch has only {length} batches. Type overfit=1.")
+        batch_count = "1 batch" if length == 1 else f"{length} batches"
+        raise UserError(f"overfit={count}: an epoch has only {batch_count}. Type overfit=1.")
     loader.seek(0, 0)
     given = [
         batches.walk(lambda _, leaf: leaf.clone(), batch)
@@ -84,7 +85,7 @@ def learn(
     if all_equal(given):
         raise UserError(
             f"overfit={count}: the targets of the first {samples} samples are all the same, "
-            "so there is nothing to learn. Type a different overfit or batch_size."
+            "so there is nothing to learn. Set a different overfit or batch_size."
         )
     watch = Watch(given)
     trainer.callbacks = [watch]
@@ -101,7 +102,7 @@ def learn(
             changes.append(f"{name} {first} -> {number(watch.results[f'batch/{name}'])}")
     facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
-        return f"it learns, {facts}"
+        return f"the model learns, {facts}"
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     raise TrainingError(
         f"overfit={count}: the model has not learned {facts}.\n"

@@ -109,7 +109,7 @@ def look(
 ) -> Estimate:
     """Train a few steps and return the estimate.
 
-    The only callbacks that run are those that average weights or freeze some until the end.
+    The only callbacks that run are those that average weights, or freeze weights until the end.
     `every` is the number of steps between checkpoints, apart from the one at the end. Do not use
     the trainer afterward, because these steps change its weights.
     """
@@ -135,9 +135,9 @@ def look(
     if averages:
         memory["averages"] = mib_of([average.state_dict() for average in averages])
     if trainer.device.type == "cpu":
-        memory["a checkpoint's copy"] = mib_of(state)
+        memory["copy for a checkpoint"] = mib_of(state)
         if is_guarded:
-            memory["the first state's copy"] = mib_of(watch.first_state)
+            memory["copy of the initial state"] = mib_of(watch.first_state)
     memory["peak"] = step["peak"]
     return Estimate(
         steps=watch.steps,

@@ -22,7 +22,7 @@ from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 ALWAYS = 32  # steps at the beginning, all of which are sampled
-SHARE = 0.02  # fraction of the later steps to sample, plus as many first steps of epochs
+SHARE = 0.02  # fraction of the later steps to sample, plus about as many first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
@@ -300,7 +300,7 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
     if trainer.steps_per_epoch >= FEWEST_STEPS:
         advice["fixed"] = advice["idle"] = "set a larger batch_size"
     if not captures(trainer):
-        advice["idle"] = "set a larger batch_size or set compile=graph"
+        advice["idle"] = "set a larger batch_size, or compile=graph"
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]

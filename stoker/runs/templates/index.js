@@ -72,7 +72,7 @@ function placed([steps, values], width, height, across = scale(steps, 1), up = s
 function showMetric(cell, [name, value], jobs) {
   put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
   cell.append(number(value));
-  if (jobs?.length) put(cell, "span", "metric job", jobs.length > 1 ? ` (mean of ${jobs.length})` : ` (job ${jobs[0]})`);
+  if (jobs?.length) put(cell, "span", "metric job", jobs.length > 1 ? ` (mean of ${jobs.length} jobs)` : ` (job ${jobs[0]})`);
 }
 
 const columns = [ // [name, function that fills a cell, sort key, whether a first click sorts in descending order]
