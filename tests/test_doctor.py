@@ -58,7 +58,7 @@ def test_a_layer_that_is_dead_is_named(caplog, capsys):
     )
     assert (
         capsys.readouterr().out
-        == "doctor   checked 3 weight tensors in 24 of 24 steps: dead in 3\n"
+        == "doctor   checked 3 weight tensors in 24 of 24 steps: dead in 3 layers\n"
     )
 
 

@@ -400,7 +400,7 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
     )
     assert line_of(done.out, "sweep").startswith("all: 24 done;") and "resume" not in done.out
     if seen:
-        assert f"24 jobs, {len(seen)} of them already done;" in done.out
+        assert f"24 jobs, {len(seen)} already done;" in done.out
     for job in range(jobs):
         left = {path.name for path in (tmp_path / "all" / str(job)).iterdir()}
         assert (

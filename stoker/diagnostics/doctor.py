@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from stoker.trainer import settings
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, first_few, log
+from stoker.trainer.number_format import counted
 from stoker.trainer.trainer import Trainer
 
 WINDOW = 3  # consecutive samples that must share a problem before it is reported
@@ -191,7 +192,7 @@ class Doctor(Callback):
 
     def summary(self, trainer: Trainer) -> str:
         """Return the line to print at the end of the run."""
-        kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
+        kinds = [f"{kind} in {counted(len(layers), 'layer')}" for kind, layers in self.said.items()]
         return (
             f"doctor   checked {len(self.samples[-1].updates)} weight tensors in {self.count} "
             f"of {trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"

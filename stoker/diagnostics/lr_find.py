@@ -100,8 +100,8 @@ def lr_find(
         raise stopping.Interrupted
     if len(watch.rates) < FEWEST:
         raise UserError(
-            f"No curve after {len(watch.rates)} steps: the loader ran out of batches, or the loss "
-            "became NaN or infinite."
+            f"The search ended after only {len(watch.rates)} steps: the loader ran out of batches, "
+            "or the loss became NaN or infinite."
         )
     # A tenth of the rate with the lowest loss was within a factor of five of the best of seven
     # rates, for linear, mlp and cnn on the digits with AdamW and SGD. The steepest point and

@@ -300,7 +300,7 @@ def advice_for(trainer: Trainer) -> dict[str, str]:
     if trainer.steps_per_epoch >= FEWEST_STEPS:
         advice["fixed"] = advice["idle"] = "set a larger batch_size"
     if not captures(trainer):
-        advice["idle"] = "set a larger batch_size or set compile=graph"
+        advice["idle"] = "set a larger batch_size, or compile=graph"
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoint):
             keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
