@@ -94,7 +94,7 @@ def keep_pages() -> None:
 def few_threads(
     module: torch.nn.Module, batch_size: int | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that uses one thread if a step of the model is too small for several.
+    """Return a context that uses one thread if the steps are too small for several threads.
 
     Threads wait for each other at each operator. If other programs are running, the waiting takes
     longer than a small step. Only models of dense layers on the CPU are affected, and only if

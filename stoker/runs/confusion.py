@@ -55,7 +55,7 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
 def shades_of(matrix: Any) -> Any:
     """Return the color intensity of each cell in percent.
 
-    On the diagonal, this is the recall of the class. Errors are scaled by the largest error.
+    On the diagonal, it is the recall of the class. Errors are scaled by the largest error.
     """
     import numpy
 

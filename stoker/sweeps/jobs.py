@@ -144,7 +144,7 @@ def check_same(
         is_now = now.get(key, DEFAULT)
         was = old.get(key, DEFAULT)
         if matters and is_now != was:
-            reason = f"its job {name} has different settings: {key}={as_typed(is_now)} (was {was})"
+            reason = f"its job {name} was started with {key}={was}, not {as_typed(is_now)}"
             raise of_another_sweep(folder, reason)
 
 

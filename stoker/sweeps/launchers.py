@@ -1,4 +1,4 @@
-"""Run jobs in separate processes, and manage their devices, threads and signals for Hydra."""
+"""Run jobs in separate processes, and manage their devices, threads and signals."""
 
 import contextlib
 import importlib.util

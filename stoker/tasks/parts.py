@@ -35,7 +35,7 @@ class Parts:
     loaders: tuple[Any, Any, Any]  # for train, val (or several by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a fit, with one thread if the steps are too small for several."""
+        """Return the context for a fit: one thread if the steps are too small for several."""
         from stoker.command import tuning
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":

@@ -99,7 +99,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         for key in (*for_part, "dataset.workers", "dataset.timeout"):
             if key in typed:
                 raise UserError(
-                    f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
+                    f"{key}={OmegaConf.select(cfg, key)}: the {part} split is your own "
                     f"{type(given).__name__}, which ignores this key. "
                     "Remove this key, or return a data set instead of a loader."
                 )
