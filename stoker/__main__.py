@@ -1,4 +1,4 @@
-"""The command `stoker`, also `python -m stoker`."""
+"""The command `stoker`, also available as `python -m stoker`."""
 
 import gc
 import time

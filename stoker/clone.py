@@ -32,7 +32,7 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def alias(package: str) -> None:
-    """Make `package` another name for `stoker.<package>`, its modules included."""
+    """Make `package` another name for `stoker.<package>`, including its modules."""
     if not Alias.packages:
         sys.meta_path.insert(0, Alias())
     Alias.packages.add(package)

@@ -418,7 +418,7 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: MSELoss is a loss for regression, but digits is data for classification.",
+        "error: MSELoss is a loss for regression, but digits is a data set for classification.",
         "Type loss=cross_entropy.",
     ),
     (

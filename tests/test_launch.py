@@ -408,7 +408,7 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
     assert left["error"] == (
-        "batch_size=1: this is too small for 2 processes. Type batch_size=2 or more, or lower devices."
+        "batch_size=1: this is too small for 2 processes. Type batch_size=2 or more, or reduce devices."
     )
 
 

@@ -110,7 +110,7 @@ def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
     done = train(tmp_path, "overfit=1", "dataset.augment=[flip]")
     assert (done.code, done.err) == (0, "") and not left(tmp_path)
     assert re.search(
-        r"verdict  the model learns, after \d+ steps on 64 samples: loss .* -> 1.0000",
+        r"verdict  the model has learned after \d+ steps on 64 samples: loss .* -> 1.0000",
         done.out,
     )
     failed = train(tmp_path, "overfit=1", "optimizer.lr=1e-9", "max_steps=30")
@@ -159,7 +159,10 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
         ),
         ("debug=true epochs=none", "error: epochs=none: expected a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 applies only to task=train."),
-        ("overfit=1000", "error: overfit=1000: an epoch has only 20 batches. Type overfit=1."),
+        (
+            "overfit=1000",
+            "error: overfit=1000: this is more than the number of batches in an epoch (20). Type",
+        ),
         (
             "overfit=1 strategy=ddp devices=2",
             "error: overfit=1 runs in one process. Remove strategy and devices.",

@@ -250,7 +250,7 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
     other = forks.run(tmp_path, *typed)
     assert (
         other.code == 2
-        and "its job 0 has different settings: monitor=(default) (was val/loss)" in other.err
+        and "its job 0 was started with monitor=val/loss, not (default)" in other.err
     )
     own = ["model._target_=examples.autoencoder.Autoencoder", "loss=mse"]
     own += ["trainer._target_=examples.autoencoder.AutoencoderTrainer"]
@@ -265,7 +265,7 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
 def test_a_search_with_other_settings_is_another_one(forks, whole):
     before = trials_of(whole)
     done = forks.run(whole, *ASHA, "sweep.trials=9", "epochs=4")
-    assert done.code == 2 and "its job 0 has different settings: epochs=4 (was 3)" in done.err
+    assert done.code == 2 and "its job 0 was started with epochs=3, not 4." in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
     assert (
         done.code == 2

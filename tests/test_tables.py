@@ -816,7 +816,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
             "auto",
             torch.nn.MSELoss(),
             (
-                "MSELoss is a loss for regression, but .* is data for classification.\n"
+                "MSELoss is a loss for regression, but .* is a data set for classification.\n"
                 "Type loss=cross_entropy. If y is a number, type dataset.kind=regression."
             ),
         ),
@@ -824,7 +824,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
             "regression",
             torch.nn.CrossEntropyLoss(),
             (
-                "CrossEntropyLoss is a loss for classification, but .* is data for regression.\n"
+                "CrossEntropyLoss is a loss for classification, but .* is a data set for regression.\n"
                 r"Type loss=mse \(or l1, huber\). If y is a class, type dataset.kind=classification."
             ),
         ),

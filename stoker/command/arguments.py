@@ -36,14 +36,14 @@ def typed() -> list[str]:
     if not HydraConfig.initialized():
         return in_python
     overrides = plain(HydraConfig.get().overrides)["task"]
-    # In a sweep, Hydra spells it ~experiment=null.
+    # In a sweep, Hydra turns ~experiment into ~experiment=null.
     deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
     restored = [NO_EXPERIMENT if one in deleted else one for one in overrides]
     return [*map(with_one_plus, restored), *in_python]
 
 
 def with_one_plus(override: str) -> str:
-    """Undo the second plus that `for_hydra` adds."""
+    """Remove the second plus that `for_hydra` adds."""
     return re.sub(r"^\+\+", "+", override)
 
 
@@ -94,7 +94,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     experiments = [i for i, one in enumerate(arguments) if one.startswith("experiment=")]
     for i, argument in enumerate(arguments):
         if i in experiments[:-1]:
-            continue  # Hydra would delete the experiment, even if `experiment=null` came first
+            continue  # otherwise, Hydra would also apply an earlier `experiment=null`
         key, _, value = argument.partition("=")
         # `model=mlp` may have a key that your own model has too, so `+` may also replace a value.
         if re.match(r"\+\w+\.", key):
@@ -127,7 +127,7 @@ def search_path() -> list[str]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise UserError for mistakes that Hydra would miss, or report once per job."""
+    """Raise UserError for mistakes that Hydra would miss, or would report once per job."""
     sweep = is_sweep(arguments)
     check_options(arguments)
     for argument in arguments:

@@ -240,7 +240,7 @@ def check_nested(key: str, node: Any) -> None:
         elif not is_trusted_by_user(target):
             raise UserError(
                 f"{place}._target_={target}: only a model or a loss may contain another _target_.\n"
-                f"If you trust it, type trusted=[{target.partition('.')[0]}]."
+                f"If you trust this target, type trusted=[{target.partition('.')[0]}]."
             )
 
 
@@ -335,7 +335,8 @@ def at_most(numbers: int) -> Iterator[Callable[..., None]]:
 def check_size(
     key: str, node: Any, weights: Mapping[str, Any] | None = None, **offered: Any
 ) -> None:
-    """Raise UserError if a node's module is far too large, or does not fit the shapes of `weights`.
+    """Raise UserError if a node's module is far too large, or does not match the shapes of
+    `weights`.
 
     An untrusted config may describe a module of any size. So the module is first built on the meta
     device, where tensors take no memory, and only up to a budget. A module that cannot be built on

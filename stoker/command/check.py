@@ -178,14 +178,14 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
 
 
 def check_type(name: str, value: Any, default: Any) -> None:
-    """Raise UserError for a value outside its limits, or, if it has none, of the wrong type.
+    """Raise UserError for a value outside its limits, or of the wrong type if it has no limits.
 
     The right type is the type of the default. If the default is null or auto, any type is allowed
     here, and the constructor checks the value.
     """
     # The keys of `trainer` have the same limits as the top-level keys.
     limit = settings.limit_of(name.removeprefix("trainer."))
-    # null is valid for epochs (max_steps can replace it) and a callback (null turns it off).
+    # null is valid for epochs (max_steps can replace it) and for a callback (null turns it off).
     is_off = value is None and re.fullmatch(r"(trainer\.)?epochs|callbacks\.\w+", name)
     if is_off or default in (None, "???", "auto"):
         return

@@ -129,7 +129,7 @@ def open_closed() -> None:
 
 
 def nobody_reads() -> int:
-    """Discard further output if nobody reads it, as after `| head`; return the exit code."""
+    """Discard further output, because nobody reads it (as after `| head`); return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
@@ -137,7 +137,7 @@ def nobody_reads() -> int:
 def report(error: BaseException, note: Callable[[int], Any] | None = None) -> int:
     """Print the message for an error, and return its exit code.
 
-    Among several processes, only one prints the message and calls `note(code)`.
+    With several processes, only one prints the message and calls `note(code)`.
     """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()

@@ -20,7 +20,7 @@ EXAMPLES = {
     "run_dir=runs/mine": "a named run; repeat the command to resume",
     "plan model=cnn": "estimate a run's time and memory from a few steps",
     "evaluate run=runs/mine": "test the best weights of a run",
-    "reproduce run=runs/mine": "repeat a run and compare the two bit for bit",
+    "reproduce run=runs/mine": "repeat a run and compare the two runs bit for bit",
     "model=cnn --cfg job": "print the whole config without training",
     "new my_project": "create a small project",
 }
@@ -36,7 +36,10 @@ def help_text(typed: Sequence[str] = ()) -> str:
     for example, meaning in EXAMPLES.items():
         lines.append(f"  {command} {example}".rstrip())
         lines += folded(meaning, 6)
-    lines += ["", *folded(f"Groups (for the keys of an option: {command} model=cnn --help):")]
+    lines += [
+        "",
+        *folded(f"Groups (to list the keys of an option, type {command} model=cnn --help):"),
+    ]
     for group in groups():
         lines += beside(group, ", ".join(path.stem for path in configs.options(group)))
     return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])

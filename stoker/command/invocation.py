@@ -21,7 +21,7 @@ def program() -> list[str]:
     started = Path(sys.argv[0])
     on_path = shutil.which("stoker")
     if PACKAGE in started.resolve().parents:
-        # Processes that this program starts, and commands such as stoker.runs.report, are modules.
+        # Processes that this program starts and commands such as stoker.runs.report run as modules.
         is_typed = started.name == "__main__.py" and started.resolve().parent == PACKAGE
         is_same = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
         is_short = is_same and (is_started() or not is_typed)

@@ -1,4 +1,4 @@
-"""Remove arguments from a config that are meant for a different target."""
+"""Remove from a config the arguments that are meant for a different target."""
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 

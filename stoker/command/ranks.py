@@ -67,7 +67,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def one_first(name: str) -> Iterator[None]:
-    """Let one process per machine run the block first; its other processes wait."""
+    """Let one process per machine run the block first, while the other processes wait."""
     leader = rank() - local_rank()
     if local_rank():
         receive(f"{name}/{leader}", by=leader, limit=math.inf)

@@ -1,4 +1,4 @@
-"""Check on two samples that model, loss and data are compatible, before training starts."""
+"""Before training starts, check on two samples that model, loss and data are compatible."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
             several = "loss._target_=torch.nn.BCEWithLogitsLoss"
             advice += f" If each sample has several labels, type {several}."
         raise UserError(
-            f"{name} is a loss for {other[data.kind]}, but {data.name} is data for {data.kind}.\n"
-            f"{advice}"
+            f"{name} is a loss for {other[data.kind]}, but {data.name} is a data set for "
+            f"{data.kind}.\n{advice}"
         )
     outputs, targets = outputs_for(model, data)
     try:
@@ -50,7 +50,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
 
 
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (outputs, targets) of two samples on the CPU; raise UserError if incompatible.
+    """Return (outputs, targets) of two samples on the CPU. Raise UserError if they are
+    incompatible.
 
     They are computed on the CPU because a class index that is too large would fail an assertion in
     a GPU kernel and end the process.

@@ -1,4 +1,4 @@
-"""The table of settings: the limits and tasks of each key, and whether a resume may change it.
+"""The table of settings: the limits and tasks of each key, and whether a resumed run may change it.
 
 This is the only place that lists the keys. Their defaults and help texts are the values and
 comments in configs/. The limits of constructor arguments come from `trainer/settings.py` and
@@ -33,7 +33,7 @@ READERS = (*TESTING, "predict")
 MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
 # The keys of a data set that say how to read files.
 READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")
-OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only watch
+OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only observe
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -224,7 +224,7 @@ def record(key: str) -> Setting:
 def may_differ(key: str, *, longer: bool = False) -> bool:
     """Return whether a resumed run may change `key`.
 
-    `longer` is true if the run was started by `resume=FILE`.
+    Set `longer` if the run was started with `resume=FILE`.
     """
     resume = record(key).resume
     return resume == "any" or (longer and resume == "longer")
@@ -285,7 +285,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     if batch_size and batch_size < started:
         raise UserError(
             f"batch_size={batch_size}: this is too small for {started} processes. "
-            f"Type batch_size={started} or more, or lower devices."
+            f"Type batch_size={started} or more, or reduce devices."
         )
 
 

@@ -215,7 +215,10 @@ def is_of_kind(located: Any) -> bool:
 
 
 def is_builder(located: Any) -> bool:
-    """Return whether this is a torchvision model builder, such as resnet18, which takes no path."""
+    """Return whether this is a torchvision model builder, such as resnet18.
+
+    Builders do not take paths.
+    """
     if not inspect.isfunction(located):
         return False
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]

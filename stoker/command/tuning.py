@@ -34,8 +34,8 @@ def tune_process(
     Args:
         device: The device that you will train on, such as "auto", "cpu" or `Trainer.device`.
         parts: `"allocator"` makes glibc keep the memory that a step frees, for training on the CPU.
-            `"threads"` changes nothing here, because it depends on the model. In a script that
-            trains a tiny model on the CPU, call `torch.set_num_threads(1)`.
+            `"threads"` changes nothing here, because it depends on the model's size. In a script
+            that trains a tiny model on the CPU, call `torch.set_num_threads(1)`.
         deterministic: Use only deterministic kernels, without TF32. Otherwise, a GPU may use TF32,
             and cuDNN searches for the fastest kernels.
 
@@ -94,7 +94,7 @@ def keep_pages() -> None:
 def few_threads(
     module: torch.nn.Module, batch_size: int | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that uses one thread if a step of the model is too small for more.
+    """Return a context that uses one thread if the steps are too small for several threads.
 
     Threads wait for each other at each operator. If other programs are running, the waiting takes
     longer than a small step. Only models of dense layers on the CPU are affected, and only if

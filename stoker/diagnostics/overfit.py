@@ -74,8 +74,10 @@ def learn(
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     length = length_of(loader)
     if length is not None and count > length:
-        batch_count = "1 batch" if length == 1 else f"{length} batches"
-        raise UserError(f"overfit={count}: an epoch has only {batch_count}. Type overfit=1.")
+        raise UserError(
+            f"overfit={count}: this is more than the number of batches in an epoch ({length}). "
+            "Type overfit=1."
+        )
     loader.seek(0, 0)
     given = [
         batches.walk(lambda _, leaf: leaf.clone(), batch)
@@ -102,7 +104,7 @@ def learn(
             changes.append(f"{name} {first} -> {number(watch.results[f'batch/{name}'])}")
     facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
-        return f"the model learns, {facts}"
+        return f"the model has learned {facts}"
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     raise TrainingError(
         f"overfit={count}: the model has not learned {facts}.\n"

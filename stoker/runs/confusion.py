@@ -6,7 +6,7 @@ from typing import Any
 from stoker.runs.evaluation import Evaluation, class_colour
 
 VISIBLE = {" ": "(space)", "\n": "↵"}  # how to show these classes
-FAINTEST = 15  # percent; the strength of the color of the rarest errors
+FAINTEST = 15  # percent; the color intensity of the rarest errors
 MOST_PAIRS = 20  # maximum pairs of confused classes to list
 
 
@@ -21,7 +21,7 @@ class Class:
     colour: str  # CSS color of the class in pictures of masks
     count: int
     counts: list[int]  # by predicted class
-    shades: list[int]  # strengths of the colors of these counts, in percent
+    shades: list[int]  # color intensities of these counts, in percent
 
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
@@ -53,13 +53,13 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
 
 
 def shades_of(matrix: Any) -> Any:
-    """Return the strength of each color in percent.
+    """Return the color intensity of each cell in percent.
 
-    On the diagonal, it is the share of the class. Errors are relative to the worst error.
+    On the diagonal, it is the recall of the class. Errors are scaled by the largest error.
     """
     import numpy
 
-    matrix = matrix.astype(float)  # counts that exceed 64 bits have no fast type
+    matrix = matrix.astype(float)  # counts that exceed 64 bits are Python objects
     shares = matrix / matrix.sum(1, keepdims=True).clip(1)
     errors = shares.copy()
     numpy.fill_diagonal(errors, 0)
@@ -69,7 +69,7 @@ def shades_of(matrix: Any) -> Any:
 
 
 def digits(classes: list[Class]) -> float:
-    """Return the width of the largest count, in digits; a comma takes half of one."""
+    """Return the width of the largest count, in digits; a comma counts as half a digit."""
     most = max((count for row in classes for count in row.counts), default=0)
     text = f"{most:,}"
     return len(text) - text.count(",") / 2

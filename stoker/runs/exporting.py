@@ -40,7 +40,7 @@ Run = Callable[[Tensor], Any]
 def check(form: str | None, output: str | None = None) -> None:
     """Raise UserError if the format or its packages are missing, or if `output` is invalid."""
     if form is None:
-        raise UserError(f"task=export requires format=. Choose one of: {', '.join(FILES)}.")
+        raise UserError(f"task=export needs format=NAME. Choose one of: {', '.join(FILES)}.")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
         raise UserError(
@@ -231,10 +231,10 @@ def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
 
 
 def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
-    """Return the largest difference between the outputs of the two, and the largest output.
+    """Return the largest difference between the outputs of both models, and the largest output.
 
-    Predicted target values are measured from their training mean, and the largest is at least one
-    standard deviation. For other outputs, the largest is at least 1.
+    Predicted target values are measured from their training mean, and the largest output is taken
+    to be at least one standard deviation. For other outputs, it is taken to be at least 1.
     """
     differences = []
     largest = [model.target_scale.max().item() if model.rescales else 1.0]

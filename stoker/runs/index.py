@@ -232,7 +232,7 @@ def four_digits(value: float) -> float:
 
 
 class SweepJob:
-    """A job of a sweep, as far as the index needs it."""
+    """The properties of a sweep's job that the index needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

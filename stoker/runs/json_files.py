@@ -22,7 +22,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing or has no object."""
+    """Return the object in a JSON file, or None if the file is missing or contains no object."""
     try:
         return parsed(files.read(path, MOST_BYTES))
     except OSError:
@@ -39,7 +39,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def read_record(path: str | Path, record: type[T]) -> T:
-    """Return a JSON file as this dataclass, or its defaults if the file is malformed."""
+    """Read a JSON file into this dataclass; return the defaults if the file is malformed."""
     with contextlib.suppress(TypeError):
         return cast(T, typed(read_json(path) or {}, record))
     return record()

@@ -24,7 +24,7 @@ locks: set[FileIO] = set()  # files locked by this process
 
 
 def close_all() -> None:
-    """Close the lock files in a forked worker, which could outlive the run with its lock held."""
+    """Close the lock files in a forked worker, which could outlive the run and keep its lock."""
     for file in locks:
         file.close()
 

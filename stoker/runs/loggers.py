@@ -1,4 +1,4 @@
-"""Loggers: callbacks that record the rows. JSONL is always on; the others are optional extras."""
+"""Loggers: callbacks that record the logged rows. JSONL is always on; the others are optional."""
 
 import contextlib
 import errno

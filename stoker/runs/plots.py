@@ -108,7 +108,7 @@ class Plot:
 
 
 def linear(values: Sequence[float], parts: int = 4) -> Axis:
-    """Return a linear axis with round ticks, which divide the range into at most about `parts`."""
+    """Return a linear axis with round ticks, which divide it into about `parts` parts."""
     low = min(values)
     high = max(values)
     most = max(abs(low), abs(high), SMALLEST)

@@ -76,7 +76,7 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # Weights with a loss of nan cannot generate text. With sharded weights, no process has all.
+        # Weights whose loss is nan cannot generate text, and no process has all sharded weights.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         try:

@@ -238,7 +238,9 @@ def load_config(key: str, folder: str | Path) -> Config:
         config = yaml.load(text, Loader=LOADER)
         return typed(config, Config)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
-        raise UserError(f"{key}={folder}: its config.yaml is damaged, or not from a run.") from None
+        raise UserError(
+            f"{key}={folder}: its config.yaml is damaged, or was not written by a run."
+        ) from None
 
 
 def script_of(config: Config) -> str | None:
@@ -248,7 +250,7 @@ def script_of(config: Config) -> str | None:
 
 
 def check_buildable(folder: str | Path, config: Config) -> None:
-    """Raise UserError if a script started the run, because its config cannot build anything."""
+    """Raise UserError if a script started the run: such a run's config cannot build anything."""
     script = script_of(config)
     if script is not None:
         raise UserError(

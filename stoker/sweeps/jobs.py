@@ -65,8 +65,8 @@ class Job:
 class SweepRecord:
     """The contents of sweep.json: the command line, the number of jobs, and facts about a search.
 
-    A field is None if it is unknown. For a grid, `searched`, the keys with a range, and `pruner`,
-    the name of a class, are None.
+    A field is None if it is unknown. For a grid, `searched` (the keys with a range) and `pruner`
+    (the name of a class) are None.
     """
 
     typed: list[str] | None = None
@@ -144,12 +144,12 @@ def check_same(
         is_now = now.get(key, DEFAULT)
         was = old.get(key, DEFAULT)
         if matters and is_now != was:
-            reason = f"its job {name} has different settings: {key}={as_typed(is_now)} (was {was})"
+            reason = f"its job {name} was started with {key}={was}, not {as_typed(is_now)}"
             raise of_another_sweep(folder, reason)
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
-    """Return the typed settings of a job for these keys, with values formatted by `shown`."""
+    """Return a job's settings for these keys as they were typed. `shown` formats the values."""
     typed = []
     for key in keys:
         value = job.settings.get(key)

@@ -1,4 +1,4 @@
-"""Run jobs in separate processes, with devices, threads and signals that Hydra does not handle."""
+"""Run jobs in separate processes, and manage their devices, threads and signals."""
 
 import contextlib
 import importlib.util

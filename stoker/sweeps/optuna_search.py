@@ -36,7 +36,7 @@ from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
-# The targets that a config may name.
+# The targets that a config may use as a sampler.
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
 # Maps a job's number to its overrides; None if the job must not run.
 Trials = dict[int, list[str] | None]

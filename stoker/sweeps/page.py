@@ -114,7 +114,7 @@ def axis(key: str, values: list[str]) -> dict[str, Any]:
 
 
 def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
-    """Return (epoch, value) of the monitored metric, with at most about `most` points."""
+    """Return (epoch, value) of the monitored metric, with no more than about `most` points."""
     points = []
     with contextlib.suppress(OSError):
         for row in map(metrics_in, read_rows(sweep.folder / job.name / METRICS)):

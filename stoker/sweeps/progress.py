@@ -34,7 +34,7 @@ class Ends:
         self.total = total
         self.keys = keys
         lasts = {key.rpartition(".")[2] for key in keys}
-        self.prefix = r"^[\w.]+\." if len(lasts) == len(keys) else "^"  # not shown before a key
+        self.prefix = r"^[\w.]+\." if len(lasts) == len(keys) else "^"  # omitted from each key
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
@@ -122,7 +122,7 @@ def announce(
     SweepRecord(typed, count, searched, pruner).write(folder)
     index.update(folder, draws=False)
     ends = Ends(folder, count, varied)
-    done = f", {ends.earlier} of them already done" if ends.earlier else ""
+    done = f", {ends.earlier} already done" if ends.earlier else ""
     jobs = counted(count, "job") if count else "several jobs"
     terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
 

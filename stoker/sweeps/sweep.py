@@ -78,7 +78,7 @@ class SweepCallback(Callback):
             progress.redirect(folder.parent, folder.name)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
-        """Print the line of the job that has ended."""
+        """Print the line for the job that has ended."""
         progress.output.close()
         if progress.ends is not None and not launchers.apart:
             progress.ends.show_new()

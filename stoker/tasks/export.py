@@ -33,7 +33,7 @@ def export(cfg: DictConfig) -> None:
     path, difference, largest = exporting.export(
         model, cfg.run, cfg.format, inputs, whose, cfg.output
     )
-    terminal.show(f"export   {path}; {path.name}.md says how to use it")
+    terminal.show(f"export   {path}; {path.name}.md explains how to use it")
     if len(inputs):
         match = exporting.match(difference)
         terminal.show(f"check    on {whose}, the outputs {match} (largest output: {largest:.2g})")

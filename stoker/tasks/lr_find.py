@@ -20,8 +20,8 @@ def lr_find(cfg: DictConfig) -> None:
     path = Path(run_directory(cfg)) / "lr_find.csv"
     search.write(curve, path)
     terminal.show(
-        f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss in "
-        f"{len(curve.rates)} steps from {curve.rates[0]:.1g} to {curve.rates[-1]:.1g}"
+        f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss "
+        f"({len(curve.rates)} steps, with rates from {curve.rates[0]:.1g} to {curve.rates[-1]:.1g})"
     )
     if curve.end:
         terminal.show(

@@ -135,7 +135,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
 def debugging() -> Iterator[None]:
     """Raise NotFinite if a gradient is nan, and show the line that caused it.
 
-    Also make a GPU wait for each call, so that errors are raised by the call that caused them.
+    Also wait for the GPU after each call, so that errors are raised by the call that caused them.
     """
     import torch
 

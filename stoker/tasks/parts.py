@@ -35,7 +35,7 @@ class Parts:
     loaders: tuple[Any, Any, Any]  # for train, val (or several by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a fit; it uses one thread if the steps are too small for more."""
+        """Return the context for a fit: one thread if the steps are too small for several."""
         from stoker.command import tuning
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
@@ -201,7 +201,7 @@ def in_epochs(loader: Any, steps: int) -> Any:
 def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
-    """Return the model and the loss; raise UserError if far larger than the checkpoint's."""
+    """Return the model and the loss; raise UserError if they do not fit the checkpoint `state`."""
     from stoker.trainer import losses, recompute
 
     shapes = sizes(data)

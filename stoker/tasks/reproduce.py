@@ -1,4 +1,4 @@
-"""task=reproduce: train a run again from its saved config, and compare the two bit for bit."""
+"""task=reproduce: train a run again from its saved config, and compare the two runs bit for bit."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -42,7 +42,7 @@ def fit(
 ) -> History:
     """Train in a run directory, as the command does; return the rows of the whole run.
 
-    The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
+    This function writes metrics.jsonl and the checkpoints, and at the end result.json,
     model.safetensors, model.md and the report. Afterward, the trainer has the tested weights: the
     best ones on the validation set. If you call `fit` again with the same settings, it resumes from
     the newest checkpoint, or only repeats the test if the run has ended. Ctrl-C and SIGTERM save a

@@ -76,7 +76,7 @@ def warn_of_own_loss(kind: type) -> None:
     """
     from stoker.trainer import misuse
 
-    # An ignored class also changes the metrics.
+    # loss.ignore_index also takes effect in the metrics.
     given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
     if given and not misuse.uses_loss(kind):
         launch.warn(
@@ -86,7 +86,7 @@ def warn_of_own_loss(kind: type) -> None:
 
 
 def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that the user's own loader decides."""
+    """Raise UserError for a typed setting that the user's own loader ignores."""
     from stoker.data.samples import has_samples, is_stream
 
     if parts.data.kind != "other":
@@ -99,7 +99,7 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         for key in (*for_part, "dataset.workers", "dataset.timeout"):
             if key in typed:
                 raise UserError(
-                    f"{key}={OmegaConf.select(cfg, key)}: {part} is your own "
+                    f"{key}={OmegaConf.select(cfg, key)}: the {part} split is your own "
                     f"{type(given).__name__}, which ignores this key. "
                     "Remove this key, or return a data set instead of a loader."
                 )

@@ -10,7 +10,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # maximum metrics drawn besides the loss; also the maximum of your own numbers
+MOST_METRICS = 6  # maximum metrics drawn besides the loss, and maximum other numbers
 LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
@@ -104,13 +104,13 @@ def warmup_of(run: Run) -> int:
 
 
 def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the ends of the learning rate's rise, unless they are among the logged `points`."""
+    """Return the first and last points of the warmup, unless they are among the logged `points`."""
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
     start = run.config.get("scheduler.start", 0)
     if not warmup or not is_number(rate) or not is_number(start):
         return []
-    # With groups or other optimizers, the first group might have another rate.
+    # With groups or other optimizers, the first group might have a different rate.
     is_plain = str(run.config.get("optimizer._target_")).startswith("torch.optim.")
     if run.config.get("groups") or not is_plain:
         return []

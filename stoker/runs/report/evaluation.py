@@ -90,7 +90,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def tokens_of(sample: Sample) -> list[tuple[str, int]]:
-    """Return (token, strength of its color in percent) for the tokens of a sample."""
+    """Return (token, color intensity in percent) for the tokens of a sample."""
     tokens = []
     for token, loss in zip(sample.tokens, sample.losses, strict=True):
         text = "↵" if token == "\n" else shortened(printable(token), 20)

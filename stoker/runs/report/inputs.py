@@ -149,7 +149,7 @@ def numbers_in(entries: dict[str, Any]) -> Row:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file; in a long file, only evaluations and some others."""
+    """Yield the objects in a JSON Lines file; if it is long, only evaluations and some others."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
 
 
 def evaluation_of(entries: Any) -> Evaluation:
-    """Return the evaluation in a JSON object. Raise TypeError or ValueError if malformed.
+    """Return the evaluation in a JSON object. Raise TypeError or ValueError if it is malformed.
 
     Invalid points and samples, such as non-finite predictions, are omitted.
     """

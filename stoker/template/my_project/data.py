@@ -8,7 +8,7 @@ from stoker.data.datasets import Data, TensorSplit
 
 
 def spirals(samples: int = 1500, noise: float = 0.2) -> Data:
-    """Return points (x, y) on three arms of a spiral; the class is the arm."""
+    """Return points (x, y) on three arms of a spiral; the class of a point is its arm."""
     generator = torch.Generator().manual_seed(0)  # always the same points
     arm = torch.arange(samples) % 3
     radius = torch.rand(samples, generator=generator).sqrt()

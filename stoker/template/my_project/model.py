@@ -6,10 +6,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Map inputs (N, *in_shape) to logits (N, num_classes).
-
-    `in_shape` and `num_classes` come from the data set.
-    """
+    """Map inputs (N, *in_shape) to logits (N, num_classes). The data set provides both sizes."""
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, width: int = 32) -> None:
         super().__init__()
