@@ -108,7 +108,7 @@ class Augment:
             or (self.mixing and target_shape)
             or (moves_masks and tuple(target_shape) != tuple(in_shape[1:]))
         ):
-            names = ", ".join([*self.geometric, *self.mixing])
+            names = ", ".join([*self.geometric, *self.mixing]) or "transforms"
             raise UserError(
                 f"dataset.augment: {names} cannot be applied to inputs of shape {tuple(in_shape)} "
                 f"with targets of shape {tuple(target_shape)}. Images must be (channels, height, "

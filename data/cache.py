@@ -89,7 +89,7 @@ class PixelCache:
         expected = images * (4 + self.size)
         with open_plain(path, os.O_RDWR) as file:
             if os.fstat(file.fileno()).st_size != expected:
-                raise WrongSize(f"{path} does not have the expected {expected:,} bytes")
+                raise WrongSize(f"{path} is not {expected:,} bytes long, as expected")
             self.map = mmap.mmap(file.fileno(), expected)
         self.sums = numpy.frombuffer(self.map, dtype=numpy.uint32, count=images)
         pixels = torch.frombuffer(self.map, dtype=torch.uint8, offset=4 * images)

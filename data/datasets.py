@@ -1,4 +1,4 @@
-"""Data sets by name, and the public types for your own: Data, TensorSplit and DatasetSplit."""
+"""The built-in data sets, and the public types for your own: Data, TensorSplit and DatasetSplit."""
 
 import math
 import os
@@ -212,7 +212,9 @@ def _read_mnist(title: str, root: str) -> Known:
         images = read_idx(f"{path}-images-idx3-ubyte", 3).unsqueeze(1)
         labels = read_idx(f"{path}-labels-idx1-ubyte", 1).long()
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels in the {part} files")
+            raise ValueError(
+                f"the {part} files contain {len(images)} images but {len(labels)} labels"
+            )
         splits.append(TensorSplit(images, labels))
     return splits[0], splits[1], CLASSES[title]
 

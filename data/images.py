@@ -309,7 +309,7 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
         except BrokenImage:
             if not skip:
                 raise
-    raise UserError(f"{printable(files.root)}: none of its {len(files)} images can be read.")
+    raise UserError(f"{printable(files.root)}: none of its images can be read.")
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":

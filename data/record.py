@@ -156,7 +156,7 @@ class Data:
         if list(self.in_shape) != about["in_shape"]:
             raise UserError(
                 f"dataset: {self.name} has inputs of shape {list(self.in_shape)}, "
-                f"but the model was trained on {about['in_shape']}."
+                f"but the model was trained on shape {about['in_shape']}."
             )
         self.mean = about["mean"]
         self.std = about["std"]
@@ -368,7 +368,7 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
         return None
     if not isinstance(values, Iterable) or len(list(values)) != channels:
         raise UserError(
-            f"dataset.{key}={values}: expected a list of {channels} numbers, one per channel."
+            f"dataset.{key}={values}: expected a list of length {channels}, one number per channel."
         )
     above = 0 if key == "std" else None
     return [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
@@ -423,7 +423,7 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: a sample's targets have shape {_target_shape(part)}, "
-            f"but those of the training split have {shape}."
+            f"but those of the training split have shape {shape}."
         )
     labels = getattr(part, "targets", None)
     if labels is None:

@@ -168,8 +168,8 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         if length is None or count <= length:
             return count
     raise UserError(
-        f"limit_{part}={limit}: {type(loader).__name__} has {length or 'an unknown number of'} "
-        f"batches of {size or 'unknown size'}.\n"
+        f"limit_{part}={limit}: not possible with this {type(loader).__name__} "
+        f"(length: {length or 'unknown'}, batch size: {size or 'unknown'}).\n"
         "A fraction requires a loader with a length; a number of samples requires a loader with a "
         "batch_size and at least that many samples."
     )
@@ -235,14 +235,14 @@ def why_not_collated(
 
 
 def difference(samples: Sequence[Any], names: Sequence[str]) -> str:
-    """Say which tensor has another shape than in the first sample; "" if there is none."""
+    """Say which tensor differs in shape from the first sample; "" if there is none."""
     expected = shapes_in(samples[0])
     for name, sample in zip(names, samples, strict=True):
         shapes = shapes_in(sample)
         for place, shape in expected.items():
             if shapes.get(place) != shape:
                 other = shapes.get(place, "missing")
-                return f"{place} is {shape} in {names[0]}, but {other} in {name}"
+                return f"the shape of {place} is {shape} in {names[0]}, but {other} in {name}"
     return ""
 
 

@@ -322,7 +322,8 @@ class Table:
             if name not in self.written:
                 raise UserError(
                     f"{where}{name}: {self.shown} has no such column."
-                    f"{did_you_mean(name, self.names)}\nIt has {first_few(self.names, 20)}.\n"
+                    f"{did_you_mean(name, self.names)}\n"
+                    f"Its columns are {first_few(self.names, 20)}.\n"
                     "If several columns were read as one, type 'dataset.delimiter=;' or "
                     "dataset.delimiter=tab."
                 )

@@ -343,14 +343,14 @@ def test_inputs_that_were_stacked_are_cut_each_in_rows():
     [
         (
             (ones(7, 5), ones(5)),
-            "it is unclear how to split this batch: batch[0] has 7, batch[1]",
+            "unclear how to split this batch. The number of samples is 7 in batch[0], 5 in batch[1].",
         ),
-        ({"x": ones(4, 2), "weights": ones(3)}, "batch['x'] has 4, batch['weights'] has 3"),
-        ({"x": ones(4, 2), "sizes": [8, 8]}, "batch['x'] has 4, batch['sizes'] has 2"),
-        ([[ones(3, 8), ones(3, 8), ones(3, 8)], ones(3)], "batch[0][0] has 3, batch[0][1] has 3"),
+        ({"x": ones(4, 2), "weights": ones(3)}, "4 in batch['x'], 3 in batch['weights']"),
+        ({"x": ones(4, 2), "sizes": [8, 8]}, "4 in batch['x'], 2 in batch['sizes']"),
+        ([[ones(3, 8), ones(3, 8), ones(3, 8)], ones(3)], "3 in batch[0][0], 3 in batch[0][1]"),
         (
             (pack_sequence([ones(3), ones(2)]), ones(2)),
-            "batch[0] has None, batch[1] has 2",
+            "is unknown in batch[0], 2 in batch[1].",
         ),
     ],
 )

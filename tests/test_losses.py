@@ -274,7 +274,7 @@ def test_a_sum_over_time_is_refused():
 @pytest.mark.parametrize("use", ["fit", "evaluate"])
 def test_outputs_and_targets_of_two_shapes_are_refused(loss, use):
     trainer = of_case(loss, (1,), alone)
-    with pytest.raises(UserError, match=r"the outputs have shape \(8, 1\), the targets \(8,\)"):
+    with pytest.raises(UserError, match=r"shape \(8, 1\), and the targets have shape \(8,\)"):
         getattr(trainer, use)([(drawn(8, 4), drawn(8))])
     module = getattr(loss, "func", loss)
     for _ in range(2):

@@ -115,7 +115,7 @@ REASONS = {
     (
         "bypassing",
         "ddp",
-    ): f"differ between processes, because their gradients were not exchanged.\n{BYPASSED}",
+    ): f"differs between processes, because its gradients were not synchronized.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
     ("gan", "fsdp"): SHARDS,
     (

@@ -210,7 +210,7 @@ def test_a_limit_above_the_samples_of_a_loader_is_refused():
     mine = DataLoader(torch.arange(10.0), batch_size=4)
     assert len(make_loader(mine, "val", 4, limit=12)) == 3
     for shuffle in (False, True):
-        with pytest.raises(UserError, match="DataLoader has 3 batches of 4.\n"):
+        with pytest.raises(UserError, match=r"DataLoader \(length: 3, batch size: 4\)\.\n"):
             make_loader(mine, "mine", 4, limit=13, shuffle=shuffle)
 
 
@@ -268,7 +268,10 @@ def test_what_is_no_part_is_refused(parts, message):
         ({"augment": ["flip"]}, r"dataset\.augment: this setting needs inputs of a known shape"),
         ({"resident": True}, r"dataset\.resident: this setting needs"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
-        ({"limit_val": 0.5}, r"limit_val=0\.5: DataLoader has an unknown number of batches"),
+        (
+            {"limit_val": 0.5},
+            r"limit_val=0\.5: not possible with this DataLoader \(length: unknown",
+        ),
     ],
 )
 def test_settings_that_these_data_cannot_have(options, message):
@@ -298,8 +301,8 @@ def test_samples_that_make_no_batch_are_explained():
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
-        ({"x": torch.ones(5)}, "sample['x'] is (4,) in {}, but (5,) in {}"),
-        ({"y": torch.ones(4)}, "sample['x'] is (4,) in {}, but missing in {}"),
+        ({"x": torch.ones(5)}, "the shape of sample['x'] is (4,) in {}, but (5,) in {}"),
+        ({"y": torch.ones(4)}, "the shape of sample['x'] is (4,) in {}, but missing in {}"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])

@@ -167,7 +167,9 @@ def test_a_stream_does_not_resume_with_a_different_number_of_workers(tmp_path, b
     make_trainer(max_steps=3, callbacks=[Checkpoint(tmp_path)]).fit(loader(num_workers=before))
     fresh = make_trainer(max_steps=6)
     weights = copy.deepcopy(fresh.module.state_dict())
-    with pytest.raises(UserError, match=f"{before} workers, now {now}.*\n.*workers={before} "):
+    with pytest.raises(
+        UserError, match=f"{before} workers, but .* now has {now} .*\n.*workers={before} "
+    ):
         fresh.fit(loader(num_workers=now), resume=tmp_path)
     assert_same(fresh.module.state_dict(), weights)
 

@@ -619,7 +619,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(rows()),
             {"delimiter": ";"},
-            "has age,city,kind,price.\n.*dataset.delimiter",
+            "Its columns are age,city,kind,price.\n.*dataset.delimiter",
         ),
         (
             HEADER + "\n".join(rows()),

@@ -442,7 +442,7 @@ def test_without_it_they_are_evaluated_by_the_targets_and_not_cut():
     trainer = Trainer(LSTM(), nn.CrossEntropyLoss(), grad_accum_steps=2, **settings)
     results = trainer.evaluate(texts())
     assert results["val/loss"] == pytest.approx(torch.cat(each).mean().item(), abs=CLOSE)
-    with pytest.raises(UserError, match=r"batch\[0\] has 9, batch\[1\] has 8"):
+    with pytest.raises(UserError, match=r"9 in batch\[0\], 8 in batch\[1\]"):
         trainer.fit(texts())
 
 

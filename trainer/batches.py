@@ -154,7 +154,7 @@ def reading(batch: Any, sample_dim: SampleDimOf) -> tuple[dict[str, int | None],
 def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
     """Return the number of samples in a batch, or 1 if no entry has a sample dimension.
 
-    If the entries disagree, the last one counts (usually the targets).
+    If the numbers differ, return that of the last entry (usually the targets).
     """
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
         # Fast path for (inputs, targets).
@@ -180,8 +180,14 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, Di
     counted, dim_of, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if not is_clear or None in numbers:
-        shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
-        raise UserError(f"{use}: it is unclear how to split this batch: {shown}.\n{HOW}")
+        shown = ", ".join(
+            f"{'unknown' if length is None else length} in {name}"
+            for name, length in list(counted.items())[:4]
+        )
+        raise UserError(
+            f"{use}: it is unclear how to split this batch. The number of samples is {shown}.\n"
+            f"{HOW}"
+        )
     return next(iter(numbers), None), dim_of
 
 

@@ -27,7 +27,8 @@ class Batching:
     weighs_samples: bool = False
     # Whether a whole batch can have weight 0, because of class weights or your own loss_weight.
     may_weigh_nothing: bool = False
-    # Multiply the loss by this factor in your own train_step, because processes average gradients.
+    # In your own train_step, multiply the loss by this factor, because gradients are averaged
+    # across processes.
     process_weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
@@ -37,7 +38,7 @@ class Batching:
         micro-batches and among processes. Override this method for any other dimension::
 
             def sample_dim(self, name, value):
-                if name == "batch[0]":  # a text (time, samples)
+                if name == "batch[0]":  # a tensor of shape (time, samples)
                     return 1
                 return super().sample_dim(name, value)
 

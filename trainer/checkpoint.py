@@ -1,7 +1,7 @@
 """Save, load and find checkpoints.
 
-A checkpoint is one safetensors file, with everything but the tensors as JSON in its metadata, and a
-SHA-256 of both.
+A checkpoint is one safetensors file. Its metadata holds everything but the tensors as JSON, and a
+SHA-256 of the tensors and the JSON.
 """
 
 import errno
@@ -99,7 +99,7 @@ def load(path: str | Path) -> Any:
     # checking the digest, because cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest proves that nothing has changed, but not who wrote the file
-        # Count again, because commas in the header that was counted can be escaped as \\u002c.
+        # Count again: the first count was of the raw header, where a comma can be hidden as \u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)

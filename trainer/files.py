@@ -56,7 +56,7 @@ def read(path: str | Path, most: int) -> bytes:
 
 
 def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
-    """Remove temporary files that `replacing` or safetensors left behind when it was killed."""
+    """Remove temporary files of `replacing` and safetensors that a killed process left behind."""
     for pattern in [*(f".{name}.*.part" for name in names), ".tmp??????"]:
         for path in Path(folder).glob(pattern):
             with contextlib.suppress(OSError):

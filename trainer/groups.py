@@ -123,8 +123,9 @@ def divided(
 def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
     """Return the parameters that should not have weight decay.
 
-    These are vectors and scalars, all parameters of norms (those of LayerNorm([3, 4]) have two
-    dimensions), and all parameters named `bias` or, as in MultiheadAttention, `bias_k`.
+    These are vectors and scalars, all parameters of normalization layers (those of
+    LayerNorm([3, 4]) have two dimensions), and all parameters named `bias` or, as in
+    MultiheadAttention, `bias_k`.
     """
     free: set[torch.Tensor] = set()
     for child in module.modules():
@@ -149,7 +150,7 @@ def check_options(groups: Groups, known: Collection[str]) -> None:
         if rule == REST:
             continue
         for key, value in group.items():
-            # A weight decay of 0 works with every optimizer.
+            # A weight decay of 0 is fine even if the optimizer has no such option.
             if key not in ("params", "name", *known) and value:
                 raise UserError(
                     f"groups: the rule {rule} sets {key}, but the optimizer has no such option."

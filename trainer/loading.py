@@ -320,8 +320,9 @@ class IterableLoader(Seekable):
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"{self.name}'s len() is {length}, but it yielded {place.number} batches. Epochs "
-                f"still have {self.steps} steps; each one continues where the previous epoch ended."
+                f"{self.name}'s len() is {length}, but the number of batches was {place.number}. "
+                f"The number of steps per epoch is still {self.steps}; each epoch continues where "
+                "the previous one ended."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,9 +356,9 @@ class IterableLoader(Seekable):
         if before is not None and workers is not None and max(1, before) != max(1, workers):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "
-                f"now {workers}, which changes the order of its samples.\n"
-                f"Type dataset.workers={before} (in a script, the DataLoader's num_workers). For a "
-                "new run, choose a different run_dir."
+                f"but the loader now has {counted(workers, 'worker')}, which changes the sample "
+                f"order.\nType dataset.workers={before} (in a script, the DataLoader's "
+                "num_workers). For a new run, choose a different run_dir."
             )
         self.place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:

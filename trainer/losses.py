@@ -166,7 +166,7 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
             )
     elif outputs.shape != targets.shape:
         raise UserError(
-            f"loss: the outputs have shape {tuple(outputs.shape)}, the targets "
+            f"loss: the outputs have shape {tuple(outputs.shape)}, and the targets have shape "
             f"{tuple(targets.shape)}. The loss would broadcast them, which is rarely intended.\n"
             "Give both the same shape: change the model's last layer, or reshape one of them."
         )

@@ -115,7 +115,7 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric across all processes, or NaN without data; all must call it."""
+        """Return the metric, or NaN without data. All processes must call this."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 

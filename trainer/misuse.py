@@ -123,12 +123,12 @@ def check_unwrapped(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
-    """Raise UserError for parameter group rules that a ready-made optimizer would ignore."""
+    """Raise UserError for parameter group rules that an optimizer instance would ignore."""
     has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
     if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
         raise UserError(
-            "optimizer: groups= and parameter_groups() cannot change the parameter groups of a "
-            f"ready-made {type(optimizer).__name__}.\n"
+            "optimizer: groups= and parameter_groups() cannot change the parameter groups of an "
+            f"optimizer instance ({type(optimizer).__name__}).\n"
             "Pass a factory: optimizer=functools.partial(torch.optim.SGD, lr=...)."
         )
 
@@ -251,7 +251,7 @@ def check_epoch(expected: int, batches: int) -> None:
     """Raise UserError if the training loader yielded more or fewer batches than its length."""
     if batches != expected:
         raise UserError(
-            f"The training loader's len() is {expected}, but it yielded {batches} batches."
+            f"The training loader's len() is {expected}, but the number of batches was {batches}."
         )
 
 
@@ -281,7 +281,7 @@ def number(name: str, value: Any) -> Any:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{name} is {kind_of(value)}, not a number or a tensor. Use a metric for each number."
+            f"{name} is {kind_of(value)}, not a number or a tensor. Use one metric per number."
         ) from None
     return float(tensor) if tensor.numel() == 1 else tensor.tolist()
 
@@ -432,7 +432,7 @@ def missing_key(
 def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
-    """Return an error if `compute_loss` did not return (loss, outputs), or `train_step` a loss."""
+    """Return an error if `compute_loss` or `train_step` returned something of the wrong form."""
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(LIBRARIES[1])]
     if not ours:
         return None

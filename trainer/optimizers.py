@@ -29,7 +29,7 @@ def build(
     device: torch.device,
     module: torch.nn.Module | None = None,
 ) -> Any:
-    """Build the optimizer from the parameter groups, or check a ready-made one.
+    """Build the optimizer from the parameter groups, or check an optimizer instance.
 
     Raises:
         UserError: The factory rejects a value, or the optimizer does not work in this Trainer.
@@ -102,7 +102,7 @@ def called(
 
 
 def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Raise UserError if a ready-made optimizer has parameters that are not in the module.
+    """Raise UserError if an optimizer instance has parameters that are not in the module.
 
     Some of the module's parameters may be missing. The current learning rates become the initial
     ones, whatever an earlier scheduler has recorded.
@@ -122,7 +122,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
 
 
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a factory accepts `fused` and `foreach`, and neither is set."""
+    """Return whether a factory accepts `fused` and `foreach`, and sets neither."""
     return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
 
 
@@ -132,7 +132,7 @@ def check_sharded(optimizer: Any) -> None:
         if is_torchs(kind) and kind.__name__ in OF_MATRICES:
             raise UserError(
                 f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
-                "only a shard of them. Type optimizer=adamw, or strategy=ddp."
+                "only a shard of each. Type optimizer=adamw, or strategy=ddp."
             )
 
 

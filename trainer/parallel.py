@@ -136,11 +136,11 @@ def trained(module: torch.nn.Module) -> set[str]:
 
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Raise UserError for unfrozen parameters whose gradients are not exchanged."""
+    """Raise UserError for unfrozen parameters whose gradients are not synchronized."""
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
-            "strategy: the processes do not exchange the gradients of parameters that were frozen "
+            "strategy: gradients are not synchronized for parameters that were frozen "
             f"when the Trainer was created: {first_few(sorted(unfrozen), 3)}.\n"
             "Freeze them in on_fit_start instead, or train in one process."
         )
@@ -445,8 +445,8 @@ def check_same_weights(model: torch.nn.Module) -> None:
         if apart.any():
             name = list(named)[int(apart.nonzero()[0])]
             raise TrainingError(
-                f"The weights of {name} differ between processes, because their gradients were "
-                "not exchanged.\n"
+                f"The parameter {name} differs between processes, because its gradients were not "
+                "synchronized.\n"
                 "A step must call self.model (not self.module) once per backward(). "
                 "If it calls parts of the model, call "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
@@ -492,7 +492,7 @@ def check_size(samples: int) -> None:
     """Raise UserError if a batch has fewer samples than processes."""
     if samples < process_count:
         raise UserError(
-            f"A batch of {samples} is too small to split among {process_count} processes.\n"
+            f"A batch of size {samples} is too small to split among {process_count} processes.\n"
             "Increase batch_size."
         )
 
@@ -566,7 +566,7 @@ class Agreement:
         self.agreed = 0.0  # longest time since the start on any process, as of the last exchange
         self.calls = 0  # number of calls since the last exchange
         self.soonest = 1  # number of the call at which to exchange
-        # A single process has nothing to exchange, and `bool` is its cheapest call in each step.
+        # With a single process, there is nothing to exchange, and `bool` is the cheapest call.
         self.is_asked: Callable[[Any], bool] = bool if process_count == 1 else self.any_is_asked
 
     def now(self) -> float:

@@ -65,7 +65,7 @@ class Predicting(Batching):
                     parts = trainer.eval_splitter.apply(compute, batch)
                     outputs = combined(parts, joined)
                     if parallel.process_count > 1:
-                        # Outputs of a rank without samples do not count: its sample is a copy.
+                        # Drop the outputs of a rank that has only a copy of a sample.
                         of_ranks = parallel.from_all(
                             outputs if parallel.has_samples(loader) else None
                         )
@@ -117,7 +117,7 @@ def leaves_of(nesting: Any) -> dict[str, Any]:
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
-    """Move the outputs for a batch to the CPU; raise UserError if a leaf lacks samples."""
+    """Move the outputs for a batch to the CPU; raise UserError for a leaf without samples."""
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0

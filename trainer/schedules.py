@@ -232,8 +232,8 @@ def set_lr(
     rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
     if len(rates) != len(groups):
         raise UserError(
-            f"set_lr: expected one rate, or one for each of {len(groups)} parameter groups, not "
-            f"{len(rates)}."
+            f"set_lr: got {counted(len(rates), 'rate')} for "
+            f"{counted(len(groups), 'parameter group')}. Pass a number, or one rate per group."
         )
     rates = [float(check_number("set_lr", value, least=0)) for value in rates]
     if not isinstance(scheduler, Schedule):

@@ -54,7 +54,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """Any value that this function accepts."""
+    """Any value that `function` accepts."""
 
     function: Callable[[Any], Any]
 

@@ -104,7 +104,7 @@ def scale_of(trainer: "Trainer") -> torch.Tensor:
 
 
 def unscale_others(trainer: "Trainer") -> None:
-    """Unscale the gradients of parameters without an optimizer, because they count in the norm."""
+    """Unscale the gradients of parameters without an optimizer, because the norm includes them."""
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale_of(trainer)

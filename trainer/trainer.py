@@ -65,8 +65,8 @@ class Trainer(Predicting, Stoppable, Reporting):
         micro_batch: Instead, limit micro-batches to this many samples; "auto" starts with whole
             batches and halves the size when memory runs out.
         max_grad_norm: Clip gradients to this norm; None disables clipping.
-        log_every: Log a row every this many steps, and at the end of each epoch.
-        eval_every: Evaluate every this many steps; None evaluates once per epoch.
+        log_every: Number of steps between logged rows; each epoch also ends with a row.
+        eval_every: Number of steps between evaluations; None evaluates once per epoch.
         groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
         seed: Seed for all random numbers in the run.
 

@@ -86,8 +86,8 @@ class ShadowWeights(Callback):
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
         """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
 
-        The shadow of a frozen weight is the weight itself, even if it is trained again later. The
-        weight is copied at every step, because other code may change it.
+        The shadow of a frozen weight is a copy of the weight. It is copied again at every step,
+        because other code may change the weight.
         """
         assert self.shadow is not None
         trained = floating_state(trainer.module)
@@ -121,10 +121,10 @@ class ShadowWeights(Callback):
 class Lookahead(ShadowWeights):
     """Every `every` steps, move slow weights toward the trained ones and continue from there.
 
-    slow = d * slow + (1 - d) * trained. This includes BatchNorm's statistics, and is also done at
-    the last step. d = `decay` * (step / total_steps) ** `power` (Jordan 2024, arXiv 2404.00498,
-    section 3.4). With power 0, d is constant (Zhang 2019, arXiv 1907.08610, algorithm 1, where
-    1 - d is called alpha).
+    slow = d * slow + (1 - d) * trained. The update includes BatchNorm's statistics, and is also
+    done at the last step. d = `decay` * (step / total_steps) ** `power` (Jordan 2024, arXiv
+    2404.00498, section 3.4). With power 0, d is constant (Zhang 2019, arXiv 1907.08610, algorithm
+    1, where 1 - d is called alpha).
     """
 
     key = "slow"

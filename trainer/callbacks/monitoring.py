@@ -11,7 +11,7 @@ from stoker.trainer.callback import Callback, Row
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, nearest
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
-from stoker.trainer.number_format import number
+from stoker.trainer.number_format import counted, number
 from stoker.trainer.state import Either, Exactly
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Monitor(Callback):
         self.is_missing = False
         if isinstance(value, list):
             raise UserError(
-                f"monitor={self.name}: this metric is a list. Choose one that is a single number."
+                f"monitor={self.name}: this metric is a list. Choose a metric with a single value."
             )
         if not math.isfinite(value):
             if not self.warned:
@@ -172,7 +172,7 @@ class EarlyStopping(Monitor):
     def stop_when_due(self, trainer: "Trainer") -> None:
         if self.waited >= self.patience:
             best = f" (best: {number(self.best['value'])})" if self.best else ""
-            reason = f"{self.name} did not improve in {self.waited} evaluations{best}"
+            reason = f"{self.name} did not improve in {counted(self.waited, 'evaluation')}{best}"
             trainer.stop(reason, "early_stopping")
 
 

@@ -192,7 +192,7 @@ class Checkpoint(Monitor):
                 old_path.unlink()
 
     def wait(self) -> None:
-        """Wait until everything is written; raise the error of the thread, if any."""
+        """Wait until everything is written; re-raise the writer thread's error, if any."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None
