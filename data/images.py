@@ -58,7 +58,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # folder name -> split, in the order in which splits are listed
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 MOST_SIZE = 4096  # maximum side length of resized images, in pixels: 50 MB per color image
-CHUNK = 16 * MIB  # bytes of pixels to decode at a time when all images are read
+CHUNK = 16 * MIB  # bytes of pixels per chunk, when all images are decoded
 MOST_MEASURED = 5000  # images used to compute the mean and standard deviation
 
 

@@ -293,7 +293,7 @@ def unknown_class(name: str, known: Sequence[str]) -> UserError:
     return UserError(
         f"dataset: the run has no class {printable(name)!r}.{did_you_mean(name, known)}\n"
         f"Its {len(known)} classes are {first_few(known, 10)}.\n"
-        "Rename or remove such samples; images need one folder per class."
+        "Rename the class, or remove its samples. For images, each class is a folder."
     )
 
 

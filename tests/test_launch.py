@@ -433,12 +433,12 @@ REFUSED = [
     ),
     (
         "strategy=fsdp compile=true",
-        "error: strategy=fsdp: sharded parameters cannot be compiled, but compile=true is set.",
+        "error: strategy=fsdp: a sharded model cannot be compiled, but compile=true is set.",
         "Type compile=false",
     ),
     (
         "strategy=fsdp compile=graph",
-        "error: strategy=fsdp: sharded parameters cannot be compiled",
+        "error: strategy=fsdp: a sharded model cannot be compiled",
         "Type compile=false",
     ),
     (

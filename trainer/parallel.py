@@ -222,8 +222,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     if is_compiled(module):
         raise UserError(
-            "strategy=fsdp: sharded parameters cannot be compiled. "
-            "Type compile=false or strategy=ddp."
+            "strategy=fsdp: a sharded model cannot be compiled. Type compile=false or strategy=ddp."
         )
     module.to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(device.type, (launch.world_size(),))

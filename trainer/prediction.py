@@ -16,7 +16,7 @@ Combine = Callable[[list[Any]], Any]  # combines corresponding leaves into one
 
 
 class Predicting(Batching):
-    """The part of a Trainer that applies the model."""
+    """The part of a Trainer that makes predictions."""
 
     model: Any
     spans: Spans

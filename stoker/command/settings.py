@@ -268,7 +268,7 @@ def check_together(values: Mapping[str, Any]) -> None:
         started = devices
     if name == "fsdp" and values.get("compile"):
         raise UserError(
-            "strategy=fsdp: sharded parameters cannot be compiled, but "
+            "strategy=fsdp: a sharded model cannot be compiled, but "
             f"compile={as_typed(values['compile'])} is set.\nType compile=false or strategy=ddp."
         )
     if values.get("activation_checkpointing") and values.get("compile"):

@@ -31,7 +31,7 @@ DWARFS = 3  # a spike is at least this many times as high as all other values
 
 @dataclass
 class Axis:
-    """A scale from values to fractions of an axis, with its ticks as (value, label)."""
+    """An axis that maps values to positions from 0 to 1. Its ticks are (value, label) pairs."""
 
     low: float
     high: float

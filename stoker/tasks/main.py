@@ -175,7 +175,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
-    """Record in the run directory why a run failed after its first step, and draw its report.
+    """Record in the run directory why a run failed after its first step, and write its report.
 
     For a job of a sweep, do this even if it failed before its training began.
     """

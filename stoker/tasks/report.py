@@ -24,8 +24,8 @@ def draw_report(folder: Path, state: str | None = None) -> None:
         print(f"report   {report.write(folder, state)}")
     except KeyboardInterrupt:
         signals.print_advice(
-            f"\ninterrupted after the end of the run. To draw its report:\n{again}"
+            f"\ninterrupted after the end of the run. To write its report:\n{again}"
         )
         raise SystemExit(signals.exit_code()) from None
     except Exception as error:
-        log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)
+        log.warning("the report could not be written (%s). To try again: %s", cause(error), again)

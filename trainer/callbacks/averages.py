@@ -75,7 +75,7 @@ class ShadowWeights(Callback):
         self.step = 0
         launch.warn(
             f"{type(self).__name__}: the weights have changed since the fit or checkpoint, "
-            f"so the {self.key} weights are discarded."
+            f"so the {self.key} weights were discarded."
         )
 
     def update(self, trainer: "Trainer") -> None:
