@@ -840,7 +840,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     assert (
         "the run has no class 'gnat'" in err
         and "bird, cat, dog" in err
-        and "one folder per class" in err
+        and "each class is a folder" in err
     )
 
 
