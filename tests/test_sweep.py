@@ -515,6 +515,13 @@ def test_a_sweep_without_a_job_that_can_run_is_refused_before_it_is_announced(fo
     assert done.err.count("error: ") == 1 and done.err.startswith("error: epochs=0: ")
 
 
+@pytest.mark.slow
+def test_a_sweep_with_a_valid_job_after_many_invalid_ones_runs_it(forks, tmp_path):
+    values = ",".join(["0"] * sweep.MOST_CHECKED + ["1"])
+    done = forks.run(tmp_path, "-m", *JOB, f"epochs={values}", "hydra.sweep.dir=all")
+    assert "1 done" in line_of(done.out, "sweep    all"), done.err
+
+
 def test_a_setting_may_depend_on_the_number_of_the_job(forks, tmp_path):
     typed = ("seed=${hydra:job.num}", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=all")
     done = forks.run(tmp_path, "-m", *JOB, *typed)
