@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.data.samples import SampleLoader, is_stream
 from stoker.runs.result import STAGES
-from stoker.runs.samples import Samples
 from stoker.trainer import device as devices
 from stoker.trainer import launch, memory
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
@@ -289,6 +288,8 @@ def speed_verdict(
 
 def advice_for(trainer: Trainer) -> dict[str, str]:
     """Return {stage: what to change if this stage of the fit takes too long}."""
+    from stoker.runs.samples import Samples  # not at startup: only texts need its imports
+
     evaluation = "set a larger eval_every, or use a smaller validation split"
     if any(isinstance(callback, Samples) for callback in trainer.callbacks):
         evaluation = "set a larger eval_every, because each evaluation also generates a sample text"
