@@ -12,7 +12,7 @@ from made_runs import make_run
 
 from stoker import project
 from stoker.runs import index, lock
-from stoker.sweeps.table import Sweep
+from stoker.sweeps.table import Sweep, list_in_index
 
 
 def read(folder):
@@ -89,6 +89,10 @@ def test_a_sweep_is_one_row_with_its_best_row(runs):
     (sweep / "sweep.html").write_text("")
     index.update(sweep / "0")
     assert not (runs / "index.html").exists()  # a job does not list its sweep
+    with lock.held(sweep):
+        list_in_index(Sweep(sweep))
+        (entry,) = read(runs).values()
+        assert (entry["status"], entry["note"]) == ("running", "3 of 4 jobs, 1 failed")
     index.update(sweep)
     (entry,) = read(runs).values()
     results = [json.loads((sweep / name / "result.json").read_text()) for name in "01"]
@@ -97,6 +101,7 @@ def test_a_sweep_is_one_row_with_its_best_row(runs):
     assert entry["test"] == ["test/acc", (results[0]["test/acc"] + results[1]["test/acc"]) / 2]
     assert (entry["status"], entry["note"]) == ("stopped", "3 of 4 jobs, 1 failed")
     (sweep / "sweep.json").write_text(json.dumps({"typed": ["seed=0,1,2", "-m"], "jobs": 3}))
+    list_in_index(Sweep(sweep))
     assert index.entry_of_sweep(sweep)["status"] == "failed"
     assert entry["report"] == "sweep.html" and entry["settings"]["seed"] == "0,1,2,3"
     assert entry["seconds"] == pytest.approx(6 + 12)
@@ -114,11 +119,12 @@ def test_the_index_and_the_table_of_a_sweep_name_the_same_best(runs):
             result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
             (sweep / str(i) / "result.json").write_text(json.dumps(result))
     (sweep / "sweep.json").write_text('{"jobs": 8}')
+    list_in_index(Sweep(sweep))
     entry = index.entry_of_sweep(sweep)
     best = Sweep(sweep).groups[0]
     assert entry["jobs"] == [job.name for job in best] == ["2", "3"]
     assert entry["best"] == ["val/acc", statistics.fmean(job.best.value for job in best), False]
-    assert entry["model"] == "linear, mlp, cnn, gpt" and entry["data"] == "digits"
+    assert entry["model"] == "MLP" and entry["data"] == "digits"
 
 
 def test_only_what_has_changed_is_read_again(runs, monkeypatch):
@@ -191,7 +197,9 @@ def test_somebody_elses_runs_put_nothing_into_the_page(runs, tmp_path):
     sweep = runs / "sweep"
     (sweep / "0").mkdir(parents=True)
     (sweep / "0" / "job.json").write_text(bad)
-    (sweep / "sweep.json").write_text(json.dumps({"jobs": bad, "typed": {"a": bad}}))
+    (sweep / "sweep.json").write_text(
+        json.dumps({"typed": [bad], "best_jobs": ["..", bad], "best": None})
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     assert index.main([str(runs)]) == 0 and index.main([str(empty)]) == 0

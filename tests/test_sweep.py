@@ -749,7 +749,7 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
             "best": None,
         }
         json_files.write_json(tmp_path / str(i) / "result.json", result)
-    json_files.write_json(tmp_path / jobs.SWEEP, {})
+    json_files.write_json(tmp_path / "sweep.json", {})
     assert sweep.main([str(tmp_path)]) == 0
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
@@ -779,7 +779,7 @@ def test_a_pruned_job_has_its_last_value_and_comes_after_the_finished_ones(tmp_p
         if i > 2:  # the last value is not the best
             result |= {"val/acc": i / 8, "epoch": 2.0}
         json_files.write_json(tmp_path / str(i) / "result.json", result)
-    json_files.write_json(tmp_path / jobs.SWEEP, {})
+    json_files.write_json(tmp_path / "sweep.json", {})
     assert sweep.main([str(tmp_path)]) == 0
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
     assert [(job["status"], job["value"], job["last"]) for job in plotted(text)["jobs"]] == [

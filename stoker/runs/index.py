@@ -11,20 +11,19 @@ import contextlib
 import json
 import math
 import os
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stoker import project
 from stoker.command import subcommand
-from stoker.runs import directory, lock, ranking, status
+from stoker.runs import directory, lock
 from stoker.runs.directory import JOB, SWEEP
-from stoker.runs.json_files import read_json, read_text
+from stoker.runs.json_files import read_text
 from stoker.runs.page import render
-from stoker.runs.readable import natural
-from stoker.runs.result import RunResult, valid_overrides
+from stoker.runs.result import Best
+from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, as_typed, printable
 from stoker.trainer.number_format import counted
@@ -146,8 +145,8 @@ def state_of(path: str, names: set[str]) -> list[Any]:
     """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
     kept = [name for name in STATE if name in names]
     times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
-    ended = SWEEP in names or directory.RESULT in names
-    return [times, directory.REPORT in names, not ended and lock.is_held(path)]
+    is_running = directory.RESULT not in names and lock.is_held(path)
+    return [times, directory.REPORT in names, is_running]
 
 
 def entry_of(path: Path, names: set[str]) -> Entry:
@@ -164,24 +163,21 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     except UserError:  # its config is damaged
         run = inputs.Run(path)
     times = run.status
-    started = times.started or 0
-    tests = list(run.result.tests().items())
     best = run.best
     is_reproduced = "task=reproduce" in (run.overrides or [])
     return {
         "status": run.state,
         "seconds": run.result.seconds or times.seconds,
         "since": times.resumed if run.state == "running" else None,
-        "time": started if 0 < started < 1e11 else path.stat().st_mtime,
+        "time": time_of(times.started, path),
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.config, run.overrides),
         "config": settings_of(run.config, None) if is_reproduced else {},  # all keys
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
-        "test": [shown(tests[0][0]), tests[0][1]] if tests else None,
-        "best": [shown(best.name), best.value, best.mode == "min"] if best else None,
         "curves": curves_of(run.rows, best.name if best else "val/loss"),
+        **numbers_of(best, run.result.tests()),
     }
 
 
@@ -231,83 +227,46 @@ def four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class SweepJob:
-    """The properties of a sweep's job that the index needs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.result = RunResult.read(folder)
-        result = self.result or RunResult()
-        record = read_json(folder / JOB) or {}
-        typed = valid_overrides(record.get("overrides"))
-        if typed is None:
-            typed = result.overrides or []
-        self.settings = ranking.settings_of(typed)
-        self.best = result.best if result.is_finished else None
-        self.tests = result.tests()
-        self.seconds = result.seconds or status.Status.read(folder).seconds or 0.0
-        self.is_done = result.is_finished and not result.stopped_by("pruned")
-
-
 def entry_of_sweep(path: Path) -> Entry:
     """Return what the page shows for a sweep: how many jobs have ended, and the best row."""
-    record = read_json(path / SWEEP) or {}
-    planned = record.get("jobs")
-    command = valid_overrides(record.get("typed"))
-    folders = [job.parent for job in path.glob(f"*/{JOB}") if not job.parent.is_symlink()]
-    folders.sort(key=lambda job: natural(job.name))
-    jobs = [SweepJob(folder) for folder in folders]
-    total = len(jobs)
-    if isinstance(planned, int):
-        total = max(total, planned)
-    state, note = progress_of(jobs, total)
-    return entry_of_best(path, jobs) | {
+    sweep = SweepRecord.read(path)
+    note = f"{sweep.ended} of {counted(sweep.total, 'job')}"
+    if sweep.failed:
+        note += f", {sweep.failed} failed"
+    status = "failed" if sweep.failed else "done"
+    if lock.is_held(path):
+        status = "running"
+    elif sweep.ended < sweep.total:
+        status = "stopped"
+    folders = {job.name: job for job in path.iterdir() if not job.is_symlink()}
+    best = [name for name in sweep.best_jobs if name in folders]
+    entry = entry_of_run(folders[best[0]] if best else path, set())
+    return entry | {
         "sweep": True,
-        "status": state,
-        "time": (path / SWEEP).stat().st_mtime,
-        "seconds": sum(job.seconds for job in jobs) or None,
+        "status": status,
+        "time": time_of(sweep.started, path),
+        "seconds": sweep.seconds,
         "since": None,
-        "settings": settings_of({}, command or []),
+        "settings": settings_of({}, sweep.typed or []),
         "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
+        "jobs": [shown(name) for name in best],
+        **numbers_of(sweep.best, sweep.test),
     }
 
 
-def progress_of(jobs: Sequence[SweepJob], total: int) -> tuple[str, str]:
-    """Return the status of a sweep, and a note such as "3 of 12 jobs, 1 failed"."""
-    ended = len([job for job in jobs if job.result is not None])
-    states = [status.state_of(job.folder, job.result) for job in jobs]
-    failed = states.count("failed")
-    note = f"{ended} of {counted(total, 'job')}"
-    if failed:
-        note += f", {failed} failed"
-    if ended < total:
-        return ("running" if "running" in states else "stopped"), note
-    return ("failed" if failed else "done"), note
+def time_of(started: float | None, path: Path) -> float:
+    """Return when a run or sweep started, or when its folder changed if that is out of range."""
+    return started if started and 0 < started < 1e11 else path.stat().st_mtime
 
 
-def entry_of_best(path: Path, jobs: Sequence[SweepJob]) -> Entry:
-    """Return the entry of a sweep's best job, with means over the jobs that differ only by seed."""
-    keys = ranking.varied([job.settings for job in jobs])
-    metric, high = ranking.monitored(jobs)
-    done = [job for job in jobs if job.is_done]
-    groups = ranking.ranked(done, keys, metric, high)
-    first = groups[0] if groups else []
-    values = {job: job.best.value for job in first if job.best and job.best.name == metric}
-    best = list(values)
-    folders = [job.folder for job in [*best, *jobs]]
-    entry = entry_of_run(next(iter(folders), path), set())
-    entry["jobs"] = [shown(job.folder.name) for job in best]
-    if best:
-        entry["best"] = [shown(metric), statistics.fmean(values.values()), not high]
-        for test in list(best[0].tests)[:1]:
-            tests = [job.tests[test] for job in best if test in job.tests]
-            entry["test"] = [shown(test), statistics.fmean(tests)]
-    for name, key in (("data", "dataset"), ("model", "model")):
-        if key in keys:
-            choices = [job.settings[key] for job in jobs if key in job.settings]
-            entry[name] = shown(", ".join(dict.fromkeys(choices)))
-    return entry
+def numbers_of(best: Best | None, tests: dict[str, float]) -> Entry:
+    """Return the best value and the first test result."""
+    test = next(iter(tests.items()), None)
+    return {
+        "test": [shown(test[0]), test[1]] if test else None,
+        "best": [shown(best.name), best.value, best.mode == "min"] if best else None,
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,11 @@
-"""The directory of a sweep as typed records: the folders of its jobs, and sweep.json.
+"""The jobs of a sweep as typed records, read from their folders.
 
 A job is a folder with a job.json (its typed settings) or a result.json. These files are untrusted,
 so malformed contents are treated as missing.
 """
 
 import contextlib
+import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ from pathlib import Path
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
-from stoker.runs.directory import JOB, METRICS, RESULT, SWEEP
-from stoker.runs.json_files import read_json, read_record, write_json
+from stoker.runs.directory import JOB, METRICS, RESULT
+from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
-from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, valid_overrides
 from stoker.runs.rows import read_rows
+from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.typed import is_number
 
@@ -61,25 +62,14 @@ class Job:
         return self.note.partition("\n")[0]
 
 
-@dataclass
-class SweepRecord:
-    """The contents of sweep.json: the command line, the number of jobs, and facts about a search.
-
-    A field is None if it is unknown. For a grid, `searched` (the keys with a range) and `pruner`
-    (the name of a class) are None.
-    """
-
-    typed: list[str] | None = None
-    jobs: int | None = None
-    searched: list[str] | None = None
-    pruner: str | None = None
-
-    @classmethod
-    def read(cls, folder: Path) -> "SweepRecord":
-        return read_record(folder / SWEEP, cls)
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / SWEEP, vars(self))
+def settings_of(overrides: list[str]) -> dict[str, str]:
+    """Return {key: value as typed} without the keys that configure the sweep itself."""
+    values = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
+            values[key] = value
+    return values
 
 
 def read_jobs(folder: Path) -> list[Job]:

@@ -26,9 +26,9 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.runs.lock import held
-from stoker.runs.ranking import settings_of
 from stoker.runs.result import RunResult, finished
 from stoker.sweeps import progress, search_settings
+from stoker.sweeps.jobs import settings_of
 from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 from stoker.command import arguments
-from stoker.runs import index, ranking
 from stoker.runs.directory import RESULT
 from stoker.runs.readable import estimate
-from stoker.sweeps.jobs import Job, SweepRecord, read_job, read_jobs, typed_for
-from stoker.sweeps.table import short
+from stoker.runs.sweep_record import SweepRecord
+from stoker.sweeps import ranking
+from stoker.sweeps.jobs import Job, read_job, read_jobs, typed_for
+from stoker.sweeps.table import Sweep, list_in_index, short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import counted, number
@@ -119,8 +120,8 @@ def announce(
     global ends
     added = arguments.search_path()
     typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
-    SweepRecord(typed, count, searched, pruner).write(folder)
-    index.update(folder, draws=False)
+    SweepRecord(typed, count, searched, pruner, started=time.time()).write(folder)
+    list_in_index(Sweep(folder))
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} already done" if ends.earlier else ""
     jobs = counted(count, "job") if count else "several jobs"

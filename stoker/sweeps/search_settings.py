@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
+from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
 
@@ -93,7 +94,7 @@ def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
     """Raise UserError if the folder has a search over other keys, or trials with other settings."""
-    before = jobs.SweepRecord.read(folder).searched
+    before = SweepRecord.read(folder).searched
     if before is not None and before != searched:
         reason = f"this search varies {', '.join(searched)}, but the earlier one varied "
         raise jobs.of_another_sweep(folder, reason + ", ".join(before))

@@ -5,6 +5,7 @@ end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and swee
 are written.
 """
 
+import contextlib
 import itertools
 import sys
 import time
@@ -24,9 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import check, exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command, setting
-from stoker.runs import index, ranking
+from stoker.runs import lock
 from stoker.runs.directory import CONFIG, SWEEP, make, make_new, remove_untrained
-from stoker.sweeps import jobs, launchers, progress, table
+from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
@@ -38,6 +39,8 @@ MOST_CHECKED = 20  # jobs whose settings are checked before the sweep is announc
 # that is more.
 REPORTS = 0.05
 FEWEST_SECONDS = 10.0
+
+holding = contextlib.ExitStack()  # holds the lock of a running grid
 
 
 class SweepCallback(Callback):
@@ -66,8 +69,10 @@ class SweepCallback(Callback):
             # Hydra knows only the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
-            varied = ranking.varied([ranking.settings_of(typed) for typed in planned])
+            varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
             check_goes_on(folder, planned, varied)
+            if not lock.is_held(folder):  # a running sweep is shown as running in the index
+                holding.enter_context(lock.held(folder))
             progress.announce(folder, len(planned) or None, varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
@@ -85,6 +90,7 @@ class SweepCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         progress.output.close()
+        holding.close()
         if progress.ends is None:  # the sweep was rejected
             return
         folder = Path(config.hydra.sweep.dir)
@@ -197,7 +203,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     typed = again or jobs.command_to_continue(sweep.folder)
     html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
     files.write_text(page_path, html)
-    index.update(sweep.folder)
+    table.list_in_index(sweep)
 
 
 def summary_of(sweep: Sweep) -> str:

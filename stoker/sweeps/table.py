@@ -8,21 +8,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stoker.runs.ranking import REPEATS, monitored, ranked, varied
+from stoker.runs import index
 from stoker.runs.readable import aligned
-from stoker.runs.result import tests_in
+from stoker.runs.result import Best, tests_in
+from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps.jobs import (
     STATUSES,
     Job,
-    SweepRecord,
     read_jobs,
     typed_for,
 )
+from stoker.sweeps.ranking import REPEATS, monitored, ranked, varied
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 from stoker.trainer.typed import is_number
 
+ENDED = ("done", "pruned", "failed")
 MOST_ROWS = 40  # in the printed table
 MOST_NAMES = 5  # jobs, or their seeds, named in a row
 
@@ -119,6 +121,24 @@ def tests_of(sweep: Sweep) -> list[str]:
         tests |= job.test
     _, _, metric = sweep.name.partition("/")
     return list(tests_in(tests, f"test/{metric}"))
+
+
+def list_in_index(sweep: Sweep) -> None:
+    """Record in sweep.json what the indexes of runs show for the sweep, and update them."""
+    record = SweepRecord.read(sweep.folder)
+    record.total = len(sweep.jobs) + sweep.missing
+    record.ended = sum(job.status in ENDED for job in sweep.jobs)
+    record.failed = len(sweep.of("failed"))
+    record.seconds = sum(job.seconds or 0.0 for job in sweep.jobs) or None
+    best = [job for job in next(iter(sweep.groups), []) if sweep.value(job) is not None]
+    if best:
+        mode = "max" if sweep.high else "min"
+        record.best_jobs = [job.name for job in best]
+        record.best = Best(sweep.name, mode, None, statistics.fmean(values_of(best, sweep.name)))
+        for test in list(best[0].test)[:1]:
+            record.test = {test: statistics.fmean(values_of(best, test))}
+    record.write(sweep.folder)
+    index.update(sweep.folder)
 
 
 def lines(sweep: Sweep) -> list[str]:

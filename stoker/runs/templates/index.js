@@ -89,7 +89,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
   ["started", (cell, run) => cell.append(date(run.time)), run => run.time, true],
   ["time", (cell, run) => {
     cell.append(duration(secondsOf(run)));
-    if (run.sweep && run.seconds) put(cell, "span", "metric", " (sum)").title = "the times of all its jobs together";
+    if (run.sweep && run.seconds) put(cell, "span", "metric", " (sum)").title = "the times of its finished jobs together";
   }, secondsOf, true],
   ["data", (cell, run) => cell.append(run.data), run => run.data],
   ["model", (cell, run) => cell.append(run.model), run => run.model],

@@ -1,36 +1,15 @@
-"""Which job of a sweep is best: the rule that the sweep's table, its page and the index share."""
+"""Which job of a sweep is best: the rule that the sweep's table and its page share."""
 
 import itertools
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from stoker.runs.result import Best
+from stoker.sweeps.jobs import Job
 
 REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings form one group
-
-
-class Ranked(Protocol):
-    """A job: its typed settings, and the best value of the metric that it monitors."""
-
-    settings: dict[str, str]
-    best: Best | None
-
-
-Job = TypeVar("Job", bound=Ranked)
-
-
-def settings_of(overrides: list[str]) -> dict[str, str]:
-    """Return {key: value as typed} without the keys that configure the sweep itself."""
-    values = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
-            values[key] = value
-    return values
 
 
 def varied(jobs: list[dict[str, str]]) -> list[str]:
@@ -39,7 +18,7 @@ def varied(jobs: list[dict[str, str]]) -> list[str]:
     return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
-def monitored(jobs: Iterable[Ranked]) -> tuple[str, bool]:
+def monitored(jobs: Iterable[Job]) -> tuple[str, bool]:
     """Return the metric that most jobs monitor, and whether higher is better."""
     bests = Counter((job.best.name, job.best.mode) for job in jobs if job.best)
     name, mode = max(bests, key=bests.__getitem__, default=("", "max"))
