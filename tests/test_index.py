@@ -137,32 +137,31 @@ def test_only_what_has_changed_is_read_again(runs, monkeypatch):
         index, "entry_of", lambda path, names: read_again.append(path.name) or entry_of(path, names)
     )
     before = read(runs)
-    index.update(runs / "0", draws=False)
+    index.update(runs / "0")
     assert read_again == [] and read(runs) == before
     with (runs / "3" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9999, "epoch": 50, "val/loss": 0.5}\n')
     shutil.rmtree(runs / "1")
-    index.update(runs / "0", draws=False)
+    index.update(runs / "0")
     assert read_again == ["3"] and list(read(runs)) == ["4", "3", "2", "0"]
     assert read(runs)["3"]["curves"]["val/loss"][0][-1] == 9999
 
 
 def test_which_index_a_run_updates(runs, tmp_path):
+    (runs / "begun").mkdir(parents=True)
+    index.update(runs / "begun")  # without a config no run has begun, so nothing is left behind
+    assert os.listdir(runs) == ["begun"]
     make_run(runs / "a", status="done")
-    index.update(runs / "a", draws=False)
-    assert not (runs / "index.html").exists()
+    index.update(runs / "a")
+    assert list(read(runs)) == ["a"]
     elsewhere = tmp_path / "elsewhere"
     make_run(elsewhere / "group" / "b")
     index.update(elsewhere / "group" / "b")
     assert os.listdir(elsewhere) == ["group"] and os.listdir(elsewhere / "group") == ["b"]
     assert index.main([str(elsewhere)]) == 0
     make_run(elsewhere / "group" / "c")
-    index.update(elsewhere / "group" / "c", draws=False)
+    index.update(elsewhere / "group" / "c")
     assert list(read(elsewhere)) == ["group/c", "group/b"]
-    (runs / "begun").mkdir()
-    index.update(runs / "begun")  # without a config no run has begun, so nothing is left behind
-    assert sorted(os.listdir(runs)) == ["a", "begun"]
-    index.update(runs / "a")
     shutil.rmtree(runs / "a")
     index.update(runs / "a")
     assert list(read(runs)) == []

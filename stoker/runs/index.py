@@ -47,21 +47,18 @@ Entry = dict[str, Any]
 Row = dict[str, float]
 
 
-def update(run: str | Path, *, draws: bool = True) -> None:
-    """Update every index that lists this run or sweep. Errors are ignored.
-
-    With `draws=False`, only the list in an existing page is updated, which takes milliseconds.
-    """
+def update(run: str | Path) -> None:
+    """Update every index that lists this run or sweep. Errors are ignored."""
     run = Path(run).absolute()
     is_listed = any((run / name).exists() for name in (directory.CONFIG, SWEEP))
     if (run / JOB).exists() or (run.exists() and not is_listed):
         return  # the jobs of a sweep, and runs that have not started, are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
-        begins = draws and is_listed and folder == usual and not os.path.lexists(folder / NAME)
+        begins = is_listed and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
             with contextlib.suppress(Exception):  # an index must never make a run fail
-                write(folder, draws=draws)
+                write(folder)
 
 
 @contextlib.contextmanager
@@ -83,15 +80,14 @@ def is_index(folder: Path) -> bool:
         return False
 
 
-def write(folder: Path, *, draws: bool = True) -> Path:
+def write(folder: Path) -> Path:
     """Write the index of a folder and return its path. Raise OSError if that fails."""
     with files.open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
         with contextlib.suppress(OSError):  # the file system might not support locks
             lock.wait_for(file, PATIENCE)
-        before, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
-        lines, _, after = rest.partition(END)
-        if draws or not before:  # only the page's lines are reused
-            before, _, after = render(NAME).partition(START + END)
+        _, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
+        lines, _, _ = rest.partition(END)
+        before, _, after = render(NAME).partition(START + END)
         listed = []
         room = MOST_BYTES - len(before) - len(after)
         for line in updated(folder, lines):

@@ -48,7 +48,7 @@ class LiveReport(Callback):
 
         try:
             report.write(self.folder, "running")
-            index.update(self.folder, draws=False)
+            index.update(self.folder)
         except Exception as error:
             self.is_on = False
             log.warning("the report could not be drawn (%s); training continues.", cause(error))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import invocation, settings
-from stoker.runs import index, status
+from stoker.runs import status
 from stoker.runs.directory import ENDING, WRITTEN
 from stoker.runs.json_files import finite, read_text
 from stoker.runs.lock import wait_for
@@ -429,4 +429,3 @@ class ConfigFile(Callback):
             (folder / name).parent.mkdir(exist_ok=True)
             write_text(folder / name, text)
         status.begin(folder, trainer)
-        index.update(folder, draws=False)
