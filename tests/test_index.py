@@ -53,7 +53,6 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
         "data": "digits",
         "model": "MLP",
         "settings": {"seed": "3", "model": "mlp"},
-        "config": {},
         "report": "report.html",
         "note": "",
         "best": ["val/acc", accuracies[-1], False],

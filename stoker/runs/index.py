@@ -8,6 +8,7 @@ of the run's files. These files are untrusted, and are read again only if their 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from stoker.runs.page import render
 from stoker.runs.result import Best
 from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, as_typed, printable
+from stoker.trainer.errors import UserError, printable
 from stoker.trainer.number_format import counted
 
 NAME = "index.html"
@@ -160,7 +161,6 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         run = inputs.Run(path)
     times = run.status
     best = run.best
-    is_reproduced = "task=reproduce" in (run.overrides or [])
     return {
         "status": run.state,
         "seconds": run.result.seconds or times.seconds,
@@ -168,8 +168,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "time": time_of(times.started, path),
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
-        "settings": settings_of(run.config, run.overrides),
-        "config": settings_of(run.config, None) if is_reproduced else {},  # all keys
+        "settings": settings_of(run.overrides),
         "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "curves": curves_of(run.rows, best.name if best else "val/loss"),
@@ -177,17 +176,14 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     }
 
 
-def settings_of(config: dict[str, Any], typed: list[str] | None) -> dict[str, str]:
-    """Return {key: value} for the typed settings, or for the whole config if `typed` is None."""
+def settings_of(overrides: list[str] | None) -> dict[str, str]:
+    """Return {key: value} for the typed settings."""
     pairs = {}
-    if typed is None:
-        pairs = {key: as_typed(value) for key, value in config.items()}
-    for override in typed or []:
+    for override in overrides or []:
         key, equals, value = override.lstrip("+").partition("=")
-        if equals:
-            pairs[key] = value
-    keys = [key for key in pairs if key not in ("run_dir", "hydra.sweep.dir")]
-    return {shown(key): shown(pairs[key]) for key in keys[:MOST_SETTINGS]}
+        if equals and key not in ("run_dir", "hydra.sweep.dir"):
+            pairs[shown(key)] = shown(value)
+    return dict(itertools.islice(pairs.items(), MOST_SETTINGS))
 
 
 def shown(value: object) -> str:
@@ -243,7 +239,7 @@ def entry_of_sweep(path: Path) -> Entry:
         "time": time_of(sweep.started, path),
         "seconds": sweep.seconds,
         "since": None,
-        "settings": settings_of({}, sweep.typed or []),
+        "settings": settings_of(sweep.typed),
         "note": note,
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
         "jobs": [shown(name) for name in best],

@@ -229,7 +229,7 @@ function tabulate(chosen) {
   put(head, "th");
   for (const run of chosen) addKey(put(head, "th"), run);
   const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
-  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? run.config[key] ?? "(default)";
+  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? "(default)";
   for (const key in values) {
     const texts = chosen.map(values[key]);
     const different = new Set(texts.map(text => text && isFinite(text) ? +text : text)); // 2e-3 equals 0.002
