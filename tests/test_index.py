@@ -236,17 +236,6 @@ def test_an_odd_number_in_somebody_elses_run_spoils_nothing(runs, name):
     assert listed["b"]["curves"]["val/acc"][1][-1] == expected["curves"]["val/acc"][1][-1]
 
 
-def test_a_page_keeps_the_newest_runs_within_its_limit(runs, monkeypatch):
-    for name in "abc":
-        make_run(runs / name)
-    index.write(runs)
-    page = runs / "index.html"
-    size = page.stat().st_size
-    monkeypatch.setattr(index, "MOST_BYTES", size - 100)  # now too large to be read
-    index.update(runs / "a")
-    assert read(runs).keys() == {"b", "c"} and page.stat().st_size < size - 100
-
-
 def test_a_script_in_somebody_elses_index_goes(runs):
     make_run(runs / "a")
     index.update(runs / "a")

@@ -38,7 +38,7 @@ START = '<script type="application/json" id="runs">\n'
 END = "</script>\n"
 MOST_POINTS = 30  # points in a curve
 MOST_HEAD = 2**16  # maximum bytes in a page before its lines of JSON
-MOST_BYTES = 2**25  # maximum size of a page, enough for about 25,000 runs
+MOST_BYTES = 2**25  # size of a page that is read back, enough for about 25,000 runs
 MOST_SETTINGS = 60
 MOST_TEXT = 200  # characters in a text
 
@@ -89,13 +89,8 @@ def write(folder: Path) -> Path:
         _, _, rest = read_text(folder / NAME, MOST_BYTES).partition(START)
         lines, _, _ = rest.partition(END)
         before, _, after = render(NAME).partition(START + END)
-        listed = []
-        room = MOST_BYTES - len(before) - len(after)
-        for line in updated(folder, lines):
-            room -= len(line)
-            if room > 0:  # a larger page could not be read back
-                listed.append(line)
-        files.write_text(folder / NAME, f"{before}{START}{''.join(listed)}{END}{after}")
+        listed = "".join(updated(folder, lines))
+        files.write_text(folder / NAME, f"{before}{START}{listed}{END}{after}")
     return folder / NAME
 
 
