@@ -340,7 +340,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate run=nope", "error: run=nope: no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
-        f"error: run={TRAIN}: this is a file.",
+        f"error: run={TRAIN}: no such folder.",
         "Type run=DIR.",
     ),
     (
@@ -905,7 +905,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
+    assert refusal(file) == f"run={file}: no such folder. Type run=DIR."
     assert refusal(tmp_path / "mien").endswith("mien: no such folder. Type run=DIR.")
     assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 

@@ -268,19 +268,6 @@ def test_jobs_that_begin_at_once_make_one_database(tmp_path):
     assert found[0][0].get_experiment_by_name("mine").experiment_id == found[0][1]
 
 
-def test_a_run_that_another_database_has_is_a_new_one_here(tmp_path):
-    need("mlflow")
-    (tmp_path / "mlflow-id.txt").write_text("0" * 32, encoding="utf-8")
-    logger = make("mlflow", tmp_path)
-    logger.begun_at = 5
-    logger.begin(None)
-    assert (
-        mlflow_of(tmp_path)[1].info.run_id
-        == loggers.read_id(tmp_path / "mlflow-id.txt")
-        != "0" * 32
-    )
-
-
 def test_a_run_that_begins_anew_is_another_run(tmp_path):
     need("wandb")
     for _ in range(2):

@@ -310,8 +310,6 @@ class MLflow(Logger):
     def begin(self, trainer: Trainer) -> None:
         for name, value in MLFLOW_ENVIRONMENT.items():  # read when MLflow is imported
             os.environ.setdefault(name, value)
-        from mlflow.exceptions import MlflowException
-
         logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise, alembic logs each table
         uri = self.uri
         if uri == "auto":
@@ -321,11 +319,8 @@ class MLflow(Logger):
         path = self.folder / "mlflow-id.txt"
         known = read_id(path) if self.begun_at else None
         if known:
-            with contextlib.suppress(MlflowException):  # the id is from a different database
-                self.client.update_run(known, status="RUNNING")
-                self.id = known
-                return
-        self.id = write_id(path, self.create_run(experiment))
+            self.client.update_run(known, status="RUNNING")
+        self.id = known or write_id(path, self.create_run(experiment))
 
     def create_run(self, experiment: str) -> str:
         """Create an MLflow run with the settings of this run, and return its id."""

@@ -226,9 +226,7 @@ def load_config(key: str, folder: str | Path) -> Config:
     path = Path(folder) / CONFIG
     if not path.is_file():
         reason = "this is not a run directory, because it has no config.yaml"
-        if os.path.isfile(folder):
-            reason = "this is a file"
-        elif not os.path.isdir(folder):
+        if not os.path.isdir(folder):
             reason = "no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
