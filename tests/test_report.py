@@ -695,7 +695,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
         text = report.html(tmp_path / "run")
     assert re.fullmatch(r"as of \d\d:\d\d:\d\d", Page(text).all("span", "soft")[0])
     [state] = Page(text).all("span", "state")
-    assert state == "running, step 45 of 60 (75%), about 5 min to go"
+    assert state == "running, step 45 of 60 (75%), about 5 min 0 s to go"
     assert '<main data-reload="30"' in text and "<main>" in report.html(run[0])
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")

@@ -797,11 +797,11 @@ def test_a_pruned_job_has_its_last_value_and_comes_after_the_finished_ones(tmp_p
     ]
     ends = progress.Ends(tmp_path, 7, ["seed"])
     assert re.fullmatch(
-        r"5/7  pruned at evaluation 2 {11}\d s left  job 2 seed=2",
+        r"5/7  pruned at evaluation 2 {14}\d\.\d s left  job 2 seed=2",
         ends.line(jobs.read_job(tmp_path / "2")),
     )
     assert re.fullmatch(
-        r"5/7  val/acc 0.3750 pruned {4}\d s left  job 3 seed=3",
+        r"5/7  val/acc 0.3750 pruned {7}\d\.\d s left  job 3 seed=3",
         ends.line(jobs.read_job(tmp_path / "3")),
     )
     ends.line(jobs.Job("5", [], best=Best("val/f1", "max", 1, 9.0)))
@@ -821,8 +821,10 @@ def test_the_line_of_a_job_has_its_settings_by_the_last_part_of_their_keys(tmp_p
     lines = []
     for i, value in enumerate([0.5, 0.25]):
         lines.append(ends.line(jobs.Job(str(i), typed, best=Best("val/loss", "max", 1, value))))
-    assert re.fullmatch(rf"1/2  val/loss 0.5000 \(best\) {{4}}\d s left  job 0 {shown}", lines[0])
-    assert lines[1] == f"2/2  val/loss 0.2500{' ' * 21}job 1 {shown}"
+    assert re.fullmatch(
+        rf"1/2  val/loss 0.5000 \(best\) {{7}}\d\.\d s left  job 0 {shown}", lines[0]
+    )
+    assert lines[1] == f"2/2  val/loss 0.2500{' ' * 26}job 1 {shown}"
     failed = jobs.Job(
         "2", [], "failed", note="The loss is 0.5 nan. What happened first: no.\nType x."
     )

@@ -36,16 +36,6 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def estimate(value: float) -> str:
-    """Return "3 s", "4 min" or "2 h 5 min", for a time that is only an estimate."""
-    if round(value) < 100:
-        return f"{value:.0f} s"
-    minutes = round(value / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
 def duration(value: float) -> str:
     """Return "0.61 ms", "120 ms", "4.2 s" or "4 min 10 s"."""
     if value >= 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stoker.command import arguments
 from stoker.runs.directory import RESULT
-from stoker.runs.readable import estimate
+from stoker.runs.readable import seconds
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import ranking
 from stoker.sweeps.jobs import Job, read_job, read_jobs, typed_for
@@ -19,7 +19,7 @@ from stoker.trainer.number_format import counted, number
 
 # The minimum widths of the columns of a line.
 OUTCOME = 14
-LEFT = 10
+LEFT = 15
 OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
 
 
@@ -67,7 +67,7 @@ class Ends:
         return pick(rated, key=lambda job: job.numbers[name], default=None)
 
     def line(self, job: Job) -> str:
-        """Return the line for a job that has ended: '7/12  val/acc 0.98 (best)  3 min left  job 6'.
+        """Return the line for a job that has ended: '7/12  acc 0.98 (best)  3 min 5 s left  job 6'.
 
         If possible, it shows only the last part of each key, so that it fits on a terminal.
         """
@@ -83,7 +83,7 @@ class Ends:
         if self.total:
             ended = max(1, count - self.earlier)  # a job may end more than once
             each = (time.monotonic() - self.start) / ended
-            left = f"{estimate(each * (total - count))} left" if count < total else ""
+            left = f"{seconds(each * (total - count))} left" if count < total else ""
             parts.append(left.rjust(LEFT))
         typed = [re.sub(self.prefix, "", one) for one in typed_for(job, self.keys, short)]
         parts.append(" ".join([f"job {job.name}", *typed]))

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from stoker.runs.page import render
-from stoker.runs.readable import estimate
+from stoker.runs.readable import seconds
 from stoker.runs.report import words
 from stoker.runs.report.inputs import SPLITS, Row, Run
 from stoker.runs.report.words import one_line, shortened
@@ -37,7 +37,7 @@ def about(run: Run) -> str:
 
 
 def progress(run: Run, now: float) -> str:
-    """Return 'done at step 200' or 'running, step 1,200 of 4,000 (30%), about 4 min to go'."""
+    """Return 'done at step 200' or 'running, step 1,200 of 4,000 (30%), about 4 min 10 s to go'."""
     is_running = run.state == "running"
     step = run.step
     total = run.total_steps
@@ -48,7 +48,7 @@ def progress(run: Run, now: float) -> str:
         done = step - (run.status.step or 0)
         if done >= 1:
             left = (now - run.status.resumed) / done * (total - step)
-            text += f", about {estimate(max(0, left))} to go"
+            text += f", about {seconds(max(0, left))} to go"
     if run.result.stopped is not None:
         text += f": {one_line(run.result.stopped.text)}"
     return text
