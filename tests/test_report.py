@@ -765,7 +765,7 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     )
     assert forks.run(tmp_path, *typed).code == 0  # which has come to its end, and does no step more
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
-    assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(
+    assert read(run[0], "result.json")["doctor"] is None and "What the doctor found" not in page_of(
         run[0]
     ).all("h2")
     failed = forks.run(tmp_path, *typed[:-2], "optimizer.lr=1e30", "epochs=9", "run_dir=failed")

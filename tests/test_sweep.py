@@ -279,7 +279,7 @@ def test_the_page_has_the_numbers_of_each_job_and_stands_alone(swept):
     assert len(plots["jobs"]) == 12
     for job in plots["jobs"]:
         result = swept.jobs[int(job["name"])]
-        assert job["value"] == result.get("best", {}).get("value")
+        assert job["value"] == (result.get("best") or {}).get("value")
         settings = [
             f"{key['name']}={key['values'][place]}"
             for key, place in zip(plots["keys"], job["settings"], strict=True)

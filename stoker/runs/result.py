@@ -34,8 +34,6 @@ STAGES = (
     "report",
     "other",
 )
-# Entries that a finished run always has, as null if unknown. Other unknown entries are omitted.
-ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
 @dataclasses.dataclass
@@ -50,7 +48,7 @@ class Best:
 
 @dataclasses.dataclass
 class RunResult:
-    """The result of a run. An entry that the file lacks is None or empty."""
+    """The result of a run. Unknown entries are None, and null in the file."""
 
     overrides: list[str] | None = None  # the typed settings
     script: str | None = None  # the command line of the script that started the run
@@ -103,10 +101,6 @@ class RunResult:
         """Write result.json atomically."""
         contents = dataclasses.asdict(self)
         contents |= contents.pop("numbers")
-        always = ALWAYS if self.error is None else ()
-        for name, value in list(contents.items()):
-            if value is None and name not in always:
-                del contents[name]
         json_files.write_json(Path(folder) / RESULT, contents)
 
     @property
