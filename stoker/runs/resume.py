@@ -139,14 +139,12 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         )
     followed_before = for_reading(before)
     followed_now = for_reading(now)
-    on = callbacks_on(followed_before) | callbacks_on(followed_now)
     differences = []
     for key in sorted({*before, *now} - {SCRIPT}):
         value = now.get(key)
         was = before.get(key)
         is_same = value == was or followed_now.get(key) == followed_before.get(key)
-        is_off = key.startswith("callbacks.") and key.split(".")[1] not in on
-        if not (is_same or is_off or settings.may_differ(key, longer=longer)):
+        if not (is_same or settings.may_differ(key, longer=longer)):
             differences.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
     if differences:
         raise UserError(
@@ -155,19 +153,3 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             "To train that run for longer, choose a different run_dir and set resume=FILE to one "
             "of its checkpoints."
         )
-
-
-def callbacks_on(values: dict[str, Any]) -> set[str]:
-    """Return the names of the callbacks that a run's settings, {dotted key: value}, turn on.
-
-    The settings of other callbacks are not compared, because an earlier version might lack them.
-    """
-    names = set()
-    off = set()
-    for key, value in values.items():
-        group, *path = key.split(".")
-        if group == "callbacks" and path:
-            names.add(path[0])
-            if value is None and len(path) <= 2:
-                off.add(path[0])
-    return names - off
