@@ -22,7 +22,7 @@ from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
 import stoker as package
 from stoker import Trainer
-from stoker.command import arguments, build, check, dotted, trust
+from stoker.command import arguments, build, dotted, trust
 from stoker.runs import inference, saved_config
 from stoker.sweeps import sweep, table
 from stoker.trainer.errors import UserError
@@ -318,19 +318,6 @@ def test_the_answer_to_a_second_package_keeps_the_first(typed):
         UserError, match=r'If it is your own code, type trusted=\["mine", "other"\]'
     ):
         trust.locate("model", "other.Net")
-
-
-def test_all_targets_that_are_not_trusted_are_named_at_once():
-    config = {group: {"_target_": f"mine.{group}"} for group in check.PARTS}
-    config |= {"optimizer": {"_target_": "torch.optim.SGD"}, "loss": {"_target_": "other.loss"}}
-    config |= {"metrics": {"f1": {"_target_": "torchmetrics.F1"}}, "callbacks": {"ema": None}}
-    with pytest.raises(UserError) as error:
-        saved_config.check_targets(config)
-    assert str(error.value) == (
-        "dataset._target_=mine.dataset, model._target_=mine.model, loss._target_=other.loss, "
-        "scheduler._target_=mine.scheduler, trainer._target_=mine.trainer: these targets are not "
-        'trusted.\nIf they are your own code, type trusted=["mine", "other"].'
-    )
 
 
 def test_what_is_typed_is_ones_own(typed):
@@ -712,14 +699,6 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
     }
     assert "jsonl" in again("usual").callbacks
     assert "jsonl" not in again("removes", jsonl=removes).callbacks
-
-
-def test_a_run_that_is_trained_again_has_all_its_targets_named_at_once(compose, good, tmp_path):  # noqa: F811
-    nodes = {"model": {"_target_": "mine.Net"}, "callbacks__a": {"_target_": "other.Watch"}}
-    cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / 'run', **nodes)}")
-    named = "model._target_=mine.Net, callbacks.a._target_=other.Watch: these targets are not"
-    with pytest.raises(UserError, match=re.escape(named)):
-        saved_config.to_train_again(cfg, str(tmp_path / "again"))
 
 
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hydra
@@ -131,7 +131,13 @@ def locate(key: str, target: str) -> Any:
         raise UserError(
             f"{place}: expected the dotted name of a class or function, as in mine.Name."
         )
-    check_trusted({key: target})
+    # In the listed packages, only some targets are trusted, which is checked below.
+    listed = tuple(f"{package}." for package in TRUSTED)
+    if not is_trusted_by_user(target) and not target.startswith(listed):
+        raise UserError(
+            f"{place}: this target is not trusted.\n"
+            f"If it is your own code, type {advice_to_trust(target)}."
+        )
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
@@ -155,38 +161,16 @@ def locate(key: str, target: str) -> Any:
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: this target is not trusted.\n"
-            f"If you trust it, type {advice_to_trust([target])}."
+            f"If you trust it, type {advice_to_trust(target)}."
         )
     return located
 
 
-def check_trusted(targets: Mapping[str, str]) -> None:
-    """Raise a UserError that names all targets whose packages are not trusted.
-
-    `targets` is {key: target}. In the packages that are listed here, only some targets are trusted
-    (see `locate`).
-    """
-    listed = tuple(f"{package}." for package in TRUSTED)
-    wrong = {
-        key: target
-        for key, target in targets.items()
-        if not is_trusted_by_user(target) and not target.startswith(listed)
-    }
-    if not wrong:
-        return
-    places = ", ".join(f"{key}._target_={target}" for key, target in wrong.items())
-    refused = "this target is not trusted.\nIf it is"
-    if len(wrong) > 1:
-        refused = "these targets are not trusted.\nIf they are"
-    advice = advice_to_trust(wrong.values())
-    raise UserError(f"{places}: {refused} your own code, type {advice}.")
-
-
-def advice_to_trust(targets: Iterable[str]) -> str:
-    """Return the setting that also trusts the packages of these targets."""
+def advice_to_trust(target: str) -> str:
+    """Return the setting that also trusts the package of this target."""
     typed = [one for one in arguments.typed() if one.startswith("trusted=")]
-    packages = [target.partition(".")[0] for target in targets]
-    return trust_setting(list(dict.fromkeys([*own_packages(typed), *packages])))
+    package, _, _ = target.partition(".")
+    return trust_setting(list(dict.fromkeys([*own_packages(typed), package])))
 
 
 def failing_line(error: BaseException) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import arguments, check, defaults, dotted, settings, trust
+from stoker.command import arguments, check, defaults, dotted, settings
 from stoker.command.build import (
     check_nested,
     check_node,
@@ -80,7 +80,6 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
         changes["device"] = cfg.device
     with naming_run(cfg.run):
         config = changed(cfg, changes)
-        check_targets(config)
         if config["resume"] == "never":
             config["resume"] = "auto"
         check.check_keys(config, defaults.defaults())
@@ -185,17 +184,6 @@ def check_parts(config: Config) -> None:
     for group in ("metrics", "callbacks"):
         for name, node in config[group].items():
             check_nested(f"{group}.{name}", node)
-
-
-def check_targets(config: Config) -> None:
-    """Raise a UserError that names all untrusted targets in the parts of a run."""
-    parts = {group: config[group] for group in (*check.PARTS, "metrics", "callbacks")}
-    targets = {}
-    for place, target in dotted.flat(parts).items():
-        key, _, last = place.rpartition(".")
-        if last == "_target_":
-            targets[key] = str(target)
-    trust.check_trusted(targets)
 
 
 @contextlib.contextmanager
