@@ -138,7 +138,7 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
         assert "`outputs` of shape (N, 1), predicted values of y in the units of the data" in text
     other, whose = exporting.samples(about, {"path": str(run / "not_here.csv")})
     assert other.shape == (64, 5) and whose == "64 generated samples"
-    assert abs(other[:, 0].mean() - 1e6) < 10
+    assert other.dtype == torch.float64
 
 
 def test_the_example_of_a_card_runs(run, capsys, monkeypatch):

@@ -22,7 +22,7 @@ from stoker.command import invocation
 from stoker.command.build import build_dataset
 from stoker.data.description import Description
 from stoker.runs import card, directory
-from stoker.runs.inference import Trained, check_output, constants
+from stoker.runs.inference import Trained, check_output
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
@@ -90,18 +90,10 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
 
 
 def generated(about: Description) -> Tensor:
-    """Generate inputs for a `Trained` model: pixels, or numbers around each column's mean."""
-    dtype = getattr(torch, about["dtype"])
+    """Generate inputs for a `Trained` model: zeros and ones, which are valid in any data set."""
+    dtype = torch.float64 if about["table"] else getattr(torch, about["dtype"])
     generator = torch.Generator().manual_seed(0)
-    shape = (SAMPLES, *about["in_shape"])
-    if not dtype.is_floating_point:
-        highest = 256 if dtype is torch.uint8 else 2  # integers may be indices into an embedding
-        return torch.randint(0, highest, shape, generator=generator).to(dtype)
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if about["table"] is None:
-        return noise.to(dtype)
-    numbers = constants(about)
-    return noise * numbers["std"] + numbers["mean"]
+    return torch.randint(0, 2, (SAMPLES, *about["in_shape"]), generator=generator).to(dtype)
 
 
 def export(
