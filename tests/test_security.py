@@ -591,7 +591,7 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
     picture = tmp_path / "picture.png"
     Image.frombytes("L", (8, 8), bytes(range(64))).save(picture)
     tasks = [["task=evaluate", "run=run"], GOOD, ["task=predict", "run=run", f"input={picture}"]]
-    tasks += [["task=export", "run=run", "format=safetensors"]]
+    tasks += [["task=export", "run=run", "format=torch_export"]]
     pairs = [
         (n, c)
         for k, n in enumerate(names)

@@ -42,7 +42,7 @@ def test_it_trains_sweeps_reports_and_exports_in_an_empty_folder(installed, tmp_
     evaluated = stoker(installed, tmp_path, "task=evaluate", "run=run").splitlines()
     tested = next(line for line in out.splitlines() if line.startswith("test "))
     assert float(tested.split()[-1]) == pytest.approx(float(evaluated[-1].split()[-1]), abs=5e-5)
-    out = stoker(installed, tmp_path, "task=export", "run=run", "format=safetensors")
+    out = stoker(installed, tmp_path, "task=export", "run=run", "format=torch_export")
     assert out.startswith("export ")
     report = [sys.executable, "-m", "stoker.runs.report", "run"]
     environment = os.environ | {"PYTHONPATH": str(installed)}

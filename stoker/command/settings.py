@@ -35,7 +35,7 @@ MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this m
 READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")
 OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only observe
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
-FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
+FORMATS = ("onnx", "torch_export")  # what task=export writes
 
 
 @dataclasses.dataclass(frozen=True)

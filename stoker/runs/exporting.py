@@ -1,10 +1,8 @@
-"""Export a trained model to ONNX, torch.export or safetensors, and check its outputs."""
+"""Export a trained model to ONNX or torch.export, and check its outputs."""
 
 import contextlib
-import copy
 import importlib.util
 import io
-import json
 import logging
 import os
 import platform
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoker.command import invocation
@@ -30,7 +27,7 @@ from stoker.trainer.batches import entries
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import replacing, write_text
 
-FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
+FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 SAMPLES = 64  # samples for comparing outputs, in batches of 1, 3 and all of them
 TOLERANCE = 1e-4  # relative to the largest output; reordering fp32 sums changes outputs by 1e-6
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # needed for format=onnx
@@ -55,11 +52,8 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     """Return inputs for comparing outputs, and a description of these inputs.
 
     The inputs come from the run's test data, or from the first rows of its table. If the data set
-    that the config node `dataset` describes cannot be read, the inputs are generated. If the shape
-    of the data is unknown, there are no inputs.
+    that the config node `dataset` describes cannot be read, the inputs are generated.
     """
-    if about["kind"] == "other":
-        return torch.empty(0), ""
     try:
         if about["table"] is not None:
             from stoker.data import tables  # imports pyarrow
@@ -107,7 +101,6 @@ def export(
     """Export a `Trained` model, and write path.md, which explains how to use it.
 
     The outputs for batches of 1, 3 and all `inputs` are compared with those of the eager model.
-    Without inputs, only format=safetensors is possible, and nothing is compared.
 
     Returns:
         The path, the largest difference between outputs, and the largest output.
@@ -119,32 +112,25 @@ def export(
     """
     check_tested(model, Path(folder))
     path = place(folder, form, output)
-    outputs = None
-    difference = 0.0
-    largest = 0.0
     with replacing(path) as partial:
         try:
             with warnings.catch_warnings(), quiet():
                 warnings.simplefilter("ignore")
-                if len(inputs):
-                    with torch.inference_mode():
-                        outputs = model(inputs[:1])
-                if form != "safetensors" and not isinstance(outputs, Tensor):
+                with torch.inference_mode():
+                    outputs = model(inputs[:1])
+                if not isinstance(outputs, Tensor):
                     raise TypeError(
                         f"it returns {kind_of(outputs)}, but an exported model must return a tensor"
                     )
                 run = WRITERS[form](model, inputs, partial)
-                if len(inputs):
-                    difference, largest = compare(model, run, inputs)
+                difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise all kinds of errors for unsupported models
-            advice = "To export only the weights, type format=safetensors."
-            if form == "safetensors":
-                advice = "Load it in Python with stoker.load."
             raise UserError(
                 f"format={form}: this model cannot be exported "
-                f"({type(error).__name__}: {first_line(error)}).\n{advice}"
+                f"({type(error).__name__}: {first_line(error)}).\n"
+                "Load it in Python with stoker.load."
             ) from error
         if not difference <= TOLERANCE * largest:  # also true for nan
             raise TrainingError(
@@ -205,15 +191,7 @@ def to_torch(model: Trained, inputs: Tensor, path: str) -> Run:
         return torch.export.load(file).module()
 
 
-def to_safetensors(model: Trained, inputs: Tensor, path: str) -> Run:
-    weights = checkpoint.own_storage(dict(model.module.state_dict()))
-    save_file(weights, path, {"format": "pt", "inputs": json.dumps(model.about)})
-    loaded = copy.deepcopy(model)
-    loaded.module.load_state_dict(load_file(path))
-    return loaded
-
-
-WRITERS = {"onnx": to_onnx, "torch_export": to_torch, "safetensors": to_safetensors}
+WRITERS = {"onnx": to_onnx, "torch_export": to_torch}
 
 
 def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
@@ -286,7 +264,6 @@ def write_card(
         **card.facts(model.module, model.about, RunResult.read(folder) or RunResult()),
         usual=card.is_usual(outputs, model.about),
         parameters=sum(p.numel() for p in model.module.parameters()),
-        places=(),
         form=form,
         file=path.name,
         row=inputs[:1].flatten().tolist(),

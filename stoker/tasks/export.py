@@ -18,14 +18,13 @@ def export(cfg: DictConfig) -> None:
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
-    if model.about["kind"] == "other" and cfg.format != "safetensors":
+    if model.about["kind"] == "other":
         exporter = "torch.onnx.export" if cfg.format == "onnx" else "torch.export.export"
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
             f"run={cfg.run}: format={cfg.format} needs an example input, but the shape of the "
             f"inputs of {model.about['dataset']} is not known.\n"
-            "Type format=safetensors for the weights alone, or call "
-            f"{exporter} with stoker.load({loading}) and an input."
+            f"In Python, call {exporter} with stoker.load({loading}) and an input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
@@ -34,6 +33,5 @@ def export(cfg: DictConfig) -> None:
         model, cfg.run, cfg.format, inputs, whose, cfg.output
     )
     terminal.show(f"export   {path}; {path.name}.md explains how to use it")
-    if len(inputs):
-        match = exporting.match(difference)
-        terminal.show(f"check    on {whose}, the outputs {match} (largest output: {largest:.2g})")
+    match = exporting.match(difference)
+    terminal.show(f"check    on {whose}, the outputs {match} (largest output: {largest:.2g})")
