@@ -50,7 +50,7 @@ from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
-from stoker.trainer import number_format, schedules
+from stoker.trainer import number_format
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1128,29 +1128,6 @@ def test_the_warmup_is_that_of_our_schedules():
     assert curves.warmup_of(run_with(config=config, result=result)) == 100
     for odd in ({"scheduler.warmup": -1}, {"scheduler.warmup": "x"}, {"scheduler._target_": "own"}):
         assert curves.warmup_of(run_with(config=config | odd, result=result)) == 0
-
-
-def test_the_learning_rate_rises_as_the_schedule_does_before_the_first_row():
-    warmup = {"scheduler.warmup": 4, "scheduler.start": 0.2, "optimizer.lr": 0.1}
-    config = {"scheduler._target_": "stoker.trainer.schedules.linear", **warmup}
-    config["optimizer._target_"] = "torch.optim.SGD"
-    run = run_with(config=config, result=RunResult(total_steps=100))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = schedules.linear(optimizer, 100, warmup=4, start=0.2)
-    rates = [(1, schedule.get_last_lr()[0])]
-    for step in range(2, 6):
-        schedule.step()
-        rates.append((step, schedule.get_last_lr()[0]))
-    [first, last] = curves.ramp(run, [(10, 0.09)])
-    assert first == (1, pytest.approx(rates[0][1]))
-    assert last == (5, pytest.approx(rates[4][1]))
-    assert curves.ramp(run, [(4, rates[3][1]), (8, 0.094)]) == [first, last]
-    assert curves.ramp(run, [(5, 0.1)]) == [first]
-    assert curves.ramp(run, [(1, 0.036)]) == []
-    run.config["optimizer._target_"] = "stoker.trainer.optimizers.decoupled_sgd"  # scales its rate
-    assert curves.ramp(run, [(10, 0.09)]) == []
-    run.config |= {"optimizer._target_": "torch.optim.SGD", "groups": [{"match": "x", "lr": 1}]}
-    assert curves.ramp(run, [(10, 0.09)]) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 23])

@@ -43,10 +43,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
     rest = others(names, [loss, *metrics])[:MOST_METRICS]
     titles = MEASURED | {name: shortened(name) for name in rest}
     for name, title in titles.items():
-        points = series(rows, name)
-        if name == "train/lr" and len(points) > 1:
-            points = sorted([*ramp(run, points), *points])
-        drawn.append(frame(run, title, {title: points}))
+        drawn.append(frame(run, title, {title: series(rows, name)}))
     return [one for one in drawn if one is not None]
 
 
@@ -101,23 +98,6 @@ def warmup_of(run: Run) -> int:
     if warmup < 1:
         warmup *= total
     return round(min(max(0, warmup), total))
-
-
-def ramp(run: Run, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the first and last points of the warmup, unless they are among the logged `points`."""
-    warmup = warmup_of(run)
-    rate = run.config.get("optimizer.lr")
-    start = run.config.get("scheduler.start", 0)
-    if not warmup or not is_number(rate) or not is_number(start):
-        return []
-    # With groups or other optimizers, the first group might have a different rate.
-    is_plain = str(run.config.get("optimizer._target_")).startswith("torch.optim.")
-    if run.config.get("groups") or not is_plain:
-        return []
-    first = rate * (start + (1 - start) / (warmup + 1))
-    logged = [step for step, _ in points]
-    ends = [(1, first), (warmup + 1, rate)]
-    return [(step, value) for step, value in ends if step < logged[-1] and step not in logged]
 
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
