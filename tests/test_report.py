@@ -1554,27 +1554,16 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
         assert columns == [area.removesuffix(".0"), *others]
 
 
-@pytest.mark.parametrize(
-    ("unit", "sample"),
-    [
-        ("samples", {"true": 1, "predicted": 0, "tokens": ["a", "b"], "losses": [1]}),
-        ("samples", {"true": 1, "predicted": 0, "masks": ["no", "picture"]}),
-        ("tokens", {"tokens": ["a"], "losses": [1], "masks": ["no picture"]}),
-        ("numbers", {"tokens": ["a"], "losses": [1]}),
-    ],
-)
-def test_a_sample_whose_parts_do_not_fit_is_left_out(unit, sample):
-    """Whoever wrote it: the file is not trusted. One that fits is shown."""
-    record = {"split": "val", "kind": "classification", "samples": 3, "classes": ["a", "b"]}
-    record["unit"] = unit
-    if unit == "numbers":
-        record |= {"unit": "tokens", "kind": "regression", "points": [[[1], [1]]]}
-    right = {"index": 2, "true": 1, "predicted": 0, "tokens": ["a"], "losses": [1]}
-    if unit == "numbers":
-        right |= {"true": [1.0], "predicted": [2.0]}
-    seen = report.inputs.evaluation_of(record | {"worst": [{"index": 1, **sample}, right]})
-    [group] = evaluation.hardest(seen)
-    assert [shown["cells"][""] for shown in group["samples"]] == ["index 2"]
+@pytest.mark.parametrize("wrong", [{"true": 10}, {"tokens": ["a"]}, {"predicted": {}}])
+def test_an_evaluation_that_cannot_be_drawn_is_left_out(run, tmp_path, caplog, wrong):
+    """Whoever wrote it: the file is not trusted."""
+    shutil.copytree(run[0], tmp_path / "run")
+    seen = read(run[0])
+    seen["worst"][3] |= wrong
+    write_json(tmp_path / "run" / "evaluation.json", seen)
+    shown = page_of(tmp_path / "run")
+    assert set(page_of(run[0]).all("h2")) - set(shown.all("h2")) >= {"Classes", "Random samples"}
+    assert "evaluation.json cannot be shown" in caplog.text
 
 
 @pytest.mark.parametrize("module", [report, sweep])

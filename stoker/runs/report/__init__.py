@@ -12,12 +12,13 @@ from typing import Any
 
 from stoker.command import subcommand
 from stoker.runs.confusion import classes_of, digits, most_confused
+from stoker.runs.directory import EVALUATION
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, cause, log, printable
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
@@ -36,8 +37,21 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
+    """Return the page. If its evaluation.json is malformed, omit what it would show."""
+    run = inputs.read_run(folder, state)
+    try:
+        return page_of(run)
+    except Exception as error:  # only the types in this untrusted file have been checked
+        if run.evaluation is None:
+            raise
+        log.warning("%s: %s cannot be shown (%s).", printable(folder), EVALUATION, cause(error))
+        run.evaluation = None
+        return page_of(run)
+
+
+def page_of(run: inputs.Run) -> str:
     """Return the page. If it exceeds MOST_PAGE bytes, omit pictures, settings and classes."""
-    shown = facts(inputs.read_run(folder, state))
+    shown = facts(run)
     text = render("report.html", **shown)
     if len(text.encode()) >= MOST_PAGE:
         shown |= {"hardest": [], "settings": None, "classes": []}

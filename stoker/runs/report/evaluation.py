@@ -77,9 +77,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         if isinstance(value, float):
             value = f"{value:.12g}"
         cells.setdefault(shortened(name), shortened(value))
-    pictures = list(sample.masks)
-    if sample.png and is_small_png(sample.png):
-        pictures.insert(0, sample.png)
+    pictures = list(filter(is_small_png, [sample.png or "", *sample.masks]))
     return {
         "cells": cells,
         "is_right": sample.true == sample.predicted,

@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.command import dotted
 from stoker.runs import directory, saved_config, status
-from stoker.runs.evaluation import Evaluation, Sample
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.json_files import parsed, read_json
 from stoker.runs.report.words import one_line, shortened
 from stoker.runs.result import Best, RunResult
@@ -187,10 +187,9 @@ def evaluation_of(entries: Any) -> Evaluation:
     evaluation.classes = [shortened(name, MOST_NAME) for name in evaluation.classes]
     evaluation.target = one_line(evaluation.target)
     evaluation.points = list(filter(is_pair, evaluation.points))
-    if not are_counts(evaluation):
-        raise ValueError
-    for samples in (evaluation.worst, evaluation.uncertain, evaluation.random):
-        samples[:] = [sample for sample in samples if fits(sample, evaluation)]
+    if evaluation.kind == "regression":
+        for samples in (evaluation.worst, evaluation.random):
+            samples[:] = [one for one in samples if is_pair([one.true, one.predicted])]
     return evaluation
 
 
@@ -201,37 +200,6 @@ def is_pair(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return len(true) == len(predicted)
-
-
-def are_counts(evaluation: Evaluation) -> bool:
-    """Return whether the counts match the classes and each other. Raise ValueError if malformed."""
-    import numpy
-
-    size = len(evaluation.classes)
-    matrix = evaluation.confusion
-    if matrix is not None and (numpy.shape(matrix) != (size, size) or numpy.min(matrix) < 0):
-        return False
-    for counts in (evaluation.confidence, evaluation.second):
-        if counts is not None:
-            samples, some = numpy.array(counts, dtype=float)
-            are_valid = (some >= 0) & (some <= samples)
-            if len(samples) % 10 or not are_valid.all():
-                return False
-    return evaluation.second is None or size == 2
-
-
-def fits(sample: Sample, evaluation: Evaluation) -> bool:
-    """Return whether a sample has everything that the page shows for its kind."""
-    if len(sample.masks) not in (0, 2) or not all(map(is_small_png, sample.masks)):
-        return False
-    if len(sample.tokens) != len(sample.losses):
-        return False
-    labels = [sample.true, sample.predicted]
-    if evaluation.kind == "regression":
-        return is_pair(labels)
-    places = range(len(evaluation.classes))
-    are_classes = all(type(label) is int and label in places for label in labels)
-    return are_classes or evaluation.unit != "samples"
 
 
 def is_small_png(text: str) -> bool:
