@@ -54,7 +54,7 @@ def page_of(run: inputs.Run) -> str:
     shown = facts(run)
     text = render("report.html", **shown)
     if len(text.encode()) >= MOST_PAGE:
-        shown |= {"hardest": [], "settings": None, "classes": []}
+        shown |= {"hardest": [], "settings": [], "classes": []}
         text = render("report.html", **shown)
     return text
 
