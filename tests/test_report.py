@@ -854,7 +854,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             up,
             even,
             None,
-            "The run failed: Lower it.",
+            "The run failed: Lower it. To replay: stoker a=1",
         ),
         (
             {"a": 1},

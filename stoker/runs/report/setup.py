@@ -7,7 +7,6 @@ from typing import Any
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.runs import saved_config
-from stoker.runs.report import words
 from stoker.runs.report.inputs import Run, checkpoints
 from stoker.runs.result import command_for
 from stoker.trainer.number_format import significant
@@ -48,8 +47,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         commands.append(("Resume the run once the cause is fixed", again))
     elif run.state == "stopped":
         commands.append(("Resume the run", again))
-    _, more = words.without_commands(run.result.error or "")
-    return [*commands, *more]
+    return commands
 
 
 def commands(run: Run) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.number_format import brief
 from stoker.trainer.typed import is_number
 
-MOST_ERROR = 600  # characters in an error, whose last line says what to type
+MOST_ERROR = 1000  # characters in an error, whose last line says what to type
 
 
 def about(run: Run) -> str:
@@ -91,8 +91,7 @@ def data_name(run: Run) -> str:
 def quality_verdict(run: Run) -> str:
     """Say in one sentence how good the run is, compared with chance and its first evaluation."""
     if run.result.error:
-        error, _ = words.without_commands(run.result.error)
-        return f"The run failed: {shortened(' '.join(error.split()), MOST_ERROR)}"
+        return f"The run failed: {shortened(' '.join(run.result.error.split()), MOST_ERROR)}"
     best = run.best
     evaluated = [row for row in run.rows if best is not None and best.name in row]
     text = render(

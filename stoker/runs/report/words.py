@@ -2,7 +2,6 @@
 
 import re
 
-from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
 from stoker.trainer.number_format import significant
 
@@ -18,22 +17,6 @@ def shortened(value: object, most: int = MOST_TEXT) -> str:
 def one_line(text: str | None) -> str:
     """Return text without line breaks, shortened, or '' for None."""
     return shortened(" ".join((text or "").split()))
-
-
-def without_commands(error: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split the message of an error into its text and its commands, as (purpose, command).
-
-    Commands are in lines such as 'To replay that step: stoker ...'.
-    """
-    lines = []
-    commands = []
-    for line in error.splitlines():
-        match = terminal.COMMAND.search(line)
-        if match is None or not match[1]:
-            lines.append(line)
-        else:
-            commands.append((line[: match.start()], line[match.end(1) :]))
-    return "\n".join(lines), commands
 
 
 def setting(value: object) -> str:
