@@ -1,12 +1,11 @@
 """Scores for each class of an evaluation, and the pairs of classes that are often confused."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 from stoker.runs.evaluation import Evaluation, class_colour
 
 VISIBLE = {" ": "(space)", "\n": "↵"}  # how to show these classes
-FAINTEST = 15  # percent; the color intensity of the rarest errors
 MOST_PAIRS = 20  # maximum pairs of confused classes to list
 
 
@@ -21,7 +20,7 @@ class Class:
     colour: str  # CSS color of the class in pictures of masks
     count: int
     counts: list[int]  # by predicted class
-    shades: list[int]  # color intensities of these counts, in percent
+    shades: list[int]  # color intensities in percent: the square roots of the shares
 
 
 def classes_of(evaluation: Evaluation) -> list[Class]:
@@ -31,7 +30,6 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
     if evaluation.confusion is None:
         return []
     matrix = numpy.array(evaluation.confusion)
-    shades = shades_of(matrix)
     classes = []
     for i, name in enumerate(evaluation.classes):
         right = matrix[i, i]
@@ -46,33 +44,10 @@ def classes_of(evaluation: Evaluation) -> list[Class]:
                 colour="#{:02x}{:02x}{:02x}".format(*class_colour(i)),
                 count=int(total),
                 counts=evaluation.confusion[i],
-                shades=shades[i].tolist(),
+                shades=[round(100 * math.sqrt(n / max(1, total))) for n in matrix[i].tolist()],
             )
         )
     return classes
-
-
-def shades_of(matrix: Any) -> Any:
-    """Return the color intensity of each cell in percent.
-
-    On the diagonal, it is the recall of the class. Errors are scaled by the largest error.
-    """
-    import numpy
-
-    matrix = matrix.astype(float)  # counts that exceed 64 bits are Python objects
-    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
-    errors = shares.copy()
-    numpy.fill_diagonal(errors, 0)
-    shades = FAINTEST + (100 - FAINTEST) * errors / max(errors.max(), 1e-9)
-    numpy.fill_diagonal(shades, 100 * shares.diagonal())
-    return (shades * (matrix > 0)).round().astype(int)
-
-
-def digits(classes: list[Class]) -> float:
-    """Return the width of the largest count, in digits; a comma counts as half a digit."""
-    most = max((count for row in classes for count in row.counts), default=0)
-    text = f"{most:,}"
-    return len(text) - text.count(",") / 2
 
 
 def fraction(count: int, total: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
-from stoker.runs.confusion import classes_of, digits, most_confused
+from stoker.runs.confusion import classes_of, most_confused
 from stoker.runs.directory import EVALUATION
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
@@ -86,7 +86,6 @@ def facts_of(seen: Evaluation | None) -> dict[str, Any]:
     return {
         "split": inputs.SPLITS[seen.split],
         "classes": classes,
-        "digits": digits(classes),
         "confused": most_confused(classes) if classes else [],
         "probabilities": evaluation.probabilities(seen),
         "regression": evaluation.regression(seen),
