@@ -215,10 +215,7 @@ def test_the_page_shows_these_numbers(run, tested):
         for s in seen["worst"] + seen["uncertain"] + seen["random"]
     ]
     worst = seen["worst"][0]
-    assert shown.all("span", "whole")[:2] == [
-        words.rounded_percent(worst["probability"]),
-        f"({words.rounded_percent(math.exp(-worst['loss']))})",
-    ]
+    assert shown.all("span", "whole")[0] == words.rounded_percent(worst["probability"])
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 4
     commands = shown.all("pre")
     assert f"{PROGRAM} epochs=2 optimizer.lr=2e-3 run_dir=run" in commands
@@ -587,14 +584,8 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
         "The model explains 50.0% of the variance of 3,500 validation samples (always predicting "
         f"their mean: 0%){', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
-    assert "The loss is computed on standardized targets." in shown.all("p", "soft")
     names = [f" (target {i + 1})" for i in range(3)] if len(true[0]) > 1 else [""]
-    points = torch.tensor(seen["points"], dtype=torch.float64)
-    off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
     figures = evaluation.regression(report.inputs.evaluation_of(seen))
-    assert [figure["note"] for figure in figures if figure["note"]] == [
-        f"{number_format.number(value)} on average" for value in off
-    ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
     assert [figure["title"] for figure in figures] == expected
     assert len({figure["svg"] for figure in figures}) == len(expected)
@@ -905,14 +896,6 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             run.result = RunResult.read(tmp_path)
         run.config = {"monitor": "auto", "monitor_mode": "auto"}
         assert summary.quality_verdict(run) == said
-
-
-def test_a_limit_stands_beside_the_number_of_samples():
-    config = {"limit_train": 0.5, "limit_val": None}
-    result = RunResult(device="cpu", samples={"train": 8000, "val": 2000, "test": 9})
-    assert summary.about(run_with(config=config, result=result)) == (
-        "cpu, 8,000 training (limit_train=0.5) + 2,000 validation + 9 test samples"
-    )
 
 
 def test_data_of_ones_own_has_its_own_name():
@@ -1525,15 +1508,14 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
     assert "" in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
-    assert read(tmp_path)["target"] == "price" and read(tmp_path)["standardised"] is True
+    assert read(tmp_path)["target"] == "price"
     seen = report.inputs.read_evaluation(tmp_path / "evaluation.json")
     for sample in seen.worst:
         area, *others, price = lines[sample.line - 1].split(",")
         shown = evaluation.shown(sample, seen)
-        line, true, _, error, *columns = shown["cells"].values()
+        line, true, _, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
         assert true == number_format.number(float(price))
-        assert error == number_format.brief(sample.predicted[0] - float(price))
         assert columns == [area.removesuffix(".0"), *others]
 
 

@@ -41,7 +41,6 @@ class Evaluation:
     samples: int
     unit: Literal["samples", "tokens", "pixels"] = "samples"
     target: str | None = None
-    standardised: bool | None = None
     classes: list[str] = field(default_factory=list)
     chance: float | None = None  # accuracy of always predicting the most frequent class
     confusion: list[list[int]] | None = None  # rows: true class; columns: predicted class

@@ -319,7 +319,6 @@ class Numbers(Examination):
     def complete(self, evaluation: Evaluation) -> None:
         super().complete(evaluation)
         evaluation.points = [[sample.true, sample.predicted] for sample in evaluation.points]
-        evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
         """Return one value per kept target, given a single value or one for each target."""

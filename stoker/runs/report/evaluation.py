@@ -1,6 +1,5 @@
 """The report's view of the evaluation of the best weights: plots, and the hardest samples."""
 
-import math
 from typing import Any
 
 from stoker.runs import plots
@@ -8,7 +7,7 @@ from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
-from stoker.trainer.number_format import brief, number
+from stoker.trainer.number_format import number
 
 MOST_TARGETS = 4  # targets of a regression that are drawn
 MOST_NUMBERS = 8  # target values shown per sample
@@ -67,12 +66,8 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
             cells[name] = "; ".join(map(number, cells[name][:MOST_NUMBERS]))
         elif evaluation.unit == "samples":
             cells[name] = evaluation.classes[cells[name]]
-    if evaluation.kind == "regression" and evaluation.targets == 1:
-        cells["error"] = brief(sample.predicted[0] - sample.true[0])
     if sample.probability is not None:
         cells["P(predicted)"] = rounded_percent(sample.probability)
-        if sample.loss is not None:
-            cells["P(true)"] = rounded_percent(math.exp(-max(sample.loss, 0)))
     for name, value in sample.columns.items():
         if isinstance(value, float):
             value = f"{value:.12g}"
@@ -164,14 +159,9 @@ def regression(evaluation: Evaluation) -> list[Figure]:
     for i in range(min(targets, MOST_TARGETS)):
         points = [(true[i], predicted[i]) for true, predicted in evaluation.points]
         errors = [predicted - true for true, predicted in points]
-        of = ""
-        note = ""
-        if targets > 1:
-            of = f" (target {i + 1})"
-            mean = math.fsum(map(abs, errors)) / len(errors)
-            note = f"{number(mean)} on average"
+        of = f" (target {i + 1})" if targets > 1 else ""
         title = f"predicted against true{of}"
         figures.append(figure(title, plots.against(points, title)))
         svg = plots.histogram(errors, "predicted minus true", f"histogram of errors{of}")
-        figures.append(figure(f"errors{of}", svg, note))
+        figures.append(figure(f"errors{of}", svg))
     return figures

@@ -13,7 +13,6 @@ from stoker.trainer.number_format import significant
 from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # settings shown
-OF_FILES = r"stoker\.data\.(images\.|tables\.|datasets\.(?!synthetic))"  # predict takes input=PATH
 OF_TEXT = "stoker.data.text."
 
 
@@ -35,8 +34,6 @@ def origin(run: Run) -> list[tuple[str, str]]:
     if run.overrides is None:
         return []
     again = command(run.overrides, setting("run_dir", run.folder))
-    if run.state == "stopped" and again == command(run.overrides):
-        return [("Started by this command, which also resumes the run", again)]
     commands = [("Started by", command(run.overrides))]
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
@@ -67,8 +64,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
     if dataset.startswith(OF_TEXT):
         listed.append(["Generate text", "generate"])
     else:
-        source = "input=PATH" if re.match(OF_FILES, dataset) else f"split={split}"
-        listed.append(["Make predictions", "predict", source])
+        listed.append(["Make predictions", "predict", f"split={split}"])
     if dataset.startswith("stoker.") or run.evaluation is not None:
         # If samples have an arbitrary structure, the inputs of the model are unknown.
         listed.append(["Export it", "export", "format=onnx"])

@@ -21,11 +21,7 @@ def about(run: Run) -> str:
     counts = []
     for name, word in SPLITS.items():
         if name in samples:
-            count = f"{samples[name]:,} {word}"
-            limit = run.config.get(f"limit_{name}")
-            if is_number(limit):
-                count += f" (limit_{name}={limit})"
-            counts.append(count)
+            counts.append(f"{samples[name]:,} {word}")
     names = [target_name(run, "model"), data_name(run)]
     parts = [" on ".join(filter(None, names))]
     if run.evaluation is not None and run.evaluation.target:
