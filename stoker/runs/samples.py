@@ -1,6 +1,5 @@
 """Text from a language model: samples during training, and continuations of a prompt."""
 
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,6 @@ from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
 TOKENS = 200  # tokens in a sample
-
-
-def can_write(module: Any) -> bool:
-    """Return whether the module has a `generate` method with the arguments of `GPT.generate`."""
-    try:
-        signature = inspect.signature(module.generate)
-        signature.bind(None, 1, temperature=1.0, top_k=None, generator=None)
-    except (AttributeError, TypeError):
-        return False
-    return True
 
 
 def write_on(

@@ -16,7 +16,7 @@ def generate(cfg: DictConfig) -> None:
         raise UserError(
             f"run={cfg.run}: the model was trained on {model.about['dataset']}, not text."
         )
-    if not samples.can_write(model.module):
+    if not hasattr(model.module, "generate"):
         raise UserError(
             f"run={cfg.run}: the model {type(model.module).__name__} has no generate(tokens, "
             "count, temperature, top_k, generator) method. For an example, see "
