@@ -162,16 +162,14 @@ def test_what_was_seen_is_what_the_weights_do(run, tested):
     )
     assert seen["chance"] == max(map(sum, counts)) / len(labels)
     losses = -shares.log().gather(1, labels.unsqueeze(1)).squeeze(1)
-    entropy = -(shares * shares.log()).sum(1)
-    for name, scores, key in (("worst", losses, "loss"), ("uncertain", entropy, "entropy")):
-        order = scores.argsort(descending=True)[: examine.MOST_SAMPLES].tolist()
-        assert [sample["index"] for sample in seen[name]] == order
-        for sample, i in zip(seen[name], order, strict=True):
-            assert (sample["true"], sample["predicted"]) == (labels[i], predicted[i])
-            assert sample[key] == pytest.approx(scores[i].item(), rel=1e-5)
-            assert sample["probability"] == pytest.approx(shares[i, predicted[i]].item(), rel=1e-5)
-            with Image.open(io.BytesIO(base64.b64decode(sample["png"]))) as picture:
-                assert list(picture.tobytes()) == inputs[i].flatten().tolist()
+    order = losses.argsort(descending=True)[: examine.MOST_SAMPLES].tolist()
+    assert [sample["index"] for sample in seen["worst"]] == order
+    for sample, i in zip(seen["worst"], order, strict=True):
+        assert (sample["true"], sample["predicted"]) == (labels[i], predicted[i])
+        assert sample["loss"] == pytest.approx(losses[i].item(), rel=1e-5)
+        assert sample["probability"] == pytest.approx(shares[i, predicted[i]].item(), rel=1e-5)
+        with Image.open(io.BytesIO(base64.b64decode(sample["png"]))) as picture:
+            assert list(picture.tobytes()) == inputs[i].flatten().tolist()
     result = read(run[0], "result.json")
     assert result["test/acc"] == sum(counts[i][i] for i in range(10)) / len(labels)
 
@@ -210,10 +208,7 @@ def test_the_page_shows_these_numbers(run, tested):
     assert "epochs" in details and "trainer.epochs" not in details and "optimizer.lr" in details
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
-    assert images == [
-        f"data:image/png;base64,{s['png']}"
-        for s in seen["worst"] + seen["uncertain"] + seen["random"]
-    ]
+    assert images == [f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["random"]]
     worst = seen["worst"][0]
     assert shown.all("span", "whole")[0] == words.rounded_percent(worst["probability"])
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 4
@@ -605,7 +600,7 @@ def test_two_processes_see_what_one_sees(forks, run, tmp_path):
     assert done.codes == [0, 0], done.errs
     now = read(tmp_path / "run")
     assert now["confusion"] == before["confusion"]
-    for name in ("worst", "uncertain"):
+    for name in ("worst", "random"):
         assert [
             {k: v for k, v in sample.items() if not isinstance(v, float)} for sample in now[name]
         ] == [
@@ -1287,7 +1282,7 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
         text.count("<script") == 1 and "\x1b" not in text and "49" not in shown.all("p", "soft")[0]
     )
     assert "i" not in {tag for tag, attributes, _ in shown.elements if not attributes}
-    assert "{{7*7}}" in text and len(images_of(shown)) == 3 * len(seen["worst"]) - 2
+    assert "{{7*7}}" in text and len(images_of(shown)) == 2 * len(seen["worst"]) - 2
 
 
 def images_of(shown):
@@ -1311,7 +1306,6 @@ def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):
             "Probabilities",
             "Random samples",
             "Worst: highest loss",
-            "Most uncertain: highest entropy",
         }
     }
     assert set(whole) - set(shown) == gone[name] and set(shown) <= set(whole)
@@ -1407,7 +1401,7 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
         stream := io.BytesIO(), "PNG"
     )
     noise = base64.b64encode(stream.getvalue()).decode()
-    seen["worst"] = seen["uncertain"] = [sample | {"png": noise} for sample in seen["worst"]]
+    seen["worst"] = seen["random"] = [sample | {"png": noise} for sample in seen["worst"]]
     seen["classes"] = ["&" * 300] * 40
     seen["confusion"] = [[generator.randrange(10**9) for _ in range(40)] for _ in range(40)]
     (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")

@@ -18,7 +18,6 @@ class Sample:
     predicted: Any = None
     probability: float | None = None  # probability of the predicted class
     loss: float | None = None  # negative log-probability of the true class, or the MSE
-    entropy: float | None = None  # entropy of the prediction, in nats
     file: str | None = None
     line: int | None = None
     png: str | None = None
@@ -52,7 +51,6 @@ class Evaluation:
     second: list[list[int]] | None = None
     points: list[Any] = field(default_factory=list)  # [true numbers, predicted numbers]
     worst: list[Sample] = field(default_factory=list)
-    uncertain: list[Sample] = field(default_factory=list)
     random: list[Sample] = field(default_factory=list)
 
     @property

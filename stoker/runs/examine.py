@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import torch
@@ -25,7 +25,7 @@ from stoker.trainer.trainer import Trainer
 
 NAME = "examined"  # name of the Examination among the trainer's metrics
 MOST_CLASSES = 1000  # maximum classes in a confusion matrix, whose size grows quadratically
-MOST_SAMPLES = 16  # samples in each list (worst, least certain, random)
+MOST_SAMPLES = 16  # samples in each list (worst, random)
 MOST_POINTS = 2000  # (true, predicted) pairs of a regression
 MOST_TARGETS = 8  # target values kept per sample of a regression
 MOST_COLUMNS = 12  # table columns shown per sample
@@ -47,7 +47,6 @@ class Examination:
     """
 
     higher_is_better = None
-    ranked_by: ClassVar[dict[str, str]] = {"worst": "loss", "random": "order"}
 
     def __init__(self, split: Any, loader: Any, data: Data) -> None:
         self.split = split
@@ -61,7 +60,7 @@ class Examination:
     def reset(self) -> None:
         self.samples = 0  # samples seen by this process
         self.is_usual = True
-        self.lists = {name: Highest(column) for name, column in self.ranked_by.items()}
+        self.lists = {"worst": Highest("loss"), "random": Highest("order")}
         self.confusion: Confusion | None = None
         if self.data.kind == "classification" and 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes, IGNORED)
@@ -188,12 +187,6 @@ class Classes(Examination):
     a different loss.
     """
 
-    ranked_by: ClassVar[dict[str, str]] = {
-        "worst": "loss",
-        "random": "order",
-        "uncertain": "entropy",
-    }
-
     def reset(self) -> None:
         super().reset()
         # Two pairs of histograms. The first pair is over the probability of the predicted class:
@@ -213,7 +206,6 @@ class Classes(Examination):
         add_counts(self.bins[1], probabilities[:, -1], true == 1)
         return {
             "loss": -logs.gather(1, true.unsqueeze(1)).squeeze(1),
-            "entropy": torch.special.entr(probabilities).sum(-1),
             "true": true,
             "predicted": predicted,
             "probability": probability,
@@ -363,7 +355,7 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
     """Write evaluation.json, adding the details of each sample that the report shows."""
     split = data.parts()[evaluation.split]
-    for sample in [*evaluation.worst, *evaluation.uncertain, *evaluation.random]:
+    for sample in [*evaluation.worst, *evaluation.random]:
         show(sample, split, data)
     write_json(path, dataclasses.asdict(evaluation), indent=None)
 

@@ -21,14 +21,13 @@ Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return three groups of samples: highest loss, highest entropy, and random.
+    """Return two groups of samples: highest loss and random.
 
     Each group is {"title", "samples", "table", "has_index"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
         f"Worst: {worst}": evaluation.worst,
-        "Most uncertain: highest entropy": evaluation.uncertain,
         "Random samples": evaluation.random,
     }
     most = MOST_SHOWN[evaluation.unit]
