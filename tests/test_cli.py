@@ -851,22 +851,15 @@ def test_another_config_is_refused_with_the_differences(default):
     assert default.before == default.after and default.other.files == default.first.files
 
 
-def test_a_run_from_before_a_callback_is_resumed_unless_the_callback_is_on():
-    def callbacks(decay, **more):
-        freeze = {"_target_": "stoker.trainer.callbacks.Freeze", "match": "${freeze}", **more}
-        return {"freeze": freeze, "ema": {"_target_": "stoker.EMA", "decay": decay}}
+def test_a_callback_is_compared_by_the_values_that_it_reads():
+    def callbacks(decay):
+        return {"callbacks": {"ema": {"_target_": "stoker.EMA", "decay": decay}}}
 
-    old = {"ema": 0.9, "callbacks": {"ema": callbacks("${ema}")["ema"]}, "loop": "${loop}"}
-    now = {**old, "freeze": None, "callbacks": callbacks("${ema}")}
-    resume.check_same("run_dir=a", old, now)
-    resume.check_same("run_dir=a", old, {**now, "callbacks": callbacks(0.9)})
-    for changed in (
-        {"freeze": ["a"]},
-        {"callbacks": callbacks(0.8)},
-        {"callbacks": {**callbacks(0.9), "ema": None}},
-    ):
+    old = {"ema": 0.9, **callbacks("${ema}")}
+    resume.check_same("run_dir=a", old, {**old, **callbacks(0.9)})
+    for changed in (callbacks(0.8), {"callbacks": {"ema": None}}):
         with pytest.raises(UserError, match="a run with different settings"):
-            resume.check_same("run_dir=a", old, now | changed)
+            resume.check_same("run_dir=a", old, old | changed)
 
 
 def test_differences_are_shown_as_they_are_typed():

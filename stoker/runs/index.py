@@ -51,12 +51,13 @@ Row = dict[str, float]
 def update(run: str | Path) -> None:
     """Update every index that lists this run or sweep. Errors are ignored."""
     run = Path(run).absolute()
-    is_listed = any((run / name).exists() for name in (directory.CONFIG, SWEEP))
-    if (run / JOB).exists() or (run.exists() and not is_listed):
+    names = {name for name in (directory.CONFIG, SWEEP, SWEEP_PAGE) if (run / name).exists()}
+    if (run / JOB).exists() or (run.exists() and not names):
         return  # the jobs of a sweep, and runs that have not started, are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
-        begins = is_listed and folder == usual and not os.path.lexists(folder / NAME)
+        # A sweep without a page may turn out to be invalid, and then leaves nothing behind.
+        begins = names - {SWEEP} and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
             with contextlib.suppress(Exception):  # an index must never make a run fail
                 write(folder)
