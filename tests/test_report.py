@@ -203,7 +203,7 @@ def test_the_page_shows_these_numbers(run, tested):
     assert shown.all("p", "soft")[0] == (
         "MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples"
     )
-    assert shown.all("tr", "typed") == ["epochs2", "optimizer.lr0.002"]
+    assert shown.all("tr", "typed") == ["epochs2", "run_dirrun", "optimizer.lr0.002"]
     [details] = shown.all("details")  # each setting once: trainer.epochs is ${epochs}
     assert "epochs" in details and "trainer.epochs" not in details and "optimizer.lr" in details
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
@@ -658,7 +658,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ")
     assert shown.all("span", "state") == ["stopped at step 40"]
-    assert shown.all("tr", "typed") == ["epochs2", "optimizer.lr0.002"]
+    assert shown.all("tr", "typed") == ["epochs2", "run_dirrun", "optimizer.lr0.002"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert [
         command.removesuffix(str(tmp_path / "run"))
