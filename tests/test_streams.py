@@ -291,8 +291,7 @@ def test_a_part_without_a_state_is_refused_before_the_first_step():
     "place",
     [
         3,
-        {"passes": 0, "number": 0.5},
-        {"passes": 0, "number": 1, "loader": {"given": 1}, "generator": torch.zeros(3)},
+        {"number": 1},
         {"passes": 0, "number": 1, "loader": {}, "generator": torch.get_rng_state()},
     ],
 )

@@ -4,7 +4,7 @@ import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ class Checkpoint(Monitor):
     `about`, such as the config, are saved too.
     """
 
-    state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"metrics": dict}
+    state_attributes: ClassVar[tuple[str, ...]] = (*Monitor.state_attributes, "metrics")
     saved: int  # the step of the last save
 
     def __init__(
