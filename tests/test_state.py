@@ -344,3 +344,26 @@ def test_a_state_of_another_optimizer_is_refused(before, after):
     with pytest.raises(UserError, match=f"optimizer_class is '{before}', not '{after}'"):
         make_trainer(optimizer=kinds[after], epochs=2).fit(batches, resume=state)
     make_trainer(optimizer=None).load_state_dict(state)
+
+
+def test_a_state_gives_a_scheduler_of_torch_no_attributes():
+    scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    made = make_trainer(scheduler=scheduler, epochs=1)
+    made.fit(loaders()[0])
+    wrong = made.state_dict()
+    wrong["scheduler"] = {**wrong["scheduler"], "step": 3}
+    with pytest.raises(UserError, match="scheduler.step is 3, not None"):
+        made.load_state_dict(wrong)
+    assert callable(made.scheduler.step)
+
+
+def test_a_state_loads_into_a_model_without_shapes():
+    def build():
+        torch.manual_seed(0)
+        return make_trainer(torch.nn.Sequential(torch.nn.LazyLinear(3)), epochs=1)
+
+    whole = build()
+    whole.fit(loaders()[0])
+    other = build()
+    other.load_state_dict(whole.state_dict())
+    assert_same(dict(other.module.state_dict()), dict(whole.module.state_dict()))
