@@ -155,27 +155,16 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
     unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
     """
-    sources: set[torch.device] = set()
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = parallel.unsharded(value)
-            if not launch.is_first() and not everywhere:
-                return None
-            sources.add(value.device)
-            return transfer.to_host(value.detach())
-        if isinstance(value, dict):
-            return {key: copied(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [copied(item) for item in value]
-        if isinstance(value, tuple):
-            return tuple(copied(item) for item in value)
-        return value
-
-    result = copied(state)
-    for device in sources:
+    tensors: Tensors = {}
+    tree = pack(state, tensors, "state")
+    copies: dict[str, Any] = dict.fromkeys(tensors)
+    for name, tensor in tensors.items():
+        whole = parallel.unsharded(tensor)
+        if everywhere or launch.is_first():
+            copies[name] = transfer.to_host(whole)
+    for device in {tensor.device for tensor in tensors.values()}:
         devices.synchronize(device)
-    return result
+    return unpack(tree, copies)
 
 
 @torch.no_grad()
