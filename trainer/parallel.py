@@ -277,35 +277,14 @@ class OverRanks(torch.nn.SyncBatchNorm):
             return torch.nn.BatchNorm1d.forward(self, input)
         if input.device.type != "cpu":
             return super().forward(input)
-        channels = input.shape[1]
-        dims = [dim for dim in range(input.ndim) if dim != 1]
-        shape = [1, -1] + [1] * (input.ndim - 2)
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        values = wide.new_tensor([input.numel() / channels])  # per channel
-        sums = SumOverRanks.apply(torch.cat([values, wide.sum(dims)]))
-        count = sums[:1]
-        total = sums[1:]
-        mean = total / count
-        centred = wide - mean.view(shape)
-        variance = SumOverRanks.apply((centred**2).sum(dims)) / count
-        self.track(mean, variance * count / (count - 1))
-        scaled: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
-        return scaled.to(input.dtype)
-
-    @torch.no_grad()
-    def track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics as torch's BatchNorm does."""
-        if self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, momentum)
-        self.running_var.lerp_(variance, momentum)
+        # Each process normalizes the whole batch, and returns its own rows.
+        rows = [input.new_zeros(shape) for shape in from_all(input.shape)]
+        sizes = [len(part) for part in rows]
+        rows[dist.get_rank()] = input
+        whole = SumOverRanks.apply(torch.cat(rows))
+        normalized = torch.nn.BatchNorm1d.forward(self, whole)
+        own: torch.Tensor = normalized.split(sizes)[dist.get_rank()]
+        return own
 
 
 @functools.cache
