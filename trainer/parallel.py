@@ -5,7 +5,6 @@ ddp and fsdp run one process per device. Only this module knows how each strateg
 
 import contextlib
 import functools
-import math
 import re
 import time
 import warnings
@@ -351,14 +350,8 @@ def plain_text(module: torch.nn.Module) -> str:
 
 
 def description(trainer: Any) -> str:
-    """Return text such as ", 16 on each of 4 processes (ddp)" for the plan of a run, or "" for a
-    single process.
-    """
-    if process_count == 1:
-        return ""
-    size = getattr(trainer.train_loader, "batch_size", None)
-    each = f", {math.ceil(size / process_count)} on each of" if size else " on"
-    return f"{each} {process_count} processes ({trainer.strategy})"
+    """Return " on 4 processes (ddp)" for the plan of a run, or "" for a single process."""
+    return f" on {process_count} processes ({trainer.strategy})" if process_count > 1 else ""
 
 
 # In a step
