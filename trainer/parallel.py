@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.trainer import launch, losses
+from stoker.trainer import launch, losses, settings
 from stoker.trainer.device import REPLICAS
 from stoker.trainer.errors import TrainingError, UserError, first_few, log
-from stoker.trainer.settings import check_strategy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,10 +47,10 @@ def start(strategy: str, device: torch.device) -> str:
         UserError: The strategy supports only one process, but there are several.
     """
     global process_count
-    name, listed = check_strategy(strategy)
+    settings.check("strategy", strategy)
     if launch.world_size() == 1:
-        return "single" if name == "auto" else strategy
-    if name in ("single", "dp") or listed:
+        return "single" if strategy == "auto" else strategy
+    if strategy in ("single", "dp"):
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
             "train its own model.\n"
@@ -70,7 +69,7 @@ def start(strategy: str, device: torch.device) -> str:
             timeout=timedelta(seconds=launch.timeout),
         )
     process_count = dist.get_world_size()
-    return "ddp" if name == "auto" else name
+    return "ddp" if strategy == "auto" else strategy
 
 
 def exchange_for(strategy: str, device: torch.device) -> str:
@@ -98,21 +97,20 @@ def leave() -> None:
 def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
     """Return the module that a step calls: the module itself for `single`, or a parallel wrapper.
 
-    `dp` uses all visible GPUs and `dp:0+2` the listed ones; with fewer than two, it has no effect.
-    `ddp` keeps the whole module in each process, and `fsdp` shards each parameter in place. State
-    dicts are those of the module itself, so their keys have no `module.` prefix. BatchNorm computes
-    its statistics across all processes.
+    `dp` uses all visible GPUs; with fewer than two, it has no effect. `ddp` keeps the whole module
+    in each process, and `fsdp` shards each parameter in place. State dicts are those of the module
+    itself, so their keys have no `module.` prefix. BatchNorm computes its statistics across all
+    processes.
 
     Raises:
         UserError: The strategy does not support this module or device.
     """
-    name, listed = check_strategy(strategy)
-    if name == "single":
+    if strategy == "single":
         return module
-    if name == "dp":
-        return replicated(module, strategy, device, listed)
+    if strategy == "dp":
+        return replicated(module, device)
     if process_count == 1:
-        log.warning("strategy=%s has no effect with a single process.", name)
+        log.warning("strategy=%s has no effect with a single process.", strategy)
         return module
     unwrap(module)  # an earlier Trainer may have wrapped it
     if any(map(is_shard, module.parameters())):
@@ -121,7 +119,7 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
             "Build it again, and load a checkpoint if you need its weights."
         )
     take_from_first([*module.parameters(), *module.buffers()])
-    spread = sharded(module, device) if name == "fsdp" else copied(module, device)
+    spread = sharded(module, device) if strategy == "fsdp" else copied(module, device)
     spread.exchanged = trained(module)  # type: ignore[assignment]
     # Do this last, because DistributedDataParallel rejects a SyncBatchNorm on the CPU.
     spread_norms(module)
@@ -163,24 +161,19 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         )
 
 
-def replicated(
-    module: torch.nn.Module, strategy: str, device: torch.device, listed: list[int] | None
-) -> torch.nn.Module:
+def replicated(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Wrap the module in torch.nn.DataParallel, if there are at least two GPUs."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
-    indices = listed or list(range(count))
-    if listed is None and count < 2:
+    if count < 2:
         log.warning("strategy=dp has no effect with fewer than two GPUs.")
         return module
-    can_replicate = device.type in REPLICAS and not is_compiled(module)
-    if not can_replicate or device.index not in indices or max(indices) >= count:
+    if device.type not in REPLICAS or is_compiled(module):
         raise UserError(
-            f"strategy={strategy}: torch.nn.DataParallel needs CUDA, and an uncompiled model on "
-            f"one of the GPUs in use (device: {device}; visible GPUs: {count}).\n"
+            "strategy=dp: torch.nn.DataParallel needs CUDA, and an uncompiled model.\n"
             "Type strategy=single, or strategy=ddp."
         )
     # DataParallel gathers outputs on its first device, which must also hold the parameters.
-    indices = sorted(indices, key=lambda index: index != device.index)
+    indices = sorted(range(count), key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
 
 
