@@ -276,7 +276,7 @@ class OverRanks(torch.nn.SyncBatchNorm):
         whole = SumOverRanks.apply(torch.cat(rows))
         normalized = torch.nn.BatchNorm1d.forward(self, whole)
         own: torch.Tensor = normalized.split(sizes)[dist.get_rank()]
-        return own
+        return own.clone()  # because an activation may change it in place
 
 
 @functools.cache
