@@ -19,7 +19,8 @@ class Plateau(Monitor):
     configs/train.yaml.
     """
 
-    state_forms = Monitor.state_forms | {"waited": int}  # saved, because a resumed run needs it
+    # saved, because a resumed run needs it
+    state_attributes = (*Monitor.state_attributes, "waited")
 
     def __init__(self, patience=3, factor=0.5, monitor="auto", mode="auto"):
         super().__init__(monitor, mode)

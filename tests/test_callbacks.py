@@ -774,7 +774,7 @@ def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):
 
 def test_an_average_that_the_checkpoint_has_not_is_refused(tmp_path):
     make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
-    with pytest.raises(UserError, match="callbacks.EMA is missing"):
+    with pytest.raises(UserError, match="Trainer: EMA is missing"):
         make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(
             *loaders(), resume=checkpoint.newest(tmp_path)[0]
         )

@@ -326,8 +326,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "strategy=ddq",
-        "error: strategy=ddq: no such strategy. Did you mean 'ddp'?",
-        "Type strategy=auto, single",
+        "error: strategy=ddq: not a valid choice. Did you mean 'ddp'?",
+        "Choose one of: auto, single, dp, ddp, fsdp.",
     ),
     (
         "monitor_mode=maxx",
@@ -406,11 +406,6 @@ LATE = [
     ),
     ("device=cuda", "error: device=cuda: this machine has no such device", "Type device=auto"),
     ("device=gpu", "error: device=gpu: this machine has no such device.", "Type device=auto"),
-    (
-        "strategy=dp:0+1",
-        "error: strategy=dp:0+1: torch.nn.DataParallel needs CUDA, and an uncompiled model",
-        "Type strategy=single",
-    ),  # typed as the help has it
     (
         "monitor=val/accc",
         "error: monitor=val/accc: no such number is logged, or ",

@@ -570,7 +570,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = torch.nn.Sequential(
         torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Linear(5, 3)
     )
-    with pytest.raises(UserError, match="does not match this Trainer: model"):
+    with pytest.raises(UserError, match="does not match this model: .* size mismatch for 0.weight"):
         make_trainer(other).fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
 
 
@@ -935,7 +935,7 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
     make_trainer(scheduler=written, callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
     path = checkpoint.newest(tmp_path)[0]
     with pytest.raises(
-        UserError, match=r"scheduler.step(s|_size) is missing.\nUse the .* scheduler "
+        UserError, match=r"scheduler.step(s|_size) is None, not \d.\nUse the .* scheduler "
     ):
         make_trainer(scheduler=read, epochs=2).fit(*loaders(), resume=path)
 

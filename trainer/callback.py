@@ -3,8 +3,6 @@
 import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stoker.trainer.state import ANYTHING
-
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
@@ -17,7 +15,7 @@ class Callback:
 
     If a resumed run needs the state of a callback, return it from `state_dict` (tensors and plain
     values) and restore it in `load_state_dict`. By default, both use the attributes named in
-    `state_forms`.
+    `state_attributes`.
 
     In distributed training, each process has its own callbacks and calls them at the same steps. A
     callback that stops training must do so on all processes. Set `first_rank_only` to run a
@@ -25,9 +23,7 @@ class Callback:
     """
 
     first_rank_only: bool = False
-    state_forms: ClassVar[
-        dict[str, Any]
-    ] = {}  # {attribute: form of its value, as in trainer/state.py}
+    state_attributes: ClassVar[tuple[str, ...]] = ()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Called before the first step of a fit; in a resumed run, `trainer.step` is not 0."""
@@ -52,17 +48,12 @@ class Callback:
 
     def state_dict(self) -> State:
         """Return what to save in a checkpoint: tensors and plain values."""
-        return {name: getattr(self, name) for name in self.state_forms}
+        return {name: getattr(self, name) for name in self.state_attributes}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state that `state_dict` returned."""
-        for name in self.state_forms:
+        for name in self.state_attributes:
             setattr(self, name, copy.copy(state[name]))
 
-    def state_form(self, trainer: "Trainer") -> Any:
-        """Return the form of a valid state, as described in `trainer/state.py`.
-
-        Called before `load_state_dict`, to reject states of another form. In a dict, only the keys
-        that `state_dict` returns are compared, so a subclass can save different keys.
-        """
-        return self.state_forms or ANYTHING
+    def loaded(self, trainer: "Trainer") -> None:
+        """Called after the trainer has loaded a state, in a fit or outside of one."""

@@ -4,10 +4,12 @@ A checkpoint is one safetensors file. Its metadata holds everything but the tens
 SHA-256 of the tensors and the JSON.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel, stopping, transfer
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
-from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log
+from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
@@ -153,27 +155,16 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
     unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
     """
-    sources: set[torch.device] = set()
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = parallel.unsharded(value)
-            if not launch.is_first() and not everywhere:
-                return None
-            sources.add(value.device)
-            return transfer.to_host(value.detach())
-        if isinstance(value, dict):
-            return {key: copied(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [copied(item) for item in value]
-        if isinstance(value, tuple):
-            return tuple(copied(item) for item in value)
-        return value
-
-    result = copied(state)
-    for device in sources:
+    tensors: Tensors = {}
+    tree = pack(state, tensors, "state")
+    copies: dict[str, Any] = dict.fromkeys(tensors)
+    for name, tensor in tensors.items():
+        whole = parallel.unsharded(tensor)
+        if everywhere or launch.is_first():
+            copies[name] = transfer.to_host(whole)
+    for device in {tensor.device for tensor in tensors.values()}:
         devices.synchronize(device)
-    return result
+    return unpack(tree, copies)
 
 
 @torch.no_grad()
@@ -243,27 +234,62 @@ def unpack(value: Any, tensors: Tensors) -> Any:
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
-def restore(part: Any, state: Any) -> None:
+@contextlib.contextmanager
+def matching(name: str) -> Iterator[None]:
+    """Context manager that raises UserError if the state of this part of a Trainer does not fit.
+
+    The state may have any form, and so may the error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lines = traceback.format_exception_only(error)
+        reason = printable(" ".join(lines[0].split()))[:300]
+        raise UserError(f"The checkpoint does not match this {name}: {reason}") from None
+
+
+def restore(name: str, part: Any, state: Any) -> None:
     """Call `part.load_state_dict(state)` with the state adapted to this device and memory format.
 
     Tensors in a file are contiguous. A fused optimizer reads the memory of a channels_last weight
     and of its moments in parallel, so it would apply moments in another layout to the wrong
     weights.
+
+    Raises:
+        UserError: The state does not fit. The part, whose name this is, may be half loaded.
     """
-    if isinstance(part, torch.nn.Module):
-        current = part.state_dict()
-        state = {name: parallel.like(value, current.get(name)) for name, value in state.items()}
-    if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
-        groups = []
-        for current, group in zip(part.param_groups, state["param_groups"], strict=True):
-            ways = {way: current[way] for way in WAYS if way in current}
-            groups.append({**group, **ways})
-        state = {**state, "param_groups": groups}
-    part.load_state_dict(state)
-    if isinstance(part, torch.optim.Optimizer):
-        for parameter, moments in part.state.items():
-            for name, tensor in moments.items():
-                moments[name] = with_layout(tensor, parameter)
+    with matching(name):
+        if isinstance(part, torch.nn.Module):
+            current = part.state_dict()
+            state = {key: parallel.like(value, current.get(key)) for key, value in state.items()}
+        if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
+            groups = [dict(group) for group in state["param_groups"]]
+            for current, group in zip(part.param_groups, groups, strict=False):
+                group.update({way: current[way] for way in WAYS if way in current})
+            state = {**state, "param_groups": groups}
+        part.load_state_dict(state)
+        if isinstance(part, torch.optim.Optimizer):
+            for parameter, moments in part.state.items():
+                for key, tensor in moments.items():
+                    moments[key] = with_layout(tensor, parameter)
+
+
+def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Raise UserError for a difference between parameter groups that torch does not notice."""
+    groups = optimizer.state_dict()["param_groups"]
+    for i, (current, group) in enumerate(zip(groups, state["param_groups"], strict=False)):
+        for key, value in current.items():
+            saved = group.get(key)
+            is_option = isinstance(value, (bool, str)) or isinstance(saved, (bool, str))
+            must_match = is_option or key == "param_names"
+            is_like = key in group and not (must_match and saved != value)
+            if key not in WAYS and not is_like:
+                raise UserError(
+                    f"The checkpoint does not match this Trainer: {name}.param_groups.{i}.{key} "
+                    f"is {saved!r:.60}, not {value!r:.60}."
+                )
 
 
 def with_layout(moment: Any, parameter: torch.Tensor) -> Any:

@@ -16,7 +16,6 @@ from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.number_format import counted
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
-from stoker.trainer.state import ANYTHING, Either
 
 MOST = 10**6  # maximum number of samples to evaluate or predict from a loader without a length
 END = object()  # marks the end of an iterator
@@ -346,7 +345,7 @@ class IterableLoader(Seekable):
         """Continue from this state at the next iteration; {} changes nothing.
 
         Raises:
-            UserError: The iterable rejects its state, or is read by a different number of workers.
+            UserError: The iterable is read by a different number of workers.
         """
         if state == {}:
             return
@@ -360,22 +359,11 @@ class IterableLoader(Seekable):
                 f"order.\nType dataset.workers={before} (in a script, the DataLoader's "
                 "num_workers). For a new run, choose a different run_dir."
             )
-        self.place = Place(state["passes"], drop=state["number"])
+        place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
-            self.place = Place(state["passes"], state["number"], generator=state["generator"])
-            try:
-                self.loader.load_state_dict(state["loader"])
-            except Exception as error:
-                raise UserError(
-                    f"The checkpoint does not match the loader {self.name}: {cause(error)}."
-                ) from error
-
-    def state_form(self) -> Any:
-        """Return the form of a valid state, as described in `trainer/state.py`."""
-        place = {"passes": int, "number": int}
-        stateful = {**place, "generator": torch.get_rng_state(), "loader": ANYTHING}
-        by_workers = [{**form, "workers": int} for form in (place, stateful)]
-        return Either([{}, place, *by_workers, stateful])
+            place = Place(state["passes"], state["number"], generator=state["generator"])
+            self.loader.load_state_dict(state["loader"])
+        self.place = place
 
     def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and those of DataLoaders and samplers inside it.

@@ -79,11 +79,11 @@ class Mean:
         return {"total": mean.total, "samples": mean.samples, "weight": float(mean.weight)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        if launch.is_first():  # only here: the state is already the sum across all processes
-            self.total = float(state["total"])
-            self.samples = state["samples"]
-            self.weight = state["weight"]
+        self.total = float(state["total"])
+        self.samples = state["samples"]
+        self.weight = state["weight"]
+        if not launch.is_first():  # because the state is already the sum across all processes
+            self.reset()
 
 
 class Sums:

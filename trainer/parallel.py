@@ -5,7 +5,6 @@ ddp and fsdp run one process per device. Only this module knows how each strateg
 
 import contextlib
 import functools
-import math
 import re
 import time
 import warnings
@@ -17,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.trainer import launch, losses
+from stoker.trainer import launch, losses, settings
 from stoker.trainer.device import REPLICAS
 from stoker.trainer.errors import TrainingError, UserError, first_few, log
-from stoker.trainer.settings import check_strategy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -49,10 +47,10 @@ def start(strategy: str, device: torch.device) -> str:
         UserError: The strategy supports only one process, but there are several.
     """
     global process_count
-    name, listed = check_strategy(strategy)
+    settings.check("strategy", strategy)
     if launch.world_size() == 1:
-        return "single" if name == "auto" else strategy
-    if name in ("single", "dp") or listed:
+        return "single" if strategy == "auto" else strategy
+    if strategy in ("single", "dp"):
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
             "train its own model.\n"
@@ -71,7 +69,7 @@ def start(strategy: str, device: torch.device) -> str:
             timeout=timedelta(seconds=launch.timeout),
         )
     process_count = dist.get_world_size()
-    return "ddp" if name == "auto" else name
+    return "ddp" if strategy == "auto" else strategy
 
 
 def exchange_for(strategy: str, device: torch.device) -> str:
@@ -99,21 +97,20 @@ def leave() -> None:
 def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
     """Return the module that a step calls: the module itself for `single`, or a parallel wrapper.
 
-    `dp` uses all visible GPUs and `dp:0+2` the listed ones; with fewer than two, it has no effect.
-    `ddp` keeps the whole module in each process, and `fsdp` shards each parameter in place. State
-    dicts are those of the module itself, so their keys have no `module.` prefix. BatchNorm computes
-    its statistics across all processes.
+    `dp` uses all visible GPUs; with fewer than two, it has no effect. `ddp` keeps the whole module
+    in each process, and `fsdp` shards each parameter in place. State dicts are those of the module
+    itself, so their keys have no `module.` prefix. BatchNorm computes its statistics across all
+    processes.
 
     Raises:
         UserError: The strategy does not support this module or device.
     """
-    name, listed = check_strategy(strategy)
-    if name == "single":
+    if strategy == "single":
         return module
-    if name == "dp":
-        return replicated(module, strategy, device, listed)
+    if strategy == "dp":
+        return replicated(module, device)
     if process_count == 1:
-        log.warning("strategy=%s has no effect with a single process.", name)
+        log.warning("strategy=%s has no effect with a single process.", strategy)
         return module
     unwrap(module)  # an earlier Trainer may have wrapped it
     if any(map(is_shard, module.parameters())):
@@ -122,7 +119,7 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
             "Build it again, and load a checkpoint if you need its weights."
         )
     take_from_first([*module.parameters(), *module.buffers()])
-    spread = sharded(module, device) if name == "fsdp" else copied(module, device)
+    spread = sharded(module, device) if strategy == "fsdp" else copied(module, device)
     spread.exchanged = trained(module)  # type: ignore[assignment]
     # Do this last, because DistributedDataParallel rejects a SyncBatchNorm on the CPU.
     spread_norms(module)
@@ -164,24 +161,19 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         )
 
 
-def replicated(
-    module: torch.nn.Module, strategy: str, device: torch.device, listed: list[int] | None
-) -> torch.nn.Module:
+def replicated(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Wrap the module in torch.nn.DataParallel, if there are at least two GPUs."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
-    indices = listed or list(range(count))
-    if listed is None and count < 2:
+    if count < 2:
         log.warning("strategy=dp has no effect with fewer than two GPUs.")
         return module
-    can_replicate = device.type in REPLICAS and not is_compiled(module)
-    if not can_replicate or device.index not in indices or max(indices) >= count:
+    if device.type not in REPLICAS or is_compiled(module):
         raise UserError(
-            f"strategy={strategy}: torch.nn.DataParallel needs CUDA, and an uncompiled model on "
-            f"one of the GPUs in use (device: {device}; visible GPUs: {count}).\n"
+            "strategy=dp: torch.nn.DataParallel needs CUDA, and an uncompiled model.\n"
             "Type strategy=single, or strategy=ddp."
         )
     # DataParallel gathers outputs on its first device, which must also hold the parameters.
-    indices = sorted(indices, key=lambda index: index != device.index)
+    indices = sorted(range(count), key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
 
 
@@ -277,35 +269,14 @@ class OverRanks(torch.nn.SyncBatchNorm):
             return torch.nn.BatchNorm1d.forward(self, input)
         if input.device.type != "cpu":
             return super().forward(input)
-        channels = input.shape[1]
-        dims = [dim for dim in range(input.ndim) if dim != 1]
-        shape = [1, -1] + [1] * (input.ndim - 2)
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        values = wide.new_tensor([input.numel() / channels])  # per channel
-        sums = SumOverRanks.apply(torch.cat([values, wide.sum(dims)]))
-        count = sums[:1]
-        total = sums[1:]
-        mean = total / count
-        centred = wide - mean.view(shape)
-        variance = SumOverRanks.apply((centred**2).sum(dims)) / count
-        self.track(mean, variance * count / (count - 1))
-        scaled: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
-        return scaled.to(input.dtype)
-
-    @torch.no_grad()
-    def track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics as torch's BatchNorm does."""
-        if self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, momentum)
-        self.running_var.lerp_(variance, momentum)
+        # Each process normalizes the whole batch, and returns its own rows.
+        rows = [input.new_zeros(shape) for shape in from_all(input.shape)]
+        sizes = [len(part) for part in rows]
+        rows[dist.get_rank()] = input
+        whole = SumOverRanks.apply(torch.cat(rows))
+        normalized = torch.nn.BatchNorm1d.forward(self, whole)
+        own: torch.Tensor = normalized.split(sizes)[dist.get_rank()]
+        return own.clone()  # because an activation may change it in place
 
 
 @functools.cache
@@ -372,14 +343,8 @@ def plain_text(module: torch.nn.Module) -> str:
 
 
 def description(trainer: Any) -> str:
-    """Return text such as ", 16 on each of 4 processes (ddp)" for the plan of a run, or "" for a
-    single process.
-    """
-    if process_count == 1:
-        return ""
-    size = getattr(trainer.train_loader, "batch_size", None)
-    each = f", {math.ceil(size / process_count)} on each of" if size else " on"
-    return f"{each} {process_count} processes ({trainer.strategy})"
+    """Return " on 4 processes (ddp)" for the plan of a run, or "" for a single process."""
+    return f" on {process_count} processes ({trainer.strategy})" if process_count > 1 else ""
 
 
 # In a step

@@ -203,6 +203,25 @@ def named(given: Any) -> Callable[..., Any]:
     return functools.partial(shipped[name], **arguments)
 
 
+def check_state(scheduler: Any, state: dict[str, Any]) -> None:
+    """Raise UserError for the state of a scheduler with other settings or base rates.
+
+    The base rates are `given` in our Schedule, and `base_lrs` in torch's schedulers.
+    """
+    current = scheduler.state_dict()
+    fixed = {*inspect.signature(type(scheduler)).parameters, "given", "base_lrs"} - {"last_epoch"}
+    for name in {**current, **state}:
+        is_known = name in current and name in state
+        is_changed = name in fixed and repr(state.get(name)) != repr(current.get(name))
+        if not is_known or is_changed:
+            raise UserError(
+                f"The checkpoint does not match this Trainer: scheduler.{name!s:.60} is "
+                f"{state.get(name)!r:.60}, not {current.get(name)!r:.60}.\n"
+                "Use the learning rate, scheduler and epochs of the run that wrote the checkpoint. "
+                "To change the rate from here on, call trainer.set_lr(rate) in on_fit_start."
+            )
+
+
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a parameter group, also as the initial rate of the next schedule."""
     is_tensor = isinstance(group["lr"], torch.Tensor)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
+from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 
 T = TypeVar("T")
 
@@ -72,23 +72,6 @@ def check_device(device: Any) -> None:
         )
 
 
-def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
-    """Parse a strategy such as "auto" or "dp:0+1" as (name, list of GPUs or None).
-
-    Raises:
-        UserError: There is no such strategy.
-    """
-    text = as_typed(strategy)
-    if text in STRATEGIES:
-        return text, None
-    if not re.fullmatch(r"dp:\d{1,4}(\+\d{1,4})*", text, re.ASCII):
-        raise UserError(
-            f"strategy={text}: no such strategy.{did_you_mean(text, STRATEGIES)}\n"
-            "Type strategy=auto, single, dp, dp:0+1 (GPUs 0 and 1), ddp or fsdp."
-        )
-    return "dp", [int(index) for index in text.removeprefix("dp:").split("+")]
-
-
 RESERVED = {"name", "params", "lr_scale"}  # keys of a parameter group that a rule must not set
 
 
@@ -136,7 +119,7 @@ LIMITS: Mapping[str, Limit] = {
     "patience": COUNT,
     "monitor_mode": Choice(("auto", "min", "max")),
     "device": Checked(check_device),
-    "strategy": Checked(check_strategy),
+    "strategy": Choice(STRATEGIES),
     "precision": Choice(("auto", *PRECISIONS)),
     "compile": Choice((False, True, "graph")),
     "channels_last": Choice(("auto", True, False)),

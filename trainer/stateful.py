@@ -1,6 +1,7 @@
 """The part of a Trainer that is saved in checkpoints, and loaded to resume."""
 
 import collections
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 
 from stoker.trainer import checkpoint, schedules, transfer
 from stoker.trainer.callback import Callback
-from stoker.trainer.errors import UserError, first_line
+from stoker.trainer.errors import UserError
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.splitter import Splitter
-from stoker.trainer.state import AtLeast, Exactly, compare, form_of, freeze, frozen
+from stoker.trainer.state import freeze, frozen, has_usual_state
 from stoker.trainer.window import Window
 
 # name -> type of the attributes that are saved unchanged
@@ -120,49 +121,63 @@ class Stateful:
         """
         if loader is None:
             loader = self.train_loader
-        compare(state, AtLeast(callbacks=dict), "state")
-        compare(state, self.form(state, loader), "state")
-        if isinstance(loader, IterableLoader):
-            loader.load_state_dict(state.get("loader", {}))
-        for name, part in self.stateful().items():
-            try:
-                checkpoint.restore(part, state[name])
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                reason = first_line(error)
-                raise UserError(f"The checkpoint does not match this {name}: {reason}") from None
+        self.check_state(state)
+        is_lazy = any(map(torch.nn.parameter.is_lazy, self.module.parameters()))
+        before = {} if is_lazy else checkpoint.copy(self.state_dict(), everywhere=True)
+        try:
+            self.restore(state)
+            if isinstance(loader, IterableLoader):
+                checkpoint.restore("loader", loader, state.get("loader", {}))
+        except UserError:
+            # A part that has just rejected the state may reject its own state too.
+            with contextlib.suppress(UserError, KeyError):
+                self.restore(before)
+            raise
         if self.optimizer is not None and self.scheduler is None:
             schedules.reset(self.optimizer)
-        for name, callback in self.named_callbacks().items():
-            if name in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][name])
         for name in SAVED:
             setattr(self, name, state[name])
         self.carried = transfer.move(state.get("carried", {}), self.device)
+        trainer: Any = self
+        for callback in self.callbacks:
+            callback.loaded(trainer)
+
+    def check_state(self, state: Any) -> None:
+        """Raise UserError for what would not be noticed when the state is loaded."""
+        kinds: dict[str, type] = {**SAVED, "frozen": list, "callbacks": dict}
+        problem = "The checkpoint does not match this Trainer:"
+        with checkpoint.matching("Trainer"):
+            for name, kind in kinds.items():
+                if type(state.get(name)) is not kind:
+                    raise UserError(f"{problem} {name} is {state.get(name)!r:.60}.")
+            if self.optimizer is not None:
+                saved = state["optimizer_class"]
+                optimizer = type(self.optimizer).__name__
+                if saved != optimizer:
+                    raise UserError(f"{problem} optimizer_class is {saved!r}, not {optimizer!r}.")
+            if self.scheduler is not None:
+                schedules.check_state(self.scheduler, state["scheduler"])
+            for name, part in self.stateful().items():
+                if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
+                    checkpoint.check_options(name, part, state[name])
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load the states of all parts and callbacks.
+
+        Raises:
+            UserError: A state is missing, or does not fit.
+        """
+        states = {**state, **state["callbacks"]}
+        for name, part in {**self.stateful(), **self.named_callbacks()}.items():
+            if name in states:
+                checkpoint.restore(name, part, states[name])
+            elif part.state_dict():
+                raise UserError(f"The checkpoint does not match this Trainer: {name} is missing.")
 
     def resume_from(self, state: Any, loader: Any = None) -> None:
         """Load a state to continue training, and freeze the parameters that were frozen in it."""
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
-
-    def form(self, state: dict[str, Any], loader: Any) -> Any:
-        """Return the form that `state` must have to be loaded."""
-        trainer: Any = self
-        form: dict[str, Any] = AtLeast(SAVED)
-        form["frozen"] = list
-        for name, part in self.stateful().items():
-            form[name] = form_of(part, name)
-        if self.optimizer is not None:
-            form["optimizer_class"] = Exactly([type(self.optimizer).__name__])
-        if isinstance(loader, IterableLoader) and "loader" in state:
-            form["loader"] = loader.state_form()
-        form["callbacks"] = AtLeast()
-        for name, callback in self.named_callbacks().items():
-            if name in state["callbacks"] or callback.state_dict():
-                part = callback.state_form(trainer)
-                if isinstance(part, dict):  # a subclass may save different keys
-                    part = AtLeast({key: part[key] for key in callback.state_dict() if key in part})
-                form["callbacks"][name] = part
-        return form
 
     def named_callbacks(self) -> dict[str, Callback]:
         """Return {class name: callback}; the second callback of the same class is "Name.1"."""

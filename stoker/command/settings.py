@@ -22,7 +22,6 @@ from stoker.trainer.settings import (
     Limit,
     Number,
     check_micro_batch,
-    check_strategy,
 )
 
 TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
@@ -261,12 +260,12 @@ def check_together(values: Mapping[str, Any]) -> None:
     """Raise UserError for settings that do not work with several processes or with sharded
     weights.
     """
-    name, _ = check_strategy(values.get("strategy"))
+    strategy = values.get("strategy")
     devices = values.get("devices", "auto")
     started = 1  # processes that this process starts
-    if name in launch.SEVERAL and devices != "auto":
+    if strategy in launch.SEVERAL and devices != "auto":
         started = devices
-    if name == "fsdp" and values.get("compile"):
+    if strategy == "fsdp" and values.get("compile"):
         raise UserError(
             "strategy=fsdp: a sharded model cannot be compiled, but "
             f"compile={as_typed(values['compile'])} is set.\nType compile=false or strategy=ddp."

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from stoker.trainer import settings
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, first_few, log
 from stoker.trainer.number_format import counted
@@ -84,7 +83,7 @@ class Doctor(Callback):
             raise UserError(
                 "callbacks=doctor: steps in a CUDA graph cannot be inspected. Type compile=false."
             )
-        if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
+        if trainer.strategy in ("dp", "fsdp"):
             raise UserError(
                 f"callbacks=doctor: layers cannot be inspected with strategy={trainer.strategy}.\n"
                 "Type strategy=ddp or strategy=single."

@@ -59,7 +59,7 @@ class Watch(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         for name, part in self.parts.items():
-            checkpoint.restore(part, self.states[name])
+            checkpoint.restore(name, part, self.states[name])
 
 
 def lr_find(

@@ -27,7 +27,6 @@ from stoker.trainer import checkpoint, memory, prediction
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
 from stoker.trainer.files import replacing
-from stoker.trainer.state import compare, form_of
 
 AT_ONCE = 256 * memory.MIB  # maximum bytes of inputs in one batch
 
@@ -179,8 +178,7 @@ def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torc
     build.without_downloads("model", config["model"])
     build.check_size("model", config["model"], weights, **sizes)
     module: torch.nn.Module = build.build("model", config["model"], **sizes)
-    compare(weights, form_of(module, "model"), "model")
-    module.load_state_dict(weights)
+    checkpoint.restore("model", module, weights)
     return module
 
 

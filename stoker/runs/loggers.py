@@ -24,7 +24,6 @@ from stoker.runs.rows import Row, lines_of
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, first_line, log, printable
 from stoker.trainer.files import open_plain, replacing, write_text
-from stoker.trainer.state import Either
 from stoker.trainer.trainer import Trainer
 
 PATIENCE = 30  # seconds to wait for a logger's server
@@ -89,9 +88,6 @@ class JSONL(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows} if self.rows else {}
-
-    def state_form(self, trainer: Trainer) -> Any:
-        return Either([{}, {"rows": int}])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = state.get("rows", 0)

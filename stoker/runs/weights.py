@@ -11,7 +11,6 @@ from stoker.runs.result import finished
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, printable
-from stoker.trainer.state import is_like_tensor
 
 SHOWN = 3  # names shown in each line
 SOURCES = "a checkpoint, a run directory or a safetensors file"
@@ -75,7 +74,9 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
         value = weights.get(name)
         if value is None:
             report.missing.append(name)
-        elif torch.nn.parameter.is_lazy(tensor) or is_like_tensor(value, tensor):
+        elif torch.nn.parameter.is_lazy(tensor) or (
+            value.shape == tensor.shape and value.is_floating_point() == tensor.is_floating_point()
+        ):
             report.loaded.append(name)
             fitting[name] = value
         else:

@@ -1,7 +1,7 @@
 """Callbacks that average the weights over steps."""
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -9,7 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Callback, State
 from stoker.trainer.errors import UserError, check_number
-from stoker.trainer.state import AtLeast, Either, Exactly, frozen
+from stoker.trainer.state import frozen
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -56,8 +56,16 @@ class ShadowWeights(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         # After an error, the device may no longer work. A closed Trainer has no module.
         if not trainer.failed and trainer.module is not None:
-            self.module = weakref.ref(trainer.module)
-            self.sum = checksum(trainer.module)
+            self.remember(trainer.module)
+
+    def loaded(self, trainer: "Trainer") -> None:
+        if trainer.train_loader is None:  # not in a fit
+            self.remember(trainer.module)
+
+    def remember(self, module: torch.nn.Module) -> None:
+        """Remember the weights that the shadow belongs to."""
+        self.module = weakref.ref(module)
+        self.sum = checksum(module)
 
     def on_eval_start(self, trainer: "Trainer") -> None:
         self.forget_if_changed()
@@ -107,15 +115,6 @@ class ShadowWeights(Callback):
     def load_state_dict(self, state: State) -> None:
         self.shadow = state[self.key]
         self.step = state["step"]
-        module = self.module() if self.module else None
-        self.sum = checksum(module) if module else None
-
-    def state_form(self, trainer: "Trainer") -> Any:
-        in_fit = trainer.train_loader is not None
-        self.module = None if in_fit else weakref.ref(trainer.module)
-        untrained = AtLeast({self.key: Exactly([None]), "step": Exactly([0])})
-        trained = AtLeast({self.key: floating_state(trainer.module), "step": int})
-        return Either([untrained, trained])
 
 
 class Lookahead(ShadowWeights):
@@ -185,20 +184,13 @@ class EMA(ShadowWeights):
             self.raw = None
 
     def state_dict(self) -> State:
-        self.check_weights()
-        return super().state_dict()
-
-    def state_form(self, trainer: "Trainer") -> Any:
-        self.check_weights()
-        return super().state_form(trainer)
-
-    def check_weights(self) -> None:
         """Raise UserError unless the model currently holds the trained weights."""
         if self.raw is not None:
             raise UserError(
                 "EMA: during an evaluation, the model holds the averaged weights, not the trained "
                 "ones. Save or load the state before or after the evaluation."
             )
+        return super().state_dict()
 
 
 def checksum(module: torch.nn.Module) -> str:

@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from stoker.trainer import launch, settings
 from stoker.trainer.callback import Callback, Row
@@ -12,7 +12,6 @@ from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mea
 from stoker.trainer.history import weight_of
 from stoker.trainer.loading import by_name
 from stoker.trainer.number_format import counted, number
-from stoker.trainer.state import Either, Exactly
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -26,10 +25,7 @@ class Monitor(Callback):
     epoch. To monitor a number that you pass to `trainer.log`, set `mode` to "max" or "min".
     """
 
-    state_forms: ClassVar[dict[str, Any]] = {
-        "best": Either([Exactly([None]), {"step": int, "value": 0.0}]),
-        "epoch": {"loss": 0.0, "weight": 0.0},
-    }
+    state_attributes: ClassVar[tuple[str, ...]] = ("best", "epoch")
     name: str  # the monitored number, set by `on_fit_start`
     sign: int  # 1 if high is good, -1 if low is good
     warned: bool  # whether a warning about a non-finite number was logged
@@ -143,7 +139,7 @@ class Monitor(Callback):
 class EarlyStopping(Monitor):
     """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
 
-    state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"waited": int}
+    state_attributes: ClassVar[tuple[str, ...]] = (*Monitor.state_attributes, "waited")
 
     def __init__(
         self,

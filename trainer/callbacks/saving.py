@@ -4,7 +4,7 @@ import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ class Checkpoint(Monitor):
     `about`, such as the config, are saved too.
     """
 
-    state_forms: ClassVar[dict[str, Any]] = Monitor.state_forms | {"metrics": dict}
+    state_attributes: ClassVar[tuple[str, ...]] = (*Monitor.state_attributes, "metrics")
     saved: int  # the step of the last save
 
     def __init__(
@@ -54,7 +54,6 @@ class Checkpoint(Monitor):
         self.due = False
         self.metrics: Row = {}  # the last value of each logged number
         self.last_time = 0.0  # time of the last save, by the clock of `trainer.agreement`
-        self.is_checked = False  # whether `check_state` was called in this fit
         self.writer: ThreadPoolExecutor | None = None
         self.writing: Future[None] | None = None
 
@@ -71,7 +70,6 @@ class Checkpoint(Monitor):
             self.best = None  # the best checkpoint is in another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.saved = trainer.step
-        self.is_checked = False
         self.due = False
         self.last_time = trainer.agreement.now()
         if not trainer.step:
@@ -91,13 +89,6 @@ class Checkpoint(Monitor):
                 "or move it away."
             )
 
-    def check_state(self, trainer: "Trainer") -> None:
-        """Raise UserError right away if the state cannot be saved, instead of hours later."""
-        owners = {**trainer.stateful(), "loader": getattr(trainer.train_loader, "loader", None)}
-        for name, value in trainer.state_dict().items():
-            kind = type(owners[name]).__name__ if name in owners else ""
-            checkpoint.pack(value, {}, f"{name} {kind}".strip())
-
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.improved(trainer, row):
             self.due = True
@@ -112,9 +103,6 @@ class Checkpoint(Monitor):
             self.due = True
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if not self.is_checked:  # after the first step, the loader and the optimizer have a state
-            self.check_state(trainer)
-            self.is_checked = True
         if self.writing is not None and self.writing.done():
             self.wait()  # raises the thread's error, if any
         waited = trainer.agreement.now() - self.last_time
