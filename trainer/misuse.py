@@ -48,10 +48,13 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of this package that use the loss, and those that unpack what compute_loss returned.
-USE_THE_LOSS = {"train_step", "accumulate"}
-UNPACK_THE_LOSS = {*USE_THE_LOSS, "compute_losses", "compute_loss"}
-NO_PAIR = "values to unpack|cannot unpack non-iterable|iteration over a 0-d tensor"
+# Functions of this package that use what compute_loss or train_step returned, and the messages of
+# Python and torch if it has the wrong form.
+AFTER_A_STEP = {"train_step", "accumulate", "scaled", "compute_losses", "compute_loss", "update"}
+MISRETURNED = re.compile(
+    "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
+    "no attribute '(detach|device|masked_fill)'|does not require grad|only for scalar outputs"
+)
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
@@ -394,18 +397,14 @@ def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
     """Return an error if a method that is not overridden received a batch that is not a pair."""
-    is_list = isinstance(batch, (list, tuple))
-    is_pair = is_list and len(batch) == 2
-    if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
+    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    if is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
-    expected = dict.fromkeys(("compute_loss", "update_metrics"), "(inputs, targets)")
-    if not is_list and not isinstance(batch, torch.Tensor):
-        expected["predict_batch"] = "inputs or (inputs, targets)"
-    for name, form in expected.items():
+    for name in ("compute_loss", "update_metrics"):
         if name in methods and is_usual(type(trainer), name):
             return UserError(
-                f"{name} expects {form}, but a batch is {kind_of(batch)}: {first_line(error)}.\n"
-                f"Override {name}; {HOW}."
+                f"{name} expects (inputs, targets), but a batch is {kind_of(batch)}: "
+                f"{first_line(error)}.\nOverride {name}; {HOW}."
             )
     return None
 
@@ -433,36 +432,13 @@ def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if `compute_loss` or `train_step` returned something of the wrong form."""
-    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(LIBRARIES[1])]
-    if not ours:
+    *_, innermost = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
+    is_ours = innermost.filename.startswith(LIBRARIES[1]) and innermost.name in AFTER_A_STEP
+    if not is_ours or not MISRETURNED.search(str(error)):
         return None
-    kind = type(trainer).__name__
-    names = [frame.name for frame in frames]
-    *_, caller, function = ["", *names[: ours[-1] + 1]]  # the innermost function of this package
-    inner = names[ours[-1] + 1 :]  # what it called
-    is_no_tensor = isinstance(error, AttributeError) and not inner  # such as float.detach
-    if is_no_tensor and (caller, function) == ("fit", "update"):
-        return UserError(
-            f"{kind}.train_step must return the mean loss of the batch as a scalar tensor, such as "
-            "loss.detach()."
-        )
-    is_backward = function in USE_THE_LOSS and inner[:1] == ["backward"]
-    if is_backward and "does not require grad" in str(error):
-        return UserError(
-            f"{kind}.compute_loss: the loss does not depend on a trainable parameter.\n"
-            "Do not call detach() or item() on the loss or use torch.no_grad(). If parameters are "
-            "frozen, leave some trainable."
-        )
-    is_no_pair = function in UNPACK_THE_LOSS and inner in ([], ["__iter__"])
-    if (
-        (is_no_pair and re.search(NO_PAIR, str(error)))
-        or (is_no_tensor and (function in USE_THE_LOSS or (caller, function) == ("run", "update")))
-        or (function == "scaled" and isinstance(error, (AttributeError, TypeError)))
-        or (is_backward and "only for scalar outputs" in str(error))
-    ):
-        return UserError(
-            f"{kind}.compute_loss must return (loss, outputs): the mean loss of the batch as a "
-            "scalar tensor, and the outputs for the metrics.\n"
-            "If there are several losses, return their sum. Do not call item() on the loss."
-        )
-    return None
+    return UserError(
+        f"{type(trainer).__name__}: {first_line(error)}.\n"
+        "compute_loss must return (loss, outputs): the mean loss of the batch as a scalar tensor "
+        "that depends on trainable parameters, and the outputs for the metrics.\n"
+        "train_step must return the mean loss as a scalar tensor, such as loss.detach()."
+    )
