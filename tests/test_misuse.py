@@ -221,7 +221,7 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
     text = explanation_of(caught.value)
     assert type(caught.value) is error and caught.value.__notes__ == [text]
     if kind is not Trainer:
-        place = rf"In compute_loss \({re.escape(__file__)}:\d+\)\."
+        place = rf"{error.__name__} in compute_loss \({re.escape(__file__)}:\d+\)\."
         batch = "batch" if use == "fit" else "val batch"
         assert re.match(rf"{place} The {batch}: batch\['x'\] ", text)
     assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
@@ -234,46 +234,21 @@ class BadIndexOfBoxes(Trainer):
         return images[0].sum() + torch.zeros(3)[targets[1]["labels"]].sum(), None
 
 
-def test_an_error_in_a_batch_of_lists_names_every_kind_of_tensor():
-    images = [torch.ones(3, 4, 5 + i) for i in range(8)]
+def test_an_error_in_a_batch_of_lists_names_the_first_tensors():
+    images = [torch.ones(3, 4, 5 + i) for i in range(2)]
     targets = [{"boxes": torch.ones(2, 4), "labels": torch.tensor([2, 3])} for _ in images]
     with pytest.raises(IndexError) as caught:
         make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
-    assert explanation_of(caught.value).partition("The batch: ")[2] == (
-        "batch[0][0] (3, 4, 5) torch.float32 and 7 more, "
-        "batch[1][0]['boxes'] (2, 4) torch.float32 and 7 more, "
-        "batch[1][0]['labels'] (2,) torch.int64 and 7 more."
-    )
+    shown = explanation_of(caught.value).partition("The batch: ")[2]
+    assert shown.startswith("batch[0][0] (3, 4, 5) torch.float32, batch[0][1] (3, 4, 6) ")
+    assert shown.endswith("batch[1][1]['labels'] (2,) torch.int64.")
     named = [{f"x{i}": torch.ones(2) for i in range(7)}]
     with pytest.raises(ValueError, match="too many values") as caught:
         make_trainer(kind=BadIndexOfBoxes).fit(named)
     assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
 
 
-@pytest.mark.parametrize(
-    ("batch", "shown"),
-    [
-        (
-            [(torch.ones(4), torch.tensor(1))] * 3,
-            "batch[0][0] (4,) torch.float32 and 2 more, batch[0][1] () torch.int64 and 2 more.",
-        ),
-        (
-            [{"x": torch.ones(4), "y": torch.tensor(1)}] * 3,
-            "batch[0]['x'] (4,) torch.float32 and 2 more, batch[0]['y'] () torch.int64 and 2 more.",
-        ),
-    ],
-)
-def test_an_error_in_a_list_of_samples_names_every_kind_of_tensor(batch, shown):
-    class Refuses(Trainer):
-        def compute_loss(self, batch):
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        make_trainer(kind=Refuses).fit([batch])
-    assert explanation_of(caught.value).partition("The batch: ")[2] == shown
-
-
-@pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
+@pytest.mark.parametrize("bug", [NameError, ZeroDivisionError, "callback"])
 def test_bugs_stay_tracebacks(bug):
     class Buggy(OfDicts):
         def compute_loss(self, batch):
@@ -295,22 +270,13 @@ class WrongKey(OfDicts):
         return self.model(batch["img"]).mean(), None
 
 
-class WrongKeyOfAnotherDict(OfDicts):
-    def compute_loss(self, batch):
-        return {"a": 1}["x" if batch["x"].ndim else "y"], None
-
-
-def test_a_wrong_key_of_another_dict_stays_a_traceback():
-    with pytest.raises(KeyError) as caught:
-        make_trainer(kind=WrongKeyOfAnotherDict).fit(of_dicts())
-    assert explanation_of(caught.value) is None and code_of(caught.value) == 1
-
-
 def test_a_wrong_key_of_a_batch_is_explained():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(KeyError) as caught:
         make_trainer(kind=WrongKey).fit(of_dicts())
-    place = r"KeyError: 'img' \(.*test_misuse.py:\d+\)"
-    assert re.fullmatch(rf"{place}\.\nThe keys of the batch are .*x.*y.*\.", str(caught.value))
+    place = rf"KeyError in compute_loss \({re.escape(__file__)}:\d+\)\."
+    shown = r"The batch: batch\['x'\] \(8, 6\) torch.float32, batch\['y'\] \(8,\) torch.int64\."
+    assert re.fullmatch(f"{place} {shown}", explanation_of(caught.value))
+    assert code_of(caught.value) == 2 and message(caught.value).startswith("error: 'img'\nKeyError")
 
 
 def test_a_batch_that_the_model_cannot_take_says_what_to_override():
@@ -722,7 +688,7 @@ def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
         NoSuper(make_model()).fit(loader())
 
 
-def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
+def test_an_index_that_an_embedding_does_not_have_is_explained():
     model = torch.nn.Sequential(
         torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
     )
@@ -730,8 +696,8 @@ def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
     with pytest.raises(UserError) as caught:
         make_trainer(model).fit([(inputs, torch.zeros(8).long())])
     assert str(caught.value) == (
-        "An index into an Embedding is out of range: 0 has 10 rows. In the batch, batch[0] has "
-        "values from 0 to 23, batch[1] has values from 0 to 0."
+        "An index is out of range. An index into an Embedding must be at least 0 and below its "
+        "num_embeddings."
     )
 
 
@@ -746,11 +712,6 @@ class TakesAGradient(Trainer):
         loss, outputs = super().compute_loss(batch)
         torch.autograd.grad(loss.detach(), list(self.module.parameters()))
         return loss, outputs
-
-
-class SelectsARow(Trainer):
-    def compute_loss(self, batch):
-        return torch.zeros(3).index_select(0, batch[1] + 9).mean(), None
 
 
 class SplitsWrong(Trainer):
@@ -768,7 +729,6 @@ class WeighsWrong(Trainer):
     [
         (IteratesOverAScalar, TypeError, "iteration over a 0-d tensor"),
         (TakesAGradient, RuntimeError, "does not require grad"),
-        (SelectsARow, IndexError, "index out of range in self"),
         (SplitsWrong, TypeError, "NoneType"),
         (WeighsWrong, (TypeError, ValueError), None),
     ],

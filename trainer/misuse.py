@@ -28,7 +28,6 @@ from stoker.trainer.carried import Carried
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
-    cause,
     did_you_mean,
     explanation_of,
     first_few,
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "'Bring your own' in the documentation shows how"
-# What torch raises for a bad shape, index or class. Subclasses of these mean something else.
-REFUSALS = (RuntimeError, IndexError, ValueError)
+# What a bad shape, index, class or key raises. Subclasses of these mean something else.
+REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
 # Functions of this package that use what compute_loss or train_step returned, and the messages of
@@ -362,7 +361,6 @@ def raise_if_explained(
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (
         unpaired(trainer, error, batch, methods)
-        or missing_key(error, batch, frames)
         or misreturned(trainer, error, frames)
         or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
@@ -374,18 +372,11 @@ def raise_if_explained(
     if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
         return
     places = [
-        f"In {frame.name} ({frame.filename}:{frame.lineno}). "
+        f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    # Group similar tensors, such as those of a list of samples.
-    alike: dict[tuple[str, int, torch.dtype], list[str]] = {}
-    for place, one in batches.entries(batch):
-        pattern = re.sub(r"\[\d+\]", "[]", place)
-        alike.setdefault((pattern, one.ndim, one.dtype), []).append(
-            f"{place} {tuple(one.shape)} {one.dtype}"
-        )
-    shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
+    shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The {name}: {shown}."
     # Python 3.11 and later print notes below the traceback.
@@ -407,25 +398,6 @@ def unpaired(
                 f"{first_line(error)}.\nOverride {name}; {HOW}."
             )
     return None
-
-
-def missing_key(
-    error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
-) -> UserError | None:
-    """Return an error that lists the keys of the batch if your code uses another key."""
-    is_missing = (
-        isinstance(error, KeyError)
-        and isinstance(batch, Mapping)
-        and bool(error.args)
-        and error.args[0] not in list(batch)  # which may be unhashable
-    )
-    if (
-        not is_missing
-        or frames[-1].name not in TAKE_A_BATCH
-        or "batch[" not in str(frames[-1].line)
-    ):
-        return None
-    return UserError(f"{cause(error)}.\nThe keys of the batch are {first_few(list(batch), 10)}.")
 
 
 def misreturned(

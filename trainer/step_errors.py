@@ -1,13 +1,12 @@
 """Explain errors in a step, such as a tensor on the wrong device, and say what to change."""
 
 import re
-import traceback
 from typing import Any
 
 import torch
 
 from stoker.trainer import batches
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError
 
 # regular expression for an error message of torch -> what to do about it
 ADVICE = {
@@ -15,6 +14,10 @@ ADVICE = {
         "An assertion inside a GPU kernel failed (device-side assert). Usually a class in the "
         "targets or an index into an Embedding is out of range.\n"
         "Type device=cpu, where the same step fails with a clear message."
+    ),
+    "index out of range in self": (
+        "An index is out of range. An index into an Embedding must be at least 0 and below its "
+        "num_embeddings."
     ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one.\n"
@@ -46,32 +49,12 @@ def explain(
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
             return UserError(advice)
-    frames = traceback.extract_tb(error.__traceback__)
-    in_embedding = any(frame.filename == torch.nn.modules.sparse.__file__ for frame in frames)
-    if in_embedding and "index out of range in self" in text:
-        return UserError(out_of_range(module, batch))
     wrong = misplaced(module, batch, device)
     if wrong and re.search(TWO_DEVICES, text):
         return UserError(
             f"Tensors on two devices: the Trainer uses {device}, but {'; '.join(wrong[:3])}."
         )
     return None
-
-
-def out_of_range(module: torch.nn.Module, batch: Any) -> str:
-    """Return a message about an index that is too large for an Embedding."""
-    sizes = [
-        f"{name or 'the model'} has {child.num_embeddings:,} rows"
-        for name, child in module.named_modules()
-        if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-    ]
-    ranges = [
-        f"{name} has values from {tensor.min():,} to {tensor.max():,}"
-        for name, tensor in batches.entries(batch)
-        if tensor.numel() and tensor.dtype in (torch.int32, torch.int64)
-    ]
-    text = f"An index into an Embedding is out of range: {first_few(sizes, 3)}."
-    return f"{text} In the batch, {first_few(ranges, 3)}." if ranges else text
 
 
 def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:
