@@ -5,10 +5,9 @@ import functools
 import inspect
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -235,27 +234,6 @@ def calls_view(module: torch.nn.Module) -> bool:
     return any("view" in code.co_names for code in codes if code is not None)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raise UserError if the compiler that `compile=true` requires is missing.
-
-    TorchInductor requires a C++ compiler on the CPU, nothing on mps, and Triton on other devices.
-    """
-    works = True
-    if device.type == "cpu":
-        works = any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl")))
-    elif device.type != "mps":
-        # private: torch.utils._triton.has_triton, because there is no public check, torch 2.15
-        from torch.utils._triton import has_triton
-
-        works = has_triton()
-    if not works:
-        raise UserError(
-            f"compile=true on {device} needs a compiler, but none is installed.\nOn the CPU, "
-            "install g++, clang++ or cl (on the PATH); on a GPU, install Triton. Or type "
-            "compile=false."
-        )
-
-
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
     """Run `work(batch)` in the stream for capturing graphs, and return its result.
 
@@ -269,22 +247,6 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
         result = work(batch)
     current.wait_stream(aside)
     return result
-
-
-@contextlib.contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """In this context, raise RuntimeError where Python would have to wait for the device."""
-    if device.type == "cpu":  # nothing to wait for
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:

@@ -27,6 +27,11 @@ ADVICE = {
         "The model calls .view() on an image, but its memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
+    r"InvalidCxxCompiler|No working C\+\+ compiler|TritonMissing|Cannot find a working triton": (
+        "compile=true needs a compiler, but none is installed.\n"
+        "On the CPU, install g++, clang++ or cl (on the PATH); on a GPU, install Triton. Or type "
+        "compile=false."
+    ),
     "DTensor|FSDP|[Ss]harding (strategy|propagation)": (
         "strategy=fsdp: torch does not support this operation on sharded parameters.\n"
         "Type strategy=ddp, or choose another optimizer if it causes the error. "

@@ -118,7 +118,6 @@ class Trainer(Predicting, Stoppable, Reporting):
         # `module` keeps the user's parameter names; `model` is what a step calls.
         self.module = devices.place(model, self.device, channels_last)
         if compile is True:
-            devices.check_compiler(self.device)
             self.module.compile()
         self.model = parallel.wrap(self.module, self.strategy, self.device)
         self.replica_indices = parallel.replica_indices(self.model)
