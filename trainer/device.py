@@ -93,36 +93,31 @@ def make_current(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100, 39.1 GiB free)"."""
+    """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100)"."""
     if device.type == "cpu":
         return f"cpu, {counted(torch.get_num_threads(), 'thread')}"
     backend = torch.get_device_module(device)
-    facts = [backend.get_device_name(device)] if hasattr(backend, "get_device_name") else []
-    free, _ = memory.memory_info(device)
-    if free is not None:
-        facts.append(f"{memory.gib(free)} GiB free")
-    return f"{device} ({', '.join(facts)})" if facts else str(device)
+    if not hasattr(backend, "get_device_name"):
+        return str(device)
+    return f"{device} ({backend.get_device_name(device)})"
 
 
-def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return (autocast dtype, reason) for a `precision` on this device; None means fp32."""
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast for a `precision` on this device; None means fp32.
+
+    `auto` is half precision if the hardware supports it, else fp32.
+    """
     settings.check("precision", name)
-    if name == "auto":
-        return auto_precision(device)
-    return DTYPES[name], "as requested"
-
-
-def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Resolve `precision=auto`: half precision if the hardware supports it, else fp32."""
+    if name != "auto":
+        return DTYPES[name]
     if device.type not in ("cuda", "xpu"):
-        return None, f"the default on {device.type}"
+        return None
     if device.type == "xpu" or torch.version.hip is not None:
-        return torch.bfloat16, "native"
-    major, minor = torch.cuda.get_device_capability(device)
+        return torch.bfloat16
+    major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return torch.bfloat16, "native"
-    dtype = torch.float16 if major == 7 else None
-    return dtype, f"sm_{major}{minor} has no bf16"
+        return torch.bfloat16
+    return torch.float16 if major == 7 else None
 
 
 @functools.cache
@@ -152,22 +147,10 @@ def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.Gr
 def autocast(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a reusable context that autocasts to `dtype`, or does nothing if it is None.
-
-    Raises:
-        UserError: The device does not support autocast to this dtype.
-    """
+    """Return a reusable context that autocasts to `dtype`, or does nothing if it is None."""
     if dtype is None:
         return contextlib.nullcontext()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch's warning that autocast has no effect
-            return torch.autocast(device.type, dtype=dtype)
-    except (RuntimeError, UserWarning) as error:
-        raise UserError(
-            f"precision: {device.type} cannot autocast to {dtype} ({first_line(error)}).\n"
-            "Type precision=fp32."
-        ) from None
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:
