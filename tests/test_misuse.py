@@ -320,7 +320,6 @@ def test_several_loaders_are_no_loader():
 @pytest.mark.parametrize(
     "named, message",
     [
-        ({}, "val_loader is an empty dict"),
         ({"train": loader()}, "'train' is not a valid name"),
         ({"a/b": loader()}, "'a/b' is not a valid name"),
         ({"a": {"b": loader()}}, "this dict is not a loader"),
@@ -504,27 +503,24 @@ class Twice(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "name"),
-    [
-        (schedules.cosine, "cosine"),
-        (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), "StepLR"),
-    ],
+    "scheduler",
+    [schedules.cosine, functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9)],
 )
 @pytest.mark.parametrize(
-    ("kind", "calls"),
-    [(Reading, "0 times"), (Twice, "8 times"), (Careful, None), (Calling, None), (Trainer, None)],
+    ("kind", "warns"),
+    [(Reading, True), (Twice, True), (Careful, False), (Calling, False), (Trainer, False)],
 )
 def test_a_step_of_your_own_that_does_not_advance_the_schedule_once_is_named(
-    caplog, kind, calls, scheduler, name
+    caplog, kind, warns, scheduler
 ):
     trainer = make_trainer(kind=kind, epochs=2, log_every=4, scheduler=scheduler)
     trainer.fit(loader())
     text = (
-        f"{kind.__name__}.train_step called self.scheduler.step() {calls} in 4 steps, so the "
-        f"learning rate does not follow the scheduler ({name}).\n"
+        f"{kind.__name__}.train_step does not call self.scheduler.step() once per step, so the "
+        "learning rate does not follow the scheduler.\n"
         "Call it once in your train_step; 'Bring your own' in the documentation shows how."
     )
-    assert [record.getMessage() for record in caplog.records] == ([text] if calls else [])
+    assert [record.getMessage() for record in caplog.records] == ([text] if warns else [])
 
 
 def test_a_tensor_is_logged_as_its_number(tmp_path):
@@ -624,15 +620,9 @@ def test_a_method_that_nobody_would_call_is_refused(name):
     assert len(str(error.value).splitlines()) <= 3
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "instead"),
-    [
-        (torch.nn.DataParallel, "Trainer(model, strategy='dp')"),
-        (torch.compile, "Trainer(model, compile=True)"),
-    ],
-)
-def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
-    with pytest.raises(UserError, match=re.escape(instead)):
+@pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, torch.compile])
+def test_a_model_in_a_wrapper_is_refused(wrapper):
+    with pytest.raises(UserError, match="model: pass the module itself"):
         make_trainer(wrapper(make_model()))
 
 
@@ -676,16 +666,6 @@ def test_a_batch_of_a_type_that_torch_refuses_is_shown():
         make_trainer(kind=OfLists).fit(loader())
     assert "The batch: batch[0] (" in explanation_of(caught.value)
     assert code_of(caught.value) == 2
-
-
-def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
-    class NoSuper(Trainer):
-        def __init__(self, model, **settings):
-            self.own = settings
-            self.module = model
-
-    with pytest.raises(UserError, match=r"NoSuper.__init__ must call super\(\).__init__"):
-        NoSuper(make_model()).fit(loader())
 
 
 def test_an_index_that_an_embedding_does_not_have_is_explained():

@@ -35,7 +35,6 @@ from stoker.trainer.errors import (
     kind_of,
 )
 from stoker.trainer.loading import by_name
-from stoker.trainer.number_format import counted
 from stoker.trainer.overrides import is_usual, names_in, step_uses
 
 if TYPE_CHECKING:
@@ -67,13 +66,13 @@ METHODS = (
     "create_optimizer",
     "create_scheduler",
 )
-# torch's wrappers of a module -> the argument of the Trainer that replaces each.
-WRAPPERS = {
-    "DataParallel": "strategy='dp'",
-    "DistributedDataParallel": "strategy='ddp'",
-    "FullyShardedDataParallel": "strategy='fsdp'",
-    "OptimizedModule": "compile=True",
-}
+# torch's wrappers of a module, which rename its weights.
+WRAPPERS = (
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
 
 
 def check_parts(
@@ -89,7 +88,10 @@ def check_parts(
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
-    check_unwrapped(model)
+    if type(model).__name__ in WRAPPERS:
+        raise UserError(
+            "model: pass the module itself, which strategy=dp, ddp or fsdp, or compile=true wraps."
+        )
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
             raise UserError(f"{part.__name__}: pass an instance, not the class.")
@@ -112,16 +114,6 @@ def check_methods(kind: type, called: Collection[str]) -> None:
                 f"The hooks of a callback are {', '.join(HOOKS)}. To change what happens inside a "
                 "step, override Trainer.train_step or compute_loss."
             )
-
-
-def check_unwrapped(model: torch.nn.Module) -> None:
-    """Raise UserError for a module in one of torch's wrappers, which rename its parameters."""
-    name = type(model).__name__
-    if name in WRAPPERS:
-        raise UserError(
-            f"model: pass the module itself instead of {name}, which renames every weight.\n"
-            f"Trainer(model, {WRAPPERS[name]}) has the same effect."
-        )
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
@@ -149,10 +141,7 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     """Raise UserError if something that `fit` needs is missing."""
     check_loader(trainer, train_loader, "fit")
-    named = by_name(val_loader)
-    if val_loader is not None and not named:
-        raise UserError("fit: val_loader is an empty dict. Remove it, or pass {name: loader}.")
-    for name, loader in named.items():
+    for name, loader in by_name(val_loader).items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
                 f"fit: {name!r} is not a valid name for a validation loader, whose loss is logged "
@@ -165,13 +154,6 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
     check_loss(trainer, "fit")
-    for name, part in trainer.stateful().items():
-        if not hasattr(part, "state_dict"):
-            raise UserError(
-                f"{type(trainer).__name__}.stateful: {name!r} is {kind_of(part)}, which has no "
-                "state_dict.\nReturn objects with state_dict and load_state_dict. To save a "
-                "number, make it a buffer of the model."
-            )
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
@@ -206,7 +188,6 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     Raises:
         UserError: This is not a single loader of batches, or the Trainer is closed.
     """
-    check_built(trainer)
     if trainer.module is None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
@@ -229,14 +210,6 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if use == "predict" and shuffles:
         launch.warn(
             "predict: the loader shuffles, so the outputs are in random order. Use shuffle=False."
-        )
-
-
-def check_built(trainer: "Trainer") -> None:
-    """Raise UserError if the constructor of a subclass does not call the one of Trainer."""
-    if not hasattr(trainer, "spans"):  # the last attribute that it sets
-        raise UserError(
-            f"{type(trainer).__name__}.__init__ must call super().__init__(*args, **kwargs)."
         )
 
 
@@ -325,14 +298,13 @@ def warn_of_schedule(trainer: "Trainer") -> None:
         return
     trainer.schedule_is_checked = True
     scheduler = trainer.scheduler
-    name = getattr(scheduler, "description", type(scheduler).__name__)
     # Schedules of stoker.trainer.schedules have `steps`, and torch's have `last_epoch`.
     calls = getattr(scheduler, "steps", getattr(scheduler, "last_epoch", None))
-    if name != "constant" and calls not in (None, trainer.step):
+    is_constant = getattr(scheduler, "description", None) == "constant"
+    if not is_constant and calls not in (None, trainer.step):
         launch.warn(
-            f"{kind.__name__}.train_step called self.scheduler.step() {counted(calls, 'time')} in "
-            f"{counted(trainer.step, 'step')}, so the learning rate does not follow the scheduler "
-            f"({name}).\nCall it once in your train_step; {HOW}."
+            f"{kind.__name__}.train_step does not call self.scheduler.step() once per step, so the "
+            f"learning rate does not follow the scheduler.\nCall it once in your train_step; {HOW}."
         )
 
 
