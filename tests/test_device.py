@@ -118,31 +118,24 @@ def test_describe():
 def test_precision_auto_on_cuda_is_what_the_architecture_has(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    dtype, why = devices.choose_precision("auto", CUDA)
-    assert dtype is expected and why
-    if capability < (8, 0):
-        assert f"sm_{capability[0]}{capability[1]}" in why
-    assert devices.choose_precision("fp32", CUDA)[0] is None  # what is asked for is what there is
-    assert devices.choose_precision("bf16", CUDA)[0] is torch.bfloat16
+    assert devices.choose_precision("auto", CUDA) is expected
+    assert devices.choose_precision("fp32", CUDA) is None  # what is asked for is what there is
+    assert devices.choose_precision("bf16", CUDA) is torch.bfloat16
 
 
 def test_precision_auto_on_rocm_is_bf16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert devices.choose_precision("auto", CUDA)[0] is torch.bfloat16
+    assert devices.choose_precision("auto", CUDA) is torch.bfloat16
 
 
 def test_precision_elsewhere():
-    assert devices.choose_precision("auto", CPU) == (None, "the default on cpu")
-    assert devices.choose_precision("auto", torch.device("mps"))[0] is None
-    assert devices.choose_precision("auto", torch.device("xpu"))[0] is torch.bfloat16
+    assert devices.choose_precision("auto", CPU) is None
+    assert devices.choose_precision("auto", torch.device("mps")) is None
+    assert devices.choose_precision("auto", torch.device("xpu")) is torch.bfloat16
     for device in (CPU, CUDA, torch.device("mps")):
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
-        assert found == [
-            (None, "as requested"),
-            (torch.bfloat16, "as requested"),
-            (torch.float16, "as requested"),
-        ]
+        assert found == [None, torch.bfloat16, torch.float16]
     with pytest.raises(
         UserError,
         match=r"precision=bf6: .* Did you mean 'bf16'\?\nChoose one of: auto, fp32, bf16, fp16",

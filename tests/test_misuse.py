@@ -136,13 +136,13 @@ class OnMetrics(TrainMetrics, OfThree):
 @pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample, OnlyNumber, OnMetrics])
 @pytest.mark.parametrize("micro_batch", [None, "auto"])
 def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_batch):
-    words = f"{kind.__name__}.compute_loss must return (loss, outputs)"
+    words = rf"{kind.__name__}: .+\.\ncompute_loss must return \(loss, outputs\)"
     if kind is OnMetrics:  # which refuses micro_batch="auto"
         micro_batch = None
-    with pytest.raises(UserError, match=re.escape(words)):
+    with pytest.raises(UserError, match=words):
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
     if kind is not PerSample:
-        with pytest.raises(UserError, match=re.escape(words)):
+        with pytest.raises(UserError, match=words):
             make_trainer(kind=kind, metrics={}).evaluate(loader())
 
 
@@ -166,20 +166,19 @@ def test_a_loss_that_is_not_a_tensor_is_explained(change, evaluates, options):
             return change(self.model(batch[0]))
 
     expected = (
-        "Odd.compute_loss must return (loss, outputs): the mean loss of the batch as a scalar "
-        "tensor, and the outputs for the metrics.\n"
-        "If there are several losses, return their sum. Do not call item() on the loss."
+        "compute_loss must return (loss, outputs): the mean loss of the batch as a scalar tensor "
+        "that depends on trainable parameters, and the outputs for the metrics."
     )
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"Odd: .+\.\n") as error:
         make_trainer(kind=Odd, **options).fit(loader())
-    assert str(error.value) == expected
+    assert str(error.value).split("\n")[1] == expected
     trainer = make_trainer(kind=Odd, metrics={})
     if evaluates:
         assert trainer.evaluate(loader()) == {}
         return
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"Odd: .+\.\n") as error:
         trainer.evaluate(loader())
-    assert str(error.value) == expected
+    assert str(error.value).split("\n")[1] == expected
 
 
 @pytest.mark.parametrize("change", [lambda loss: None, float, lambda loss: (loss, {})])
@@ -188,7 +187,7 @@ def test_a_train_step_that_returns_something_else_is_explained(change):
         def train_step(self, batch):
             return change(super().train_step(batch))
 
-    with pytest.raises(UserError, match="Odd.train_step must return the mean loss of the batch"):
+    with pytest.raises(UserError, match=r"Odd: .+\.\n.+\ntrain_step must return the mean"):
         make_trainer(kind=Odd, epochs=1).fit(loader())
 
 
@@ -222,7 +221,7 @@ def test_what_torch_refuses_keeps_its_class_and_says_where(batches, kind, error,
     text = explanation_of(caught.value)
     assert type(caught.value) is error and caught.value.__notes__ == [text]
     if kind is not Trainer:
-        place = rf"In compute_loss \({re.escape(__file__)}:\d+\)\."
+        place = rf"{error.__name__} in compute_loss \({re.escape(__file__)}:\d+\)\."
         batch = "batch" if use == "fit" else "val batch"
         assert re.match(rf"{place} The {batch}: batch\['x'\] ", text)
     assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 2
@@ -235,46 +234,21 @@ class BadIndexOfBoxes(Trainer):
         return images[0].sum() + torch.zeros(3)[targets[1]["labels"]].sum(), None
 
 
-def test_an_error_in_a_batch_of_lists_names_every_kind_of_tensor():
-    images = [torch.ones(3, 4, 5 + i) for i in range(8)]
+def test_an_error_in_a_batch_of_lists_names_the_first_tensors():
+    images = [torch.ones(3, 4, 5 + i) for i in range(2)]
     targets = [{"boxes": torch.ones(2, 4), "labels": torch.tensor([2, 3])} for _ in images]
     with pytest.raises(IndexError) as caught:
         make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
-    assert explanation_of(caught.value).partition("The batch: ")[2] == (
-        "batch[0][0] (3, 4, 5) torch.float32 and 7 more, "
-        "batch[1][0]['boxes'] (2, 4) torch.float32 and 7 more, "
-        "batch[1][0]['labels'] (2,) torch.int64 and 7 more."
-    )
+    shown = explanation_of(caught.value).partition("The batch: ")[2]
+    assert shown.startswith("batch[0][0] (3, 4, 5) torch.float32, batch[0][1] (3, 4, 6) ")
+    assert shown.endswith("batch[1][1]['labels'] (2,) torch.int64.")
     named = [{f"x{i}": torch.ones(2) for i in range(7)}]
     with pytest.raises(ValueError, match="too many values") as caught:
         make_trainer(kind=BadIndexOfBoxes).fit(named)
     assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
 
 
-@pytest.mark.parametrize(
-    ("batch", "shown"),
-    [
-        (
-            [(torch.ones(4), torch.tensor(1))] * 3,
-            "batch[0][0] (4,) torch.float32 and 2 more, batch[0][1] () torch.int64 and 2 more.",
-        ),
-        (
-            [{"x": torch.ones(4), "y": torch.tensor(1)}] * 3,
-            "batch[0]['x'] (4,) torch.float32 and 2 more, batch[0]['y'] () torch.int64 and 2 more.",
-        ),
-    ],
-)
-def test_an_error_in_a_list_of_samples_names_every_kind_of_tensor(batch, shown):
-    class Refuses(Trainer):
-        def compute_loss(self, batch):
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        make_trainer(kind=Refuses).fit([batch])
-    assert explanation_of(caught.value).partition("The batch: ")[2] == shown
-
-
-@pytest.mark.parametrize("bug", [NameError, KeyError, ZeroDivisionError, "callback"])
+@pytest.mark.parametrize("bug", [NameError, ZeroDivisionError, "callback"])
 def test_bugs_stay_tracebacks(bug):
     class Buggy(OfDicts):
         def compute_loss(self, batch):
@@ -296,33 +270,26 @@ class WrongKey(OfDicts):
         return self.model(batch["img"]).mean(), None
 
 
-class WrongKeyOfAnotherDict(OfDicts):
-    def compute_loss(self, batch):
-        return {"a": 1}["x" if batch["x"].ndim else "y"], None
-
-
-def test_a_wrong_key_of_another_dict_stays_a_traceback():
-    with pytest.raises(KeyError) as caught:
-        make_trainer(kind=WrongKeyOfAnotherDict).fit(of_dicts())
-    assert explanation_of(caught.value) is None and code_of(caught.value) == 1
-
-
 def test_a_wrong_key_of_a_batch_is_explained():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(KeyError) as caught:
         make_trainer(kind=WrongKey).fit(of_dicts())
-    place = r"KeyError: 'img' \(.*test_misuse.py:\d+\)"
-    assert re.fullmatch(rf"{place}\.\nThe keys of the batch are .*x.*y.*\.", str(caught.value))
+    place = rf"KeyError in compute_loss \({re.escape(__file__)}:\d+\)\."
+    shown = r"The batch: batch\['x'\] \(8, 6\) torch.float32, batch\['y'\] \(8,\) torch.int64\."
+    assert re.fullmatch(f"{place} {shown}", explanation_of(caught.value))
+    assert code_of(caught.value) == 2 and message(caught.value).startswith("error: 'img'\nKeyError")
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "name"),
-    [(OfDicts, "predict", "predict_batch"), (Trainer, "fit", "compute_loss")],
-)
-def test_a_batch_that_the_model_cannot_take_says_what_to_override(kind, method, name):
+def test_a_batch_that_the_model_cannot_take_says_what_to_override():
     convolution = torch.nn.Conv1d(6, 3, 1)  # torch's message has several lines
-    with pytest.raises(UserError, match=f"{name} expects .*, but a batch is a dict") as caught:
-        getattr(make_trainer(convolution, kind=kind), method)(of_dicts())
-    assert str(caught.value).split("\n")[1:] == [f"Override {name}; {misuse.HOW}."]
+    with pytest.raises(UserError, match="compute_loss expects .*, but a batch is a dict") as caught:
+        make_trainer(convolution).fit(of_dicts())
+    assert str(caught.value).split("\n")[1:] == [f"Override compute_loss; {misuse.HOW}."]
+
+
+def test_a_batch_that_the_model_cannot_take_in_predict_is_shown():
+    with pytest.raises(TypeError) as caught:
+        make_trainer(torch.nn.Conv1d(6, 3, 1), kind=OfDicts).predict(of_dicts())
+    assert explanation_of(caught.value).startswith("The batch: batch['x'] (8, 6) torch.float32, ")
 
 
 def test_an_evaluation_is_explained_too():
@@ -353,7 +320,6 @@ def test_several_loaders_are_no_loader():
 @pytest.mark.parametrize(
     "named, message",
     [
-        ({}, "val_loader is an empty dict"),
         ({"train": loader()}, "'train' is not a valid name"),
         ({"a/b": loader()}, "'a/b' is not a valid name"),
         ({"a": {"b": loader()}}, "this dict is not a loader"),
@@ -537,27 +503,24 @@ class Twice(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "name"),
-    [
-        (schedules.cosine, "cosine"),
-        (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), "StepLR"),
-    ],
+    "scheduler",
+    [schedules.cosine, functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9)],
 )
 @pytest.mark.parametrize(
-    ("kind", "calls"),
-    [(Reading, "0 times"), (Twice, "8 times"), (Careful, None), (Calling, None), (Trainer, None)],
+    ("kind", "warns"),
+    [(Reading, True), (Twice, True), (Careful, False), (Calling, False), (Trainer, False)],
 )
 def test_a_step_of_your_own_that_does_not_advance_the_schedule_once_is_named(
-    caplog, kind, calls, scheduler, name
+    caplog, kind, warns, scheduler
 ):
     trainer = make_trainer(kind=kind, epochs=2, log_every=4, scheduler=scheduler)
     trainer.fit(loader())
     text = (
-        f"{kind.__name__}.train_step called self.scheduler.step() {calls} in 4 steps, so the "
-        f"learning rate does not follow the scheduler ({name}).\n"
+        f"{kind.__name__}.train_step does not call self.scheduler.step() once per step, so the "
+        "learning rate does not follow the scheduler.\n"
         "Call it once in your train_step; 'Bring your own' in the documentation shows how."
     )
-    assert [record.getMessage() for record in caplog.records] == ([text] if calls else [])
+    assert [record.getMessage() for record in caplog.records] == ([text] if warns else [])
 
 
 def test_a_tensor_is_logged_as_its_number(tmp_path):
@@ -657,15 +620,9 @@ def test_a_method_that_nobody_would_call_is_refused(name):
     assert len(str(error.value).splitlines()) <= 3
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "instead"),
-    [
-        (torch.nn.DataParallel, "Trainer(model, strategy='dp')"),
-        (torch.compile, "Trainer(model, compile=True)"),
-    ],
-)
-def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
-    with pytest.raises(UserError, match=re.escape(instead)):
+@pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, torch.compile])
+def test_a_model_in_a_wrapper_is_refused(wrapper):
+    with pytest.raises(UserError, match="model: pass the module itself"):
         make_trainer(wrapper(make_model()))
 
 
@@ -711,17 +668,7 @@ def test_a_batch_of_a_type_that_torch_refuses_is_shown():
     assert code_of(caught.value) == 2
 
 
-def test_a_constructor_that_does_not_call_the_one_of_trainer_is_named():
-    class NoSuper(Trainer):
-        def __init__(self, model, **settings):
-            self.own = settings
-            self.module = model
-
-    with pytest.raises(UserError, match=r"NoSuper.__init__ must call super\(\).__init__"):
-        NoSuper(make_model()).fit(loader())
-
-
-def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
+def test_an_index_that_an_embedding_does_not_have_is_explained():
     model = torch.nn.Sequential(
         torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
     )
@@ -729,8 +676,8 @@ def test_an_index_that_an_embedding_does_not_have_is_shown_with_its_size():
     with pytest.raises(UserError) as caught:
         make_trainer(model).fit([(inputs, torch.zeros(8).long())])
     assert str(caught.value) == (
-        "An index into an Embedding is out of range: 0 has 10 rows. In the batch, batch[0] has "
-        "values from 0 to 23, batch[1] has values from 0 to 0."
+        "An index is out of range. An index into an Embedding must be at least 0 and below its "
+        "num_embeddings."
     )
 
 
@@ -745,11 +692,6 @@ class TakesAGradient(Trainer):
         loss, outputs = super().compute_loss(batch)
         torch.autograd.grad(loss.detach(), list(self.module.parameters()))
         return loss, outputs
-
-
-class SelectsARow(Trainer):
-    def compute_loss(self, batch):
-        return torch.zeros(3).index_select(0, batch[1] + 9).mean(), None
 
 
 class SplitsWrong(Trainer):
@@ -767,7 +709,6 @@ class WeighsWrong(Trainer):
     [
         (IteratesOverAScalar, TypeError, "iteration over a 0-d tensor"),
         (TakesAGradient, RuntimeError, "does not require grad"),
-        (SelectsARow, IndexError, "index out of range in self"),
         (SplitsWrong, TypeError, "NoneType"),
         (WeighsWrong, (TypeError, ValueError), None),
     ],
@@ -787,5 +728,6 @@ def test_a_loss_without_a_gradient_is_explained():
             loss, outputs = super().compute_loss(batch)
             return loss.detach(), outputs
 
-    with pytest.raises(UserError, match="the loss does not depend on a trainable parameter"):
+    words = "does not require grad .*\n.* that depends on trainable parameters"
+    with pytest.raises(UserError, match=words):
         make_trainer(kind=Detached).fit(loader())

@@ -13,7 +13,6 @@ PRIVATE = {
     ("stoker/diagnostics/flops.py", "_FlopCounterMode"): "counting without torch._dynamo (2 s)",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",
     ("stoker/sweeps/sweep.py", "hydra._internal.core_plugins.basic_sweeper"): "the jobs of a grid",
-    ("trainer/device.py", "torch.utils._triton"): "whether Triton works on this machine",
     ("stoker/command/ranks.py", "_run_exitfuncs"): "exit handlers before os._exit",
     ("trainer/device.py", "_C"): "which kernels a device has",
     ("trainer/device.py", "_dispatch_has_kernel_for_dispatch_key"): "which kernels it has",

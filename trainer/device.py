@@ -5,10 +5,9 @@ import functools
 import inspect
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,36 +93,31 @@ def make_current(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100, 39.1 GiB free)"."""
+    """Return a description such as "cpu, 2 threads" or "cuda:0 (NVIDIA A100)"."""
     if device.type == "cpu":
         return f"cpu, {counted(torch.get_num_threads(), 'thread')}"
     backend = torch.get_device_module(device)
-    facts = [backend.get_device_name(device)] if hasattr(backend, "get_device_name") else []
-    free, _ = memory.memory_info(device)
-    if free is not None:
-        facts.append(f"{memory.gib(free)} GiB free")
-    return f"{device} ({', '.join(facts)})" if facts else str(device)
+    if not hasattr(backend, "get_device_name"):
+        return str(device)
+    return f"{device} ({backend.get_device_name(device)})"
 
 
-def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return (autocast dtype, reason) for a `precision` on this device; None means fp32."""
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast for a `precision` on this device; None means fp32.
+
+    `auto` is half precision if the hardware supports it, else fp32.
+    """
     settings.check("precision", name)
-    if name == "auto":
-        return auto_precision(device)
-    return DTYPES[name], "as requested"
-
-
-def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Resolve `precision=auto`: half precision if the hardware supports it, else fp32."""
+    if name != "auto":
+        return DTYPES[name]
     if device.type not in ("cuda", "xpu"):
-        return None, f"the default on {device.type}"
+        return None
     if device.type == "xpu" or torch.version.hip is not None:
-        return torch.bfloat16, "native"
-    major, minor = torch.cuda.get_device_capability(device)
+        return torch.bfloat16
+    major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return torch.bfloat16, "native"
-    dtype = torch.float16 if major == 7 else None
-    return dtype, f"sm_{major}{minor} has no bf16"
+        return torch.bfloat16
+    return torch.float16 if major == 7 else None
 
 
 @functools.cache
@@ -153,22 +147,10 @@ def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.Gr
 def autocast(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a reusable context that autocasts to `dtype`, or does nothing if it is None.
-
-    Raises:
-        UserError: The device does not support autocast to this dtype.
-    """
+    """Return a reusable context that autocasts to `dtype`, or does nothing if it is None."""
     if dtype is None:
         return contextlib.nullcontext()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch's warning that autocast has no effect
-            return torch.autocast(device.type, dtype=dtype)
-    except (RuntimeError, UserWarning) as error:
-        raise UserError(
-            f"precision: {device.type} cannot autocast to {dtype} ({first_line(error)}).\n"
-            "Type precision=fp32."
-        ) from None
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:
@@ -235,27 +217,6 @@ def calls_view(module: torch.nn.Module) -> bool:
     return any("view" in code.co_names for code in codes if code is not None)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raise UserError if the compiler that `compile=true` requires is missing.
-
-    TorchInductor requires a C++ compiler on the CPU, nothing on mps, and Triton on other devices.
-    """
-    works = True
-    if device.type == "cpu":
-        works = any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "cl")))
-    elif device.type != "mps":
-        # private: torch.utils._triton.has_triton, because there is no public check, torch 2.15
-        from torch.utils._triton import has_triton
-
-        works = has_triton()
-    if not works:
-        raise UserError(
-            f"compile=true on {device} needs a compiler, but none is installed.\nOn the CPU, "
-            "install g++, clang++ or cl (on the PATH); on a GPU, install Triton. Or type "
-            "compile=false."
-        )
-
-
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
     """Run `work(batch)` in the stream for capturing graphs, and return its result.
 
@@ -269,22 +230,6 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
         result = work(batch)
     current.wait_stream(aside)
     return result
-
-
-@contextlib.contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """In this context, raise RuntimeError where Python would have to wait for the device."""
-    if device.type == "cpu":  # nothing to wait for
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:

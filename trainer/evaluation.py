@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import by_name, dealt, ending
+from stoker.trainer.loading import by_name, dealt
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import EvaluationInterrupted
@@ -46,7 +46,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         # Not inference_mode, which forbids in-place copies of sharded parameters.
         with eval_mode(trainer), torch.no_grad(), losses.examined(trainer):
             trainer.seed_generators(split)
-            for batch in ending(loader, split):
+            for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from stoker.trainer.number_format import counted
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 
-MOST = 10**6  # maximum number of samples to evaluate or predict from a loader without a length
 END = object()  # marks the end of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 
@@ -91,28 +90,6 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
             "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
-
-
-def ending(loader: Iterable[Any], use: str) -> Iterable[Any]:
-    """Return the loader, or if it has no length, an iterable of its batches that must end.
-
-    The iteration raises UserError if such a loader has more than MOST samples.
-    """
-    if length_of(loader) is not None:
-        return loader
-    return up_to(MOST // (getattr(loader, "batch_size", None) or 100), loader, use)
-
-
-def up_to(most: int, loader: Iterable[Any], use: str) -> Iterator[Any]:
-    """Yield the batches of a loader; raise UserError if it has more than `most`."""
-    for number, batch in enumerate(loader):
-        if number == most:
-            raise UserError(
-                f"{use}: this loader has no len(), and has not ended after {most:,} batches.\n"
-                "Type limit_val=N for validation; in Python code, use "
-                "IterableLoader(loader, steps_per_epoch=N), which ends after at most N batches."
-            )
-        yield batch
 
 
 class Seekable:
@@ -190,9 +167,6 @@ class IterableLoader(Seekable):
         steps_per_epoch: Steps per epoch, if the length is unknown or you want a different one.
         accumulate: Batches per step, each of which is a micro-batch. The last step of a pass may
             have fewer.
-
-    Raises:
-        UserError: This is not an iterable.
     """
 
     global_size: int | None = None  # samples in the last batch, across all processes
@@ -209,8 +183,6 @@ class IterableLoader(Seekable):
         accumulate: int = 1,
     ) -> None:
         self.name = type(loader).__name__
-        if not hasattr(loader, "__iter__"):
-            raise UserError(f"This {self.name} is not a loader. Pass an iterable of batches.")
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed

@@ -28,7 +28,6 @@ from stoker.trainer.carried import Carried
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
-    cause,
     did_you_mean,
     explanation_of,
     first_few,
@@ -36,7 +35,6 @@ from stoker.trainer.errors import (
     kind_of,
 )
 from stoker.trainer.loading import by_name
-from stoker.trainer.number_format import counted
 from stoker.trainer.overrides import is_usual, names_in, step_uses
 
 if TYPE_CHECKING:
@@ -44,14 +42,17 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "'Bring your own' in the documentation shows how"
-# What torch raises for a bad shape, index or class. Subclasses of these mean something else.
-REFUSALS = (RuntimeError, IndexError, ValueError)
+# What a bad shape, index, class or key raises. Subclasses of these mean something else.
+REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of this package that use the loss, and those that unpack what compute_loss returned.
-USE_THE_LOSS = {"train_step", "accumulate"}
-UNPACK_THE_LOSS = {*USE_THE_LOSS, "compute_losses", "compute_loss"}
-NO_PAIR = "values to unpack|cannot unpack non-iterable|iteration over a 0-d tensor"
+# Functions of this package that use what compute_loss or train_step returned, and the messages of
+# Python and torch if it has the wrong form.
+AFTER_A_STEP = {"train_step", "accumulate", "scaled", "compute_losses", "compute_loss", "update"}
+MISRETURNED = re.compile(
+    "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
+    "no attribute '(detach|device|masked_fill)'|does not require grad|only for scalar outputs"
+)
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
@@ -65,13 +66,13 @@ METHODS = (
     "create_optimizer",
     "create_scheduler",
 )
-# torch's wrappers of a module -> the argument of the Trainer that replaces each.
-WRAPPERS = {
-    "DataParallel": "strategy='dp'",
-    "DistributedDataParallel": "strategy='ddp'",
-    "FullyShardedDataParallel": "strategy='fsdp'",
-    "OptimizedModule": "compile=True",
-}
+# torch's wrappers of a module, which rename its weights.
+WRAPPERS = (
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
 
 
 def check_parts(
@@ -87,7 +88,10 @@ def check_parts(
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
-    check_unwrapped(model)
+    if type(model).__name__ in WRAPPERS:
+        raise UserError(
+            "model: pass the module itself, which strategy=dp, ddp or fsdp, or compile=true wraps."
+        )
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
             raise UserError(f"{part.__name__}: pass an instance, not the class.")
@@ -110,16 +114,6 @@ def check_methods(kind: type, called: Collection[str]) -> None:
                 f"The hooks of a callback are {', '.join(HOOKS)}. To change what happens inside a "
                 "step, override Trainer.train_step or compute_loss."
             )
-
-
-def check_unwrapped(model: torch.nn.Module) -> None:
-    """Raise UserError for a module in one of torch's wrappers, which rename its parameters."""
-    name = type(model).__name__
-    if name in WRAPPERS:
-        raise UserError(
-            f"model: pass the module itself instead of {name}, which renames every weight.\n"
-            f"Trainer(model, {WRAPPERS[name]}) has the same effect."
-        )
 
 
 def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
@@ -147,10 +141,7 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     """Raise UserError if something that `fit` needs is missing."""
     check_loader(trainer, train_loader, "fit")
-    named = by_name(val_loader)
-    if val_loader is not None and not named:
-        raise UserError("fit: val_loader is an empty dict. Remove it, or pass {name: loader}.")
-    for name, loader in named.items():
+    for name, loader in by_name(val_loader).items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
                 f"fit: {name!r} is not a valid name for a validation loader, whose loss is logged "
@@ -163,13 +154,6 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
     check_loss(trainer, "fit")
-    for name, part in trainer.stateful().items():
-        if not hasattr(part, "state_dict"):
-            raise UserError(
-                f"{type(trainer).__name__}.stateful: {name!r} is {kind_of(part)}, which has no "
-                "state_dict.\nReturn objects with state_dict and load_state_dict. To save a "
-                "number, make it a buffer of the model."
-            )
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
@@ -204,7 +188,6 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     Raises:
         UserError: This is not a single loader of batches, or the Trainer is closed.
     """
-    check_built(trainer)
     if trainer.module is None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
@@ -227,14 +210,6 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if use == "predict" and shuffles:
         launch.warn(
             "predict: the loader shuffles, so the outputs are in random order. Use shuffle=False."
-        )
-
-
-def check_built(trainer: "Trainer") -> None:
-    """Raise UserError if the constructor of a subclass does not call the one of Trainer."""
-    if not hasattr(trainer, "spans"):  # the last attribute that it sets
-        raise UserError(
-            f"{type(trainer).__name__}.__init__ must call super().__init__(*args, **kwargs)."
         )
 
 
@@ -323,14 +298,13 @@ def warn_of_schedule(trainer: "Trainer") -> None:
         return
     trainer.schedule_is_checked = True
     scheduler = trainer.scheduler
-    name = getattr(scheduler, "description", type(scheduler).__name__)
     # Schedules of stoker.trainer.schedules have `steps`, and torch's have `last_epoch`.
     calls = getattr(scheduler, "steps", getattr(scheduler, "last_epoch", None))
-    if name != "constant" and calls not in (None, trainer.step):
+    is_constant = getattr(scheduler, "description", None) == "constant"
+    if not is_constant and calls not in (None, trainer.step):
         launch.warn(
-            f"{kind.__name__}.train_step called self.scheduler.step() {counted(calls, 'time')} in "
-            f"{counted(trainer.step, 'step')}, so the learning rate does not follow the scheduler "
-            f"({name}).\nCall it once in your train_step; {HOW}."
+            f"{kind.__name__}.train_step does not call self.scheduler.step() once per step, so the "
+            f"learning rate does not follow the scheduler.\nCall it once in your train_step; {HOW}."
         )
 
 
@@ -359,7 +333,6 @@ def raise_if_explained(
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
     explained = (
         unpaired(trainer, error, batch, methods)
-        or missing_key(error, batch, frames)
         or misreturned(trainer, error, frames)
         or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
@@ -371,18 +344,11 @@ def raise_if_explained(
     if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
         return
     places = [
-        f"In {frame.name} ({frame.filename}:{frame.lineno}). "
+        f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
         for frame in frames
         if not frame.filename.startswith(LIBRARIES)
     ]
-    # Group similar tensors, such as those of a list of samples.
-    alike: dict[tuple[str, int, torch.dtype], list[str]] = {}
-    for place, one in batches.entries(batch):
-        pattern = re.sub(r"\[\d+\]", "[]", place)
-        alike.setdefault((pattern, one.ndim, one.dtype), []).append(
-            f"{place} {tuple(one.shape)} {one.dtype}"
-        )
-    shapes = [f"{one} and {len(more)} more" if more else one for one, *more in alike.values()]
+    shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The {name}: {shown}."
     # Python 3.11 and later print notes below the traceback.
@@ -394,75 +360,29 @@ def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
     """Return an error if a method that is not overridden received a batch that is not a pair."""
-    is_list = isinstance(batch, (list, tuple))
-    is_pair = is_list and len(batch) == 2
-    if batch is None or is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
+    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    if is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
-    expected = dict.fromkeys(("compute_loss", "update_metrics"), "(inputs, targets)")
-    if not is_list and not isinstance(batch, torch.Tensor):
-        expected["predict_batch"] = "inputs or (inputs, targets)"
-    for name, form in expected.items():
+    for name in ("compute_loss", "update_metrics"):
         if name in methods and is_usual(type(trainer), name):
             return UserError(
-                f"{name} expects {form}, but a batch is {kind_of(batch)}: {first_line(error)}.\n"
-                f"Override {name}; {HOW}."
+                f"{name} expects (inputs, targets), but a batch is {kind_of(batch)}: "
+                f"{first_line(error)}.\nOverride {name}; {HOW}."
             )
     return None
-
-
-def missing_key(
-    error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
-) -> UserError | None:
-    """Return an error that lists the keys of the batch if your code uses another key."""
-    is_missing = (
-        isinstance(error, KeyError)
-        and isinstance(batch, Mapping)
-        and bool(error.args)
-        and error.args[0] not in list(batch)  # which may be unhashable
-    )
-    if (
-        not is_missing
-        or frames[-1].name not in TAKE_A_BATCH
-        or "batch[" not in str(frames[-1].line)
-    ):
-        return None
-    return UserError(f"{cause(error)}.\nThe keys of the batch are {first_few(list(batch), 10)}.")
 
 
 def misreturned(
     trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if `compute_loss` or `train_step` returned something of the wrong form."""
-    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(LIBRARIES[1])]
-    if not ours:
+    *_, innermost = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
+    is_ours = innermost.filename.startswith(LIBRARIES[1]) and innermost.name in AFTER_A_STEP
+    if not is_ours or not MISRETURNED.search(str(error)):
         return None
-    kind = type(trainer).__name__
-    names = [frame.name for frame in frames]
-    *_, caller, function = ["", *names[: ours[-1] + 1]]  # the innermost function of this package
-    inner = names[ours[-1] + 1 :]  # what it called
-    is_no_tensor = isinstance(error, AttributeError) and not inner  # such as float.detach
-    if is_no_tensor and (caller, function) == ("fit", "update"):
-        return UserError(
-            f"{kind}.train_step must return the mean loss of the batch as a scalar tensor, such as "
-            "loss.detach()."
-        )
-    is_backward = function in USE_THE_LOSS and inner[:1] == ["backward"]
-    if is_backward and "does not require grad" in str(error):
-        return UserError(
-            f"{kind}.compute_loss: the loss does not depend on a trainable parameter.\n"
-            "Do not call detach() or item() on the loss or use torch.no_grad(). If parameters are "
-            "frozen, leave some trainable."
-        )
-    is_no_pair = function in UNPACK_THE_LOSS and inner in ([], ["__iter__"])
-    if (
-        (is_no_pair and re.search(NO_PAIR, str(error)))
-        or (is_no_tensor and (function in USE_THE_LOSS or (caller, function) == ("run", "update")))
-        or (function == "scaled" and isinstance(error, (AttributeError, TypeError)))
-        or (is_backward and "only for scalar outputs" in str(error))
-    ):
-        return UserError(
-            f"{kind}.compute_loss must return (loss, outputs): the mean loss of the batch as a "
-            "scalar tensor, and the outputs for the metrics.\n"
-            "If there are several losses, return their sum. Do not call item() on the loss."
-        )
-    return None
+    return UserError(
+        f"{type(trainer).__name__}: {first_line(error)}.\n"
+        "compute_loss must return (loss, outputs): the mean loss of the batch as a scalar tensor "
+        "that depends on trainable parameters, and the outputs for the metrics.\n"
+        "train_step must return the mean loss as a scalar tensor, such as loss.detach()."
+    )

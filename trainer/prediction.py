@@ -9,7 +9,7 @@ import torch
 from stoker.trainer import batches, evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
-from stoker.trainer.loading import dealt, ending
+from stoker.trainer.loading import dealt
 from stoker.trainer.spans import Spans
 
 Combine = Callable[[list[Any]], Any]  # combines corresponding leaves into one
@@ -60,7 +60,7 @@ class Predicting(Batching):
 
         try:
             with evaluation.eval_mode(trainer):
-                for batch in ending(loader, "predict"):
+                for batch in loader:
                     batch = transfer.move(batch, trainer.device)
                     parts = trainer.eval_splitter.apply(compute, batch)
                     outputs = combined(parts, joined)

@@ -1,13 +1,12 @@
 """Explain errors in a step, such as a tensor on the wrong device, and say what to change."""
 
 import re
-import traceback
 from typing import Any
 
 import torch
 
 from stoker.trainer import batches
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError
 
 # regular expression for an error message of torch -> what to do about it
 ADVICE = {
@@ -16,6 +15,10 @@ ADVICE = {
         "targets or an index into an Embedding is out of range.\n"
         "Type device=cpu, where the same step fails with a clear message."
     ),
+    "index out of range in self": (
+        "An index is out of range. An index into an Embedding must be at least 0 and below its "
+        "num_embeddings."
+    ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one.\n"
         "Type drop_last=true, or change batch_size or micro_batch."
@@ -23,6 +26,11 @@ ADVICE = {
     "view size is not compatible": (
         "The model calls .view() on an image, but its memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
+    ),
+    r"InvalidCxxCompiler|No working C\+\+ compiler|TritonMissing|Cannot find a working triton": (
+        "compile=true needs a compiler, but none is installed.\n"
+        "On the CPU, install g++, clang++ or cl (on the PATH); on a GPU, install Triton. Or type "
+        "compile=false."
     ),
     "DTensor|FSDP|[Ss]harding (strategy|propagation)": (
         "strategy=fsdp: torch does not support this operation on sharded parameters.\n"
@@ -46,32 +54,12 @@ def explain(
     for pattern, advice in ADVICE.items():
         if re.search(pattern, text):
             return UserError(advice)
-    frames = traceback.extract_tb(error.__traceback__)
-    in_embedding = any(frame.filename == torch.nn.modules.sparse.__file__ for frame in frames)
-    if in_embedding and "index out of range in self" in text:
-        return UserError(out_of_range(module, batch))
     wrong = misplaced(module, batch, device)
     if wrong and re.search(TWO_DEVICES, text):
         return UserError(
             f"Tensors on two devices: the Trainer uses {device}, but {'; '.join(wrong[:3])}."
         )
     return None
-
-
-def out_of_range(module: torch.nn.Module, batch: Any) -> str:
-    """Return a message about an index that is too large for an Embedding."""
-    sizes = [
-        f"{name or 'the model'} has {child.num_embeddings:,} rows"
-        for name, child in module.named_modules()
-        if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-    ]
-    ranges = [
-        f"{name} has values from {tensor.min():,} to {tensor.max():,}"
-        for name, tensor in batches.entries(batch)
-        if tensor.numel() and tensor.dtype in (torch.int32, torch.int64)
-    ]
-    text = f"An index into an Embedding is out of range: {first_few(sizes, 3)}."
-    return f"{text} In the batch, {first_few(ranges, 3)}." if ranges else text
 
 
 def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:

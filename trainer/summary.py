@@ -26,8 +26,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     if frozen:
         line += f", {frozen:,} of them frozen"
     yield line
-    device = devices.describe(trainer.device)
-    yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
+    yield f"device   {devices.describe(trainer.device)}, {precision(trainer)}"
     batch_size = getattr(trainer.train_loader, "batch_size", None) or "size set by the loader"
     optimizer = trainer.optimizer
     scheduler = trainer.scheduler

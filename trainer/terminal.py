@@ -30,37 +30,23 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: str = INDENT) -> str:
-    """Wrap lines at words, with a hanging indent. Commands and indented lines are not wrapped.
+    """Wrap lines at words, with a hanging indent.
 
-    A command that does not fit after its text starts on its own line.
+    Commands, indented lines and lines of one or two words, such as paths, are not wrapped.
     """
     lines = []
     for line in text.split("\n"):
-        if len(line) <= width() or line.startswith(" "):
-            lines.append(line)
-            continue
-        command = COMMAND.search(line)
-        if command is None:
-            lines.append(filled(line, indent))
-        elif command[1] == ": ":
-            start = command.start(2)
-            lines += [filled(line[:start].rstrip(), indent), line[start:]]
-        else:
-            lines.append(line)
+        is_text = len(line.split()) > 2 and not line.startswith(" ")
+        if len(line) > width() and is_text and COMMAND.search(line) is None:
+            line = textwrap.fill(
+                line,
+                width(),
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        lines.append(line)
     return "\n".join(lines)
-
-
-def filled(line: str, indent: str) -> str:
-    """Wrap one line of text. A line of one or two words is a path, perhaps with a label."""
-    if len(line) <= width() or len(line.split()) <= 2:
-        return line
-    return textwrap.fill(
-        line,
-        width(),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def styled(text: str, style: str) -> str:
@@ -90,8 +76,7 @@ def show(text: str, style: str | None = None) -> None:
 def show_error(text: str) -> None:
     """Print an error message to standard error."""
     if is_terminal(sys.stderr):
-        first, *advice = text.split("\n")
-        text = "\n".join([wrapped(first, indent="       "), *(wrapped(a, "") for a in advice)])
+        text = wrapped(text, indent="  ")
         if text.startswith("error:"):
             text = styled("error:", "red") + text.removeprefix("error:")
     print(text, file=sys.stderr, flush=True)

@@ -107,7 +107,8 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.device = devices.choose(device)
         memory.reset_peak_memory(self.device)
         self.strategy = parallel.start(strategy, self.device)
-        self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
+        self.precision = precision
+        self.dtype = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
         self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
@@ -118,7 +119,6 @@ class Trainer(Predicting, Stoppable, Reporting):
         # `module` keeps the user's parameter names; `model` is what a step calls.
         self.module = devices.place(model, self.device, channels_last)
         if compile is True:
-            devices.check_compiler(self.device)
             self.module.compile()
         self.model = parallel.wrap(self.module, self.strategy, self.device)
         self.replica_indices = parallel.replica_indices(self.model)

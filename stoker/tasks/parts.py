@@ -80,7 +80,7 @@ def building(
     from stoker.data.description import columns_line, data_line
     from stoker.data.samples import loader_line
     from stoker.trainer import device as devices
-    from stoker.trainer import misuse, parallel, seeding
+    from stoker.trainer import parallel, seeding
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     tuning.tune_process(device, list(cfg.tune), cfg.deterministic)
@@ -125,7 +125,6 @@ def building(
         scheduler=scheduler,
         device=str(device),
     )
-    misuse.check_built(trainer)
     with contextlib.ExitStack() as stack:
         for loader in by_split(loaders).values():
             if hasattr(loader, "close"):  # the user's own loader may lack it

@@ -23,7 +23,7 @@ from stoker.runs.loggers import JSONL
 from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
 from stoker.tasks.parts import Parts
-from stoker.trainer import launch, misuse, summary
+from stoker.trainer import launch, misuse
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
@@ -141,7 +141,6 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
     because the Trainer compares them.
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
-    is_asked = "as requested" in trainer.precision_reason
     settings = {
         SCRIPT: command(),
         "model": part(trainer.module),
@@ -155,7 +154,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "grad_accum_steps": trainer.splitter.parts,
         "micro_batch": "auto" if trainer.splitter.adapts else trainer.splitter.size,
         "max_grad_norm": trainer.max_grad_norm,
-        "precision": summary.precision(trainer) if is_asked else "auto",
+        "precision": trainer.precision,
         "ema": averages[0] if averages else None,
         "seed": trainer.seed,
         "device": str(trainer.device),

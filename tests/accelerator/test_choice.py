@@ -29,7 +29,7 @@ def test_its_names_are_those_of_a_gpu(accelerator, name):
     assert str(chosen) == expected
     if chosen.index is not None:
         assert torch.accelerator.current_device_index() == chosen.index
-        assert devices.describe(chosen).startswith(f"{chosen} (simulated accelerator, ")
+        assert devices.describe(chosen) == f"{chosen} (simulated accelerator)"
     torch.accelerator.set_device_index(0)
 
 
@@ -79,15 +79,8 @@ def test_what_its_backend_does_not_tell_is_left_out(accelerator, monkeypatch, la
         monkeypatch.setattr(torch.accelerator, "get_memory_info", not_implemented)
     text = devices.describe(device)
     assert ("accelerator" in text) == (lacks != "get_device_name")
-    assert ("GiB free" in text) == (lacks != "mem_get_info")
+    assert (memory.memory_info(device) == (None, None)) == (lacks == "mem_get_info")
     memory.release(device)
-
-
-def test_autocast_is_refused_where_it_does_not_work(accelerator, monkeypatch):
-    monkeypatch.setattr(accelerator, "get_amp_supported_dtype", lambda: [torch.float16])
-    with pytest.raises(UserError, match=r"simulated cannot autocast to torch\.bfloat16"):
-        make_trainer(device=accelerator.NAME, precision="bf16")
-    make_trainer(device=accelerator.NAME, precision="fp16")
 
 
 def test_the_activations_are_those_on_the_cpu(accelerator):
