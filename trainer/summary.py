@@ -74,10 +74,3 @@ def mib(tensors: Iterable[torch.Tensor]) -> float:
     """Return the size of the tensors in MiB. For sharded tensors, count only the local shards."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
-
-
-def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
-    """Return the memory report, including the gradients that a fit frees when it ends."""
-    report = trainer.memory_report()
-    report["gradients"] = mib(p for p in trainer.module.parameters() if p.requires_grad)
-    return report
