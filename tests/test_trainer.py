@@ -355,7 +355,7 @@ def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
         lambda: trainer.fit(train_loader, val_loader),
         lambda: trainer.evaluate(val_loader),
         lambda: trainer.predict(val_loader),
-        lambda: lr_find(trainer, train_loader, steps=20),
+        lambda: lr_find(make_trainer(make_model(dropout=0.5)), train_loader, steps=20),
     ):
         use()
         assert torch.equal(torch.get_rng_state(), before)
