@@ -557,7 +557,7 @@ def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatc
     make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()[3:]]
     assert [line[0] for line in lines] == [
-        *(f"epoch {i / 8:.2f}/1" for i in range(1, 8)),
+        *(f"epoch {round(i / 8, 2)}/1" for i in range(1, 8)),
         "epoch 1/1",
     ]
     assert [line[1][:5] for line in lines[2:]] == ["loss "] * 6  # of what has been logged by then
