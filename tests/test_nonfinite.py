@@ -301,19 +301,6 @@ def test_a_replay_begins_at_the_newest_good_checkpoint(tmp_path, caplog, kind, f
     assert [held[step] for step in range(1, 7)] == [True, True, True, True, False, False]
 
 
-def test_a_fit_without_callbacks_says_that_its_weights_are_not_finite(caplog):
-    data = make_data()
-    data.train.inputs[11] = math.nan
-    trainer = make_trainer()
-    trainer.fit(train_loader(data))
-    assert [message.partition(". ")[0] for message in caplog.messages] == [
-        "The parameter 0.weight is not finite after step 24"
-    ]
-    caplog.clear()
-    make_trainer().fit(train_loader())
-    assert not caplog.messages
-
-
 def test_a_validation_that_is_not_finite_is_not_blamed_on_the_training():
     data = make_data()
     data.val.inputs[3, 1] = math.nan

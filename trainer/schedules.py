@@ -143,11 +143,11 @@ def build(
             if not isinstance(group["lr"], torch.Tensor) and group["lr"] != rate:
                 set_rate(group, group["lr"])
     reset(optimizer)
-    arguments = inspect.signature(factory)
-    length = {"total_steps": total_steps} if "total_steps" in arguments.parameters else {}
     try:
+        arguments = inspect.signature(factory)
+        length = {"total_steps": total_steps} if "total_steps" in arguments.parameters else {}
         arguments.bind(optimizer, **length)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"scheduler: {error}. Type +scheduler.NAME=VALUE.") from None
     scheduler = factory(optimizer, **length)
     try:
@@ -197,9 +197,6 @@ def named(given: Any) -> Callable[..., Any]:
         name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
     check_choice("groups: scheduler", name, shipped)
-    known = list(inspect.signature(shipped[name]).parameters)[2:]
-    for argument in arguments:
-        check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
 
 
