@@ -39,7 +39,9 @@ class Estimate:
 class Watch(Callback):
     """Time a few steps after the first ones, and end the fit."""
 
-    state: Any  # a copy of the state, as a run holds while it writes a checkpoint
+    # Copies of the state, as a run holds for its NaNGuard and while it writes a checkpoint.
+    first_state: Any
+    state: Any
 
     def on_fit_start(self, trainer: Trainer) -> None:
         for line in summary.plan(trainer):
@@ -48,6 +50,7 @@ class Watch(Callback):
         self.timed = 0
         self.first = 0.0
         self.seconds = 0.0
+        self.first_state = checkpoint.copy(trainer.state_dict())
         self.begun = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
