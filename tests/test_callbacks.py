@@ -547,7 +547,7 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
         f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  "
     )
     assert (
-        "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup"
+        "3 epochs of 8 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup"
         in lines[2]
     )
 
