@@ -84,7 +84,7 @@ def look(
     watch = Watch()
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
     # Weights that thaw later need memory from then on, so they are not frozen here.
-    frozen = [c for c in trainer.callbacks if isinstance(c, Freeze) and c.count == math.inf]
+    frozen = [c for c in trainer.callbacks if isinstance(c, Freeze) and c.thaw_step == math.inf]
     trainer.callbacks = [*frozen, *averages, watch]
     trainer.fit(train_loader)
     validation = by_name(val_loader).values()
