@@ -322,32 +322,20 @@ def test_an_unknown_argument_of_a_schedule_of_a_rule_is_a_mistake():
 
 
 def test_mistakes_in_what_is_frozen_are_named():
-    for match, message in (("9.*", "matches 9"), ("*", "nothing is left to train")):
+    for match, message in (("9.*", "matches 9"), ("*", "leave some trainable")):
         with pytest.raises(UserError, match=message):
-            make_trainer(callbacks=[Freeze(match)]).fit(batches())
-    with pytest.raises(UserError, match="thaw_at=soon: expected a number of steps"):
-        Freeze("0.*", "soon")
-
-
-def test_a_thaw_at_that_the_run_does_not_reach_is_a_warning(caplog):
-    for thaw_at in (7, "7 steps", "1 epoch", "never", "8 steps"):
-        assert not caplog.records
-        model = make_model(dtype=torch.float64)
-        make_trainer(model, callbacks=[Freeze("0.*", thaw_at)], max_steps=8).fit(batches())
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "thaw_at: the run ends at step 8, so thawing after step 8 has no effect. Lower thaw_at, or "
-        "set it to never."
-    )
+            trainer = make_trainer(make(), callbacks=[Freeze(match)])
+            trainer.fit(batches())
+    for thaw_at in ("soon", "2 epochs", -1):
+        with pytest.raises(UserError, match=f"thaw_at={thaw_at}: expected a number of steps, or"):
+            Freeze("0.*", thaw_at)
 
 
 def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=[{"match": "3.*", "lr": 0.5}], scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.01, "train/lr/3": 0.5}
-    assert "AdamW lr 0.01 to 0.5, constant" in " ".join(summary.plan(trainer)).replace(
-        " (fused)", ""
-    )
+    assert "AdamW lr 0.01, 0.5, constant" in " ".join(summary.plan(trainer)).replace(" (fused)", "")
     rules = [{"match": "3.*", "lr": 0.5}, {"match": "*", "lr": 0.25}]
     trainer = make_trainer(groups=rules, scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
@@ -379,19 +367,3 @@ def test_muon_trains_the_last_block_of_a_model_whose_head_is_its_embedding(is_ti
         id(model.widen.weight),
         id(model.shrink.weight),
     }
-
-
-def test_rates_of_rules_with_the_same_label_are_all_logged():
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_model()
-            self.scale = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, inputs):
-            return self.scale * self.net(inputs)
-
-    trainer = make_trainer(Scaled(), groups=[{"match": "*.*", "lr": 1}], scheduler=None)
-    row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
-    rates = {key: row[key] for key in row if "lr" in key}
-    assert rates == {"train/lr": 0.01, "train/lr/1": 1.0, "train/lr/2": 1.0}
