@@ -4,7 +4,7 @@ python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 
     'dataset.mean=[0.485,0.456,0.406]' 'dataset.std=[0.229,0.224,0.225]' \
     model._target_=examples.finetune.FineTuned \
     +model.body._target_=torchvision.models.resnet18 +model.body.weights=DEFAULT \
-    'groups=[{match: "body.*", lr: 1e-4}]' 'freeze=["body.*"]' 'callbacks.freeze.thaw_at=1 epoch'
+    'groups=[{match: "body.*", lr: 1e-4}]' 'freeze=["body.*"]' callbacks.freeze.thaw_at=100
 torchvision downloads the weights (45 MB) on first use; +model.body.weights=null uses random ones.
 """
 

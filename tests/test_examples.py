@@ -342,7 +342,7 @@ def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowl
         Trainer,
         lambda: FineTuned(tiny_resnet(), 10),
         loss=torch.nn.CrossEntropyLoss(),
-        callbacks=[Freeze("body.*", "1 epoch"), Watch()],
+        callbacks=[Freeze("body.*", 20), Watch()],
         max_steps=22,
         groups=[{"match": "body.*", "lr": 3e-5}],
     )

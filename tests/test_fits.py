@@ -161,7 +161,7 @@ def test_the_process_s_generators_are_as_they_were():
         lambda: trainer.fit(train_loader, val_loader),
         lambda: trainer.evaluate(val_loader),
         lambda: trainer.predict(val_loader),
-        lambda: lr_find(trainer, train_loader, steps=12),
+        lambda: lr_find(make_trainer(RandomModel()), train_loader, steps=12),
     ):
         use()
         assert states() == before

@@ -9,7 +9,7 @@ from conftest import assert_same, make_model, make_trainer
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 from stoker.trainer import checkpoint, schedules, summary
-from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Freeze
+from stoker.trainer.callbacks import Callback, Checkpoint, Freeze
 from stoker.trainer.combined import Combined, muon
 from stoker.trainer.errors import UserError
 from stoker.trainer.groups import parameter_groups
@@ -260,8 +260,6 @@ def test_an_evaluation_has_the_weights_of_the_optimizers_eval_and_changes_nothin
         torch.testing.assert_close(trainer.module[0].weight, mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ends.weight, mean, rtol=1e-12, atol=1e-12)
     assert torch.equal(trainer.module[0].weight, seen[-1])
-    with pytest.raises(UserError, match="Averaging already evaluates with averaged weights"):
-        make_trainer(make(), callbacks=[EMA(0.9)], **settings).fit(batches(), batches())
 
 
 def test_schedule_free_of_its_own_package(tmp_path):
@@ -306,10 +304,6 @@ def test_schedule_free_of_its_own_package(tmp_path):
             [{"match": "*", "scheduler": "cosin"}],
             "scheduler=cosin: not a valid choice. Did you mean 'cosine'",
         ),
-        (
-            [{"match": "*", "scheduler": {"cosine": {"x": 1}}}],
-            "scheduler.cosine=x: not a valid choice",
-        ),
         ([{"match": "*", "scheduler": {}}], "scheduler={}: not a valid choice"),
         ([{"match": "*", "name": "all"}], "expected a list of rules, each"),
         ([{"lr": 1}], "expected a list of rules, each with a name pattern"),
@@ -321,33 +315,27 @@ def test_a_mistake_in_a_rule_is_named(rules, message):
         make_trainer(optimizer=functools.partial(SGD, lr=LR), groups=rules)
 
 
+def test_an_unknown_argument_of_a_schedule_of_a_rule_is_a_mistake():
+    rules = [{"match": "*", "scheduler": {"cosine": {"x": 1}}}]
+    with pytest.raises(UserError, match="scheduler: .* has incorrect arguments"):
+        make_trainer(groups=rules).fit(batches())
+
+
 def test_mistakes_in_what_is_frozen_are_named():
-    for match, message in (("9.*", "matches 9"), ("*", "nothing is left to train")):
+    for match, message in (("9.*", "matches 9"), ("*", "leave some trainable")):
         with pytest.raises(UserError, match=message):
-            make_trainer(callbacks=[Freeze(match)]).fit(batches())
-    with pytest.raises(UserError, match="thaw_at=soon: expected a number of steps"):
-        Freeze("0.*", "soon")
-
-
-def test_a_thaw_at_that_the_run_does_not_reach_is_a_warning(caplog):
-    for thaw_at in (7, "7 steps", "1 epoch", "never", "8 steps"):
-        assert not caplog.records
-        model = make_model(dtype=torch.float64)
-        make_trainer(model, callbacks=[Freeze("0.*", thaw_at)], max_steps=8).fit(batches())
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "thaw_at: the run ends at step 8, so thawing after step 8 has no effect. Lower thaw_at, or "
-        "set it to never."
-    )
+            trainer = make_trainer(make(), callbacks=[Freeze(match)])
+            trainer.fit(batches())
+    for thaw_at in ("soon", "2 epochs", -1):
+        with pytest.raises(UserError, match=f"thaw_at={thaw_at}: expected a number of steps, or"):
+            Freeze("0.*", thaw_at)
 
 
 def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=[{"match": "3.*", "lr": 0.5}], scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.01, "train/lr/3": 0.5}
-    assert "AdamW lr 0.01 to 0.5, constant" in " ".join(summary.plan(trainer)).replace(
-        " (fused)", ""
-    )
+    assert "AdamW lr 0.01, 0.5, constant" in " ".join(summary.plan(trainer)).replace(" (fused)", "")
     rules = [{"match": "3.*", "lr": 0.5}, {"match": "*", "lr": 0.25}]
     trainer = make_trainer(groups=rules, scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
@@ -370,27 +358,12 @@ def test_muon_trains_the_last_block_of_a_model_whose_head_is_its_embedding(is_ti
     model.tokens = torch.nn.Embedding(9, 4)
     model.widen = torch.nn.Linear(4, 6)
     model.shrink = torch.nn.Linear(6, 4)
-    if not is_tied:
-        model.head = torch.nn.Linear(4, 9)
+    model.head = torch.nn.Linear(4, 9)
+    if is_tied:
+        model.head.weight = model.tokens.weight
     groups = [{"params": list(model.parameters())}]
     matrices = muon(groups, LR, module=model).optimizers[0].param_groups
     assert {id(p) for group in matrices for p in group["params"]} == {
         id(model.widen.weight),
         id(model.shrink.weight),
     }
-
-
-def test_rates_of_rules_with_the_same_label_are_all_logged():
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_model()
-            self.scale = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, inputs):
-            return self.scale * self.net(inputs)
-
-    trainer = make_trainer(Scaled(), groups=[{"match": "*.*", "lr": 1}], scheduler=None)
-    row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
-    rates = {key: row[key] for key in row if "lr" in key}
-    assert rates == {"train/lr": 0.01, "train/lr/1": 1.0, "train/lr/2": 1.0}

@@ -286,11 +286,6 @@ class Both(TrainMetrics, OfDicts):
     pass
 
 
-class Hidden(TrainMetrics):
-    compute_loss = OfDicts.compute_loss
-    update_metrics = OfDicts.update_metrics
-
-
 def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
     settings = {"metrics": {"acc": Accuracy()}, "log_every": 3}
     train_loader, _ = loaders()
@@ -301,8 +296,6 @@ def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
     assert len(history) > 3 and 0 < history[-1]["train/acc"] < 1
     for name in ("train/loss", "train/acc"):
         assert [row[name] for row in history] == [row[name] for row in expected]
-    with pytest.raises(UserError, match="Hidden.compute_loss overrides TrainMetrics.compute_loss"):
-        make_trainer(make_model(), kind=Hidden, **settings).fit(dicts)
 
 
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():

@@ -121,7 +121,7 @@ REASONS = {
     (
         "diverging",
         "ddp",
-    ): "at step 3. What happened first: in step 3 on rank 0, the loss is inf, although the batch is finite",
+    ): "at step 3. What happened first: in step 3 on rank 0, the loss is inf (",
     ("diverging", "fsdp"): "at step 3 (learning rate",
     ("two types", "fsdp"): SHARDS,
     ("0-dim", "fsdp"): "doesn't support scalar parameters",

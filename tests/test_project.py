@@ -117,7 +117,7 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
     assert not any("my_project" in path.read_text() for path in Path("blue_net").rglob("*.*"))
     assert capsys.readouterr().out.splitlines()[1] == "         cd blue_net"
     sys.path.insert(0, str(folder / "blue_net"))
-    runpy.run_path("blue_net/tests/test_blue_net.py")["test_the_training_is_a_plain_loop"]()
+    runpy.run_path("blue_net/tests/test_blue_net.py")["test_the_model_learns"]()
     for name in [name for name in sys.modules if name.startswith("blue_net")]:
         del sys.modules[name]
 

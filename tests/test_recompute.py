@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from saved import Saved
 
 from stoker.data.loader import make_loaders
-from stoker.diagnostics.activations import Saved
 from stoker.trainer.errors import UserError
 from stoker.trainer.recompute import checkpoint_blocks
 

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from saved import Saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
-from stoker.diagnostics.activations import Saved
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
 from stoker.trainer import checkpoint, parallel, prediction, schedules
@@ -358,7 +358,7 @@ def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
         lambda: trainer.fit(train_loader, val_loader),
         lambda: trainer.evaluate(val_loader),
         lambda: trainer.predict(val_loader),
-        lambda: lr_find(trainer, train_loader, steps=20),
+        lambda: lr_find(make_trainer(make_model(dropout=0.5)), train_loader, steps=20),
     ):
         use()
         assert torch.equal(torch.get_rng_state(), before)
@@ -813,8 +813,6 @@ def test_memory_report_counts_every_element():
         )
     )
     trainer.fit(train_loader, val_loader)
-    assert trainer.memory_report()["gradients"] == 0
-    trainer.module(train_loader.inputs).sum().backward()
     report = {name: value * 2**20 for name, value in trainer.memory_report().items()}
     parameters = 6 * 10 + 10 + 10 + 10 + 10 * 3 + 3
     assert report["parameters"] == report["gradients"] == 4 * parameters

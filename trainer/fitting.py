@@ -93,7 +93,6 @@ def setup_and_cleanup(trainer: "Trainer") -> Iterator[None]:
     try:
         with random_states_kept, losses.examined(trainer):
             yield
-        warn_of_nonfinite_weights(trainer)
     finally:
         if trainer.optimizer is not None:  # a callback may have closed the Trainer
             optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
@@ -113,16 +112,4 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
             "The training data is a stream that cannot save its state, so a resumed run reads it "
             "from the start and skips the batches already trained on.\nTo avoid this, use "
             "torchdata's StatefulDataLoader."
-        )
-
-
-def warn_of_nonfinite_weights(trainer: "Trainer") -> None:
-    """Warn if a weight is not finite at the end of a fit."""
-    if trainer.module is None:  # the Trainer is closed
-        return
-    name = checkpoint.first_nonfinite(trainer.module)
-    if name is not None:
-        launch.warn(
-            f"The parameter {name} is not finite after step {trainer.step:,}. To stop at the first "
-            "such step and find the cause, add NaNGuard() to the callbacks."
         )

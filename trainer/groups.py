@@ -1,4 +1,4 @@
-"""Parameter groups: rules by parameter name, and no weight decay for biases and norms."""
+"""Parameter groups: rules by parameter name, and no weight decay for vectors and scalars."""
 
 import itertools
 import re
@@ -10,8 +10,6 @@ import torch
 
 from stoker.trainer.errors import UserError, check_number, did_you_mean
 
-# Matches class names of norms, also of custom ones: LayerNorm, BatchNorm2d, MyRMSNorm.
-NORM = re.compile(r"Norm([123]d)?$")
 # Matches a name up to its first number: encoder.layers.3 in encoder.layers.3.mlp.weight.
 BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
 RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not passed to the optimizer
@@ -23,7 +21,7 @@ Names = dict[torch.Tensor, list[str]]  # parameter -> its names, in the order of
 
 
 def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
-    """Return the parameter groups. Biases, norms, vectors and scalars have no weight decay.
+    """Return the parameter groups. Vectors and scalars, such as biases, have no weight decay.
 
     A parameter belongs to the first rule that matches one of its names. The groups of a rule are
     named after its pattern, and follow the groups of unmatched parameters. Frozen parameters are
@@ -33,7 +31,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         UserError: A rule matches no parameter, or only parameters that earlier rules match.
     """
     names = named(module)
-    free = without_decay(module)
+    free = {parameter for parameter in names if parameter.ndim <= 1}
     rest = list(names)
     groups: Groups = []
     for rule in rules:
@@ -120,23 +118,6 @@ def divided(
     return both
 
 
-def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that should not have weight decay.
-
-    These are vectors and scalars, all parameters of normalization layers (those of
-    LayerNorm([3, 4]) have two dimensions), and all parameters named `bias` or, as in
-    MultiheadAttention, `bias_k`.
-    """
-    free: set[torch.Tensor] = set()
-    for child in module.modules():
-        is_norm = any(NORM.search(kind.__name__) for kind in type(child).__mro__)
-        for name, parameter in child.named_parameters(recurse=False):
-            is_bias = name == "bias" or name.startswith("bias_")
-            if parameter.ndim <= 1 or is_norm or is_bias:
-                free.add(parameter)
-    return free
-
-
 def rule_of(group: Mapping[str, Any]) -> str:
     """Return the pattern of the rule that a group comes from, without the number of the layer."""
     rule: str = group.get("name", REST).partition(" ")[0]
@@ -167,25 +148,13 @@ def scale_rates(groups: Groups, usual: Any) -> None:
     """
     for group in groups:
         if "lr_scale" in group:
-            rate = group.get("lr", usual)
-            if not isinstance(rate, (int, float)):
-                raise UserError(
-                    f"groups: the rule {rule_of(group)} has lr_decay but no lr to scale. "
-                    "Add lr to the rule."
-                )
-            group["lr"] = rate * group.pop("lr_scale")
+            group["lr"] = group.get("lr", usual) * group.pop("lr_scale")
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *.
-
-    If an earlier group of another name has the same label, the label is the group's index.
-    """
-    names: dict[str, str] = {}  # the group name of each label
+    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *."""
     result = []
     for i, group in enumerate(groups):
         name = group.get("name", "")
-        label = re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i))
-        is_free = names.setdefault(label, name) == name
-        result.append(label if is_free else str(i))
+        result.append(re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i)))
     return result

@@ -57,8 +57,8 @@ def called(
 ) -> Any:
     """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
 
-    Fused optimizers support dense floating-point parameters on some devices. Groups that end up
-    with the same settings are merged, because each group launches its own kernels.
+    Fused optimizers support dense floating-point parameters on some devices. Without rules and
+    without weight decay, there is one group, because each group launches its own kernels.
     """
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -73,22 +73,17 @@ def called(
         if not is_sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
     kind = getattr(factory, "func", factory)
-    is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
-    if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
-        groups = [{"params": parameters}]  # LBFGS has no weight decay and accepts only one group
-    scale_rates(groups, settings["lr"].default if "lr" in settings else None)
-    as_ruled = [dict(group) for group in groups]  # copies, because torch adds defaults to `groups`
+    decay = settings.get("weight_decay")
+    has_decay = decay.default != 0 if decay else not isinstance(kind, type)
+    if not has_decay and "name" not in groups[0]:  # without rules
+        groups = [{"params": parameters}]
     try:
+        scale_rates(groups, settings["lr"].default if "lr" in settings else None)
+        as_ruled = [dict(group) for group in groups]  # copies: torch adds defaults to `groups`
         optimizer = factory(groups, **options)
     except UserError:
         raise
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
-        if "empty parameter list" in str(error):
-            raise UserError(
-                "optimizer: one of the combined optimizers has no parameters.\n"
-                "If parameters are assigned to them by the names of groups, type "
-                "'groups=[{match: PATTERN}]'."
-            ) from error
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
     if is_sharded:
         check_sharded(optimizer)
@@ -96,8 +91,6 @@ def called(
         trained = {parameter for group in part.param_groups for parameter in group["params"]}
         theirs = [group for group in as_ruled if not trained.isdisjoint(group["params"])]
         check_options(theirs, {*settings, *part.defaults})
-    if not isinstance(optimizer, Combined):
-        merge(optimizer.param_groups, groups)
     return optimizer
 
 
@@ -161,22 +154,6 @@ def evaluated_weights(optimizer: Any) -> Iterator[None]:
         with torch.no_grad():
             for weight, value in zip(weights, trained, strict=True):
                 weight.copy_(value)
-
-
-def merge(built: Groups, given: Groups) -> None:
-    """Merge groups with the same settings, unless the factory has changed the groups."""
-    taken = [list(map(id, group["params"])) for group in built]
-    if taken != [list(map(id, group["params"])) for group in given]:
-        return
-    merged: Groups = []
-    for group in built:
-        for first in merged:
-            if {**first, "params": None} == {**group, "params": None}:
-                first["params"] += group["params"]
-                break
-        else:
-            merged.append(group)
-    built[:] = merged
 
 
 def begin_momentum(optimizer: torch.optim.SGD) -> None:

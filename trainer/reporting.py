@@ -79,11 +79,14 @@ class Reporting(Stateful):
         self.window.start_clock()
 
     def memory_report(self) -> dict[str, float]:
-        """Return {use: MiB}. The peak is that of the device, or of the process on CPU and mps."""
+        """Return {use: MiB}. The peak is that of the device, or of the process on CPU and mps.
+
+        The gradients are those of a step, also after a fit, which frees them.
+        """
         parameters = list(self.module.parameters())
         return {
             "parameters": summary.mib(parameters),
-            "gradients": summary.mib(p.grad for p in parameters if p.grad is not None),
+            "gradients": summary.mib(p for p in parameters if p.requires_grad),
             "optimizer": summary.mib(summary.optimizer_tensors(self.optimizer)),
             "buffers": summary.mib(self.module.buffers()),
             "data": self.data_bytes / memory.MIB,

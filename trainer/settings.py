@@ -90,17 +90,15 @@ def check_groups(rules: Any) -> Any:
     return rules
 
 
-def check_thaw_at(value: Any) -> tuple[float, bool]:
-    """Parse 500, "500 steps", "2 epochs" or "never" (inf) as (number, whether it counts epochs)."""
-    if value is None:  # the callback is off
-        return math.inf, False
-    match = re.fullmatch(r"never|(\d{1,18})(?: steps?|( epochs?))?", as_typed(value), re.ASCII)
-    if match is None:
+def check_thaw_at(value: Any) -> float:
+    """Return a number of steps, or inf for "never"; raise UserError for any other value."""
+    if value is None or value == "never":  # None: the callback is off
+        return math.inf
+    if not re.fullmatch(r"\d{1,18}", as_typed(value), re.ASCII):
         raise UserError(
-            f"callbacks.freeze.thaw_at={as_typed(value)}: expected a number of steps, a number of "
-            "epochs ('callbacks.freeze.thaw_at=2 epochs'), or never."
+            f"callbacks.freeze.thaw_at={as_typed(value)}: expected a number of steps, or never."
         )
-    return (int(match[1]) if match[1] else math.inf, match[2] is not None)
+    return int(value)
 
 
 COUNT = Number(whole=True, least=1)

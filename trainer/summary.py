@@ -30,13 +30,12 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     batch_size = getattr(trainer.train_loader, "batch_size", None) or "size set by the loader"
     optimizer = trainer.optimizer
     scheduler = trainer.scheduler
-    rates = [group.get("initial_lr", 0) for group in optimizer.param_groups]
-    rate = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
+    rates = {f"{group.get('initial_lr', 0):g}": None for group in optimizer.param_groups}
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
-        f"{trainer.splitter.description()}, {kinds}{fused} lr {rate}, "
+        f"{trainer.splitter.description()}, {kinds}{fused} lr {', '.join(rates)}, "
         f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
     )
     if trainer.step:
@@ -45,14 +44,12 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return "3 epochs of 8 steps = 24 steps", or "24 steps" if the run is a single epoch."""
-    total = counted(trainer.total_steps, "step")
+    """Return "3 epochs of 8 steps", or "24 steps" if the run is a single epoch."""
+    steps = counted(trainer.steps_per_epoch, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
-        return total
-    if trainer.total_steps < trainer.steps_per_epoch:
-        return f"{trainer.total_steps:,} of {counted(trainer.steps_per_epoch, 'step')}"
+        return steps
     epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
-    return f"{counted(epochs, 'epoch')} of {counted(trainer.steps_per_epoch, 'step')} = {total}"
+    return f"{counted(epochs, 'epoch')} of {steps}"
 
 
 def precision(trainer: "Trainer") -> str:
@@ -73,10 +70,3 @@ def mib(tensors: Iterable[torch.Tensor]) -> float:
     """Return the size of the tensors in MiB. For sharded tensors, count only the local shards."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
-
-
-def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
-    """Return the memory report, including the gradients that a fit frees when it ends."""
-    report = trainer.memory_report()
-    report["gradients"] = mib(p for p in trainer.module.parameters() if p.requires_grad)
-    return report

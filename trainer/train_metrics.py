@@ -26,8 +26,7 @@ class TrainMetrics(Trainer):
 
     Raises:
         UserError: The Trainer uses micro_batch="auto" or LBFGS, which may compute a batch several
-            times, or compile="graph", which does not run the Python code of a step; or a subclass
-            overrides `compute_loss`.
+            times, or compile="graph", which does not run the Python code of a step.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -37,13 +36,6 @@ class TrainMetrics(Trainer):
             raise UserError(
                 f"{type(self).__name__} cannot be used with micro_batch='auto', compile='graph' or "
                 "LBFGS, which compute a batch's loss several times or in a CUDA graph."
-            )
-        name = type(self).__name__
-        if type(self).compute_loss is not TrainMetrics.compute_loss:
-            raise UserError(
-                f"{name}.compute_loss overrides TrainMetrics.compute_loss, which computes the "
-                f"metrics.\nDerive {name} from Trainer, and train with class "
-                f"Both(TrainMetrics, {name})."
             )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:

@@ -1,15 +1,13 @@
 """The learning-rate finder: raises the rate at every step, and suggests a rate to train with."""
 
-import copy
 import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.trainer import checkpoint, schedules, stopping
+from stoker.trainer import schedules, stopping
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError
 from stoker.trainer.files import write_text
 from stoker.trainer.number_format import counted
 from stoker.trainer.steps import captures
@@ -21,28 +19,10 @@ DIVERGED = 4.0  # training stops at this many times the lowest smoothed loss
 SMOOTHING = 0.9
 
 
-@dataclass
-class Curve:
-    """The rates that were tried, the smoothed loss at each, and the suggested rate."""
-
-    rates: list[float]
-    losses: list[float]
-    suggestion: float
-
-    @property
-    def end(self) -> str | None:
-        """Which end of the range has the lowest loss: "first", "last" or neither (None)."""
-        return {self.losses[0]: "first", self.losses[-1]: "last"}.get(min(self.losses))
-
-
 class Watch(Callback):
-    """Record the rate and the smoothed loss of each step, stop a fit that diverges, and restore the
-    states of `parts` at the end.
-    """
+    """Record the rate and the smoothed loss of each step, and stop a fit that diverges."""
 
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self.parts = parts
-        self.states = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+    def __init__(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.mean = 0.0
@@ -57,10 +37,6 @@ class Watch(Callback):
         if not math.isfinite(loss) or self.losses[-1] > DIVERGED * min(self.losses):
             trainer.stop("diverged")
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        for name, part in self.parts.items():
-            checkpoint.restore(name, part, self.states[name])
-
 
 def lr_find(
     trainer: Trainer,
@@ -68,15 +44,13 @@ def lr_find(
     lowest: float = 1e-6,
     highest: float = 1.0,
     steps: int = MOST,
-) -> Curve:
+) -> tuple[list[float], list[float]]:
     """Train for up to `steps` steps while the learning rate increases from `lowest` to `highest`.
 
     Training stops early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3). Afterward, the trainer's state is restored. Raises UserError if there
-    are too few steps for a curve.
+    1506.01186, section 3.3). Return the rates and the smoothed loss at each. Do not use the trainer
+    afterward. Raises UserError if there are too few steps for a curve.
     """
-    check_number("steps", steps, whole=True, least=FEWEST)
-    schedules.reset(trainer.optimizer)  # discard the schedule of an earlier fit
     initial = float(trainer.optimizer.param_groups[0]["lr"])
     if initial == 0:
         raise UserError(
@@ -86,19 +60,17 @@ def lr_find(
     def factor(step: int) -> float:
         return lowest / initial * (highest / lowest) ** (step / (steps - 1))
 
-    watch = Watch(trainer.stateful())
-    # A copy, so that the trainer's own step, callbacks and schedule are not changed.
-    probe = copy.copy(trainer)
-    probe.callbacks = [watch]
-    probe.make_scheduler = functools.partial(
+    watch = Watch()
+    trainer.callbacks = [watch]
+    trainer.make_scheduler = functools.partial(
         schedules.Schedule, factor=factor, description="lr_find"
     )
-    probe.epochs = None
-    probe.max_steps = steps
-    probe.log_every = 1
+    trainer.epochs = None
+    trainer.max_steps = steps
+    trainer.log_every = 1
     if captures(trainer):  # capturing a graph for so few steps is not worth it
-        probe.special_step = None
-    probe.fit(train_loader)
+        trainer.special_step = None
+    trainer.fit(train_loader)
     if stopping.received is not None:
         raise stopping.Interrupted
     if len(watch.rates) < FEWEST:
@@ -106,15 +78,21 @@ def lr_find(
             f"The search ended after only {counted(len(watch.rates), 'step')}: "
             "the loader ran out of batches, or the loss became NaN or infinite."
         )
-    # A tenth of the rate with the lowest loss was within a factor of five of the best of seven
-    # rates, for linear, mlp and cnn on the digits with AdamW and SGD. The steepest point and
-    # fastai's "valley" were off by a factor of up to a hundred.
-    best = watch.rates[watch.losses.index(min(watch.losses))]
-    return Curve(watch.rates, watch.losses, best / 10)
+    return watch.rates, watch.losses
 
 
-def write(curve: Curve, path: Path) -> None:
+def suggestion(rates: list[float], losses: list[float]) -> float:
+    """Return a tenth of the rate with the lowest loss.
+
+    For linear, mlp and cnn on the digits with AdamW and SGD, this was within a factor of five of
+    the best of seven rates. The steepest point and fastai's "valley" were off by a factor of up to
+    a hundred.
+    """
+    return rates[losses.index(min(losses))] / 10
+
+
+def write(rates: list[float], losses: list[float], path: Path) -> None:
     """Write the curve as a CSV file; create its folder if needed."""
-    rows = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(curve.rates, curve.losses, strict=True)]
+    rows = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(rates, losses, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(["lr,loss", *rows, ""]))

@@ -182,7 +182,7 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
         device=str(trainer.device),
         precision=summary.precision(trainer),
         parameters=sum(p.numel() for p in trainer.module.parameters()),
-        memory_mib=dict(summary.memory_of_a_step(trainer)),
+        memory_mib=trainer.memory_report(),
     )
     if saver.best:
         mode = "max" if saver.sign > 0 else "min"

@@ -16,20 +16,16 @@ def lr_find(cfg: DictConfig) -> None:
 
     steps = max(search.FEWEST, min(cfg.max_steps or search.MOST, search.MOST))
     with building(cfg) as parts:
-        curve = search.lr_find(parts.trainer, parts.loaders[0], steps=steps)
+        rates, losses = search.lr_find(parts.trainer, parts.loaders[0], steps=steps)
+    suggestion = search.suggestion(rates, losses)
     path = Path(run_directory(cfg)) / "lr_find.csv"
-    search.write(curve, path)
+    search.write(rates, losses, path)
     terminal.show(
-        f"lr       {curve.suggestion:.2g}, a tenth of the rate with the lowest loss "
-        f"({len(curve.rates)} steps, with rates from {curve.rates[0]:.1g} to {curve.rates[-1]:.1g})"
+        f"lr       {suggestion:.2g}, a tenth of the rate with the lowest loss "
+        f"({len(rates)} steps, with rates from {rates[0]:.1g} to {rates[-1]:.1g})"
     )
-    if curve.end:
-        terminal.show(
-            f"         the {curve.end} rate had the lowest loss, so a better rate may be outside "
-            "this range"
-        )
     terminal.show(f"curve    {path}")
     typed = typed_for_run()
     if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # the length of the search
         typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
-    terminal.show(f"train    {shell.command(typed, f'optimizer.lr={curve.suggestion:.2g}')}")
+    terminal.show(f"train    {shell.command(typed, f'optimizer.lr={suggestion:.2g}')}")

@@ -22,20 +22,11 @@ def plan(cfg: DictConfig) -> None:
     with building(cfg) as parts:
         check_unused(cfg, parts)
         startup = time.perf_counter() - began
-        per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
-        # Steps between two evaluations, and between two checkpoints for each reason to save one.
-        evaluation = math.inf if parts.loaders[1] is None else cfg.eval_every or per_epoch
-        save = cfg.checkpoint.every or math.inf
-        save_epochs = (cfg.checkpoint.epochs or math.inf) * per_epoch
+        every = cfg.eval_every or epoch_length(parts.loaders[0], cfg.max_steps)
         with parts.threads(cfg):
-            # Any evaluation may be the best so far. If so, a checkpoint is saved.
-            every = min(evaluation, save, save_epochs)
-            estimate = look(parts.trainer, *parts.loaders, every=every)
-    minutes = estimate.steps * estimate.step / 60
-    evaluations = math.ceil(estimate.steps / evaluation)
-    saves = int(estimate.steps / save) + math.ceil(estimate.steps / save_epochs)
-    saves += int(minutes / (cfg.checkpoint.minutes or math.inf))
-    text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
+            estimate = look(parts.trainer, *parts.loaders)
+    evaluations = 0 if parts.loaders[1] is None else math.ceil(estimate.steps / every)
+    text = lines(estimate, startup, evaluations, cfg.checkpoint.keep, cfg.max_minutes)
     terminal.show("\n".join(text))
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"
     terminal.show(

@@ -131,8 +131,8 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         value = OmegaConf.select(cfg, key)
         if key not in typed or value is None:
             continue
-        count, in_epochs = check_thaw_at(value) if key.endswith("thaw_at") else (value, False)
-        if most < count * (per_epoch if in_epochs else 1) < math.inf:
+        count = check_thaw_at(value) if key.endswith("thaw_at") else value
+        if most < count < math.inf:
             raise UserError(
                 f"{key}={value}: this run has only {length}, so this setting would have no effect. "
                 "Lower the value, train longer, or remove the key."

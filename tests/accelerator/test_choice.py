@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conftest import make_model, make_trainer
+from saved import Saved
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
-from stoker.diagnostics.activations import Saved
 from stoker.diagnostics.audit import DeviceAudit
 from stoker.trainer import device as devices
 from stoker.trainer import memory, parallel, transfer

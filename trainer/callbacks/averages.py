@@ -34,12 +34,6 @@ class ShadowWeights(Callback):
         self.sum: str | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        if hasattr(trainer.optimizer, "eval"):
-            name = type(self).__name__
-            raise UserError(
-                f"{name}: {type(trainer.optimizer).__name__} already evaluates with averaged "
-                f"weights. Remove {name}."
-            )
         self.module = None
         current = floating_state(trainer.module)
         if self.shadow is None or not trainer.step:

@@ -1,12 +1,11 @@
 """Freeze parameters for part or all of training."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import launch, settings
+from stoker.trainer import settings
 from stoker.trainer.callback import Callback
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.groups import matching, named
@@ -19,11 +18,9 @@ if TYPE_CHECKING:
 class Freeze(Callback):
     """Freeze the parameters whose names match one of the patterns, until `thaw_at`.
 
-    `thaw_at` is a number of steps, "2 epochs" or "never". A frozen BatchNorm uses its running
+    `thaw_at` is a number of steps or "never". A frozen BatchNorm uses its running
     statistics and does not update them, as in evaluation.
     """
-
-    thaw_step: float  # thaw the parameters after this step
 
     def __init__(self, match: str | Sequence[str], thaw_at: int | str = "never") -> None:
         self.patterns = [match] if isinstance(match, str) else match
@@ -33,7 +30,7 @@ class Freeze(Callback):
                 f"freeze={as_typed(match)}: expected a list of name patterns, "
                 "such as 'freeze=[\"backbone.*\"]'."
             )
-        self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
+        self.thaw_step = settings.check_thaw_at(thaw_at)  # thaw the parameters after this step
         self.frozen: set[torch.Tensor] = set()
         self.norms: dict[torch.nn.Module, Any] = {}  # frozen norm -> hook that keeps its statistics
 
@@ -41,25 +38,14 @@ class Freeze(Callback):
         """Freeze the parameters, or thaw them if the run resumes after `thaw_at`.
 
         Raises:
-            UserError: A pattern matches no parameter, or nothing is left to train.
+            UserError: A pattern matches no parameter.
         """
         names = named(trainer.module)
         self.frozen = set().union(*[matching(names, one, "freeze") for one in self.patterns])
-        if not any(p.requires_grad for p in names.keys() - self.frozen):
-            raise UserError(
-                f"freeze={as_typed(list(self.patterns))}: the patterns match all parameters, so "
-                "nothing is left to train."
-            )
-        self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
         is_thawed = trainer.step >= self.thaw_step
         self.set_trained(is_thawed)
         if is_thawed:
             return
-        if trainer.total_steps <= self.thaw_step < math.inf:
-            launch.warn(
-                f"thaw_at: the run ends at step {trainer.total_steps:,}, so thawing after step "
-                f"{self.thaw_step:,} has no effect. Lower thaw_at, or set it to never."
-            )
         for module in trainer.module.modules():
             weights = list(module.parameters(recurse=False))
             if isinstance(module, NORMS) and weights and self.frozen.issuperset(weights):

@@ -14,7 +14,7 @@ import torch
 from stoker.trainer import batches, checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
-from stoker.trainer.callbacks.saving import Checkpoint, advice
+from stoker.trainer.callbacks.saving import ADVICE, Checkpoint
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
 from stoker.trainer.number_format import brief
@@ -61,7 +61,7 @@ class NaNGuard(Callback):
                     f"{symptom}, but all weights are finite.\n"
                     f"Check the inputs and the targets of {split}."
                 )
-            raise NotFinite(f"{symptom}{rates(trainer)}.\n{advice(trainer)}", symptom)
+            raise NotFinite(f"{symptom}{rates(trainer)}.\n{ADVICE}", symptom)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if any(saver.saved > self.first_step for saver in savers(trainer)):
@@ -126,7 +126,6 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     for callback in active:
         callback.on_fit_start(trainer)
     trainer.model.train()
-    harmless: set[str] = set()
     for batch in replayed(trainer, last):
         # The last good row shows that the loss of its last step was finite, but not that the
         # gradient was.
@@ -140,7 +139,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
                 callback.on_epoch_end(trainer)
         for callback in active:
             callback.on_step_end(trainer)
-        text = examine(trainer, batch, norms, loss, harmless) if is_suspect else None
+        text = examine(trainer, batch, norms, loss) if is_suspect else None
         if text is not None:
             return text, batch, state
         if trainer.interruption is not None:
@@ -175,54 +174,40 @@ def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
 
 
 def examine(
-    trainer: "Trainer",
-    batch: Any,
-    norms: dict[str, torch.Tensor],
-    loss: torch.Tensor,
-    harmless: set[str],
+    trainer: "Trainer", batch: Any, norms: dict[str, torch.Tensor], loss: torch.Tensor
 ) -> str | None:
     """Describe the first non-finite value in a step and what to do; return None if there is none.
 
-    `harmless`: the batch entries that have non-finite values even in good steps, such as masks.
+    A batch may have non-finite values on purpose, as in a mask, so it is named only if the step has
+    a non-finite value too.
     """
-    strange = strange_entries(batch)
-    blamed = [text for name, text in strange.items() if name not in harmless]
-    problems = [(0, text) for text in blamed]  # (position in the step, text)
+    gradient = next((name for name, norm in norms.items() if not norm.isfinite()), None)
+    weight = checkpoint.first_nonfinite(trainer.module)
+    problem = None  # (position in the step, text)
     if not loss.isfinite():
-        text = f"the loss is {float(loss)}, although the batch is finite{rates(trainer)}"
-        problems.append((1, text))
-    for name, norm in norms.items():
-        if not norm.isfinite() and not trainer.scaler.is_enabled():  # a scaler skips such steps
-            problems.append((2, f"the gradient of {name} has norm {norm}{rates(trainer, name)}"))
-    broken = checkpoint.first_nonfinite(trainer.module)
-    if broken:
-        text = f"{broken} is not finite after the update{rates(trainer, broken)}"
-        problems.append((3, text))
-    reports = [report for report in enumerate(parallel.from_all(problems)) if report[1]]
-    if all(report[-1][0] == 0 for _, report in reports):  # the step itself was good
-        harmless.update(strange)
+        problem = (1, f"the loss is {float(loss)}")
+    elif gradient and not trainer.scaler.is_enabled():  # a scaler skips such steps
+        problem = (2, f"the gradient of {gradient} has norm {norms[gradient]}")
+    elif weight:
+        problem = (3, f"{weight} is not finite after the update")
+    entry = strange_entry(batch)
+    if problem and entry:
+        problem = (0, f"{problem[1]}, and {entry}")
+    reports = [(*one, rank) for rank, one in enumerate(parallel.from_all(problem)) if one]
+    if not reports:
         return None
-    rank, report = min(reports, key=lambda item: item[1][0][0])
-    position, text = report[0]
+    position, text, rank = min(reports)
     place = f"in step {trainer.step:,}"
     if parallel.process_count > 1:
         place += f" on rank {rank}"
     if position == 0:
         return f"{place}, {text}.\nCheck these samples, or remove them."
-    return f"{place}, {text}.\n{advice(trainer)}"
+    return f"{place}, {text}{rates(trainer)}.\n{ADVICE}"
 
 
-def rates(trainer: "Trainer", name: str = "") -> str:
-    """Return " (learning rate 0.1)" for the parameter with this name, or for all groups."""
-    parameter = dict(trainer.module.named_parameters()).get(name)
-    shown: list[str] = []
-    for group, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=False):
-        is_meant = parameter is None or any(one is parameter for one in group["params"])
-        if is_meant and brief(rate) not in shown:
-            shown.append(brief(rate))
-    if not shown:  # the parameter belongs to a second optimizer
-        return ""
-    return f" (learning rate{'' if len(shown) == 1 else 's'} {', '.join(shown)})"
+def rates(trainer: "Trainer") -> str:
+    """Return " (learning rate 0.1)", with the rates of all groups if they differ."""
+    return f" (learning rate {', '.join(dict.fromkeys(map(brief, trainer.rates)))})"
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -235,8 +220,6 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
     def note(name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             (gradient,) = parallel.local([parameter.grad])
-            if gradient.is_sparse:
-                gradient = gradient.coalesce().values()
             norms[name] = torch.linalg.vector_norm(gradient)
 
     hooks = []
@@ -253,16 +236,15 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
     return norms, loss
 
 
-def strange_entries(batch: Any) -> dict[str, str]:
-    """Return {name: description} for the tensors in a batch that contain non-finite values."""
-    texts = {}
+def strange_entry(batch: Any) -> str | None:
+    """Describe the first tensor in a batch that contains non-finite values, or return None."""
     for name, tensor in batches.entries(batch):
         rows = ~torch.atleast_1d(tensor).isfinite()
         rows = rows.reshape(len(rows), -1).any(1)
         if rows.any():
             count = f"{rows.sum()} of {len(rows)} rows (the first is row {rows.int().argmax()})"
-            texts[name] = f"{name} has non-finite values in {count}"
-    return texts
+            return f"{name} has non-finite values in {count}"
+    return None
 
 
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:

@@ -43,7 +43,7 @@ class Progress(Callback):
                 self.monitor = callback
         self.last_line = time.monotonic()
         self.cells = {"loss": ""}  # column -> latest displayed value
-        self.rates: dict[str, str] = {}  # learning rate and speed, for the line below the table
+        self.lr = ""
         self.is_evaluated = False  # whether there was an evaluation since the last line
         self.start_epoch()
 
@@ -69,8 +69,7 @@ class Progress(Callback):
         if samples:
             self.samples += samples
             self.seconds += row["train/seconds"]
-            speed = f"{samples / row['train/seconds']:,.0f}"
-            self.rates = {"lr": f"{row['train/lr']:.1e}", "samples/s": speed}
+            self.lr = f"{row['train/lr']:.1e}"
 
     def show(self, name: str, value: float, weight: float) -> None:
         """Show a number from now on. With a weight, show the mean over the epoch so far."""
@@ -92,8 +91,13 @@ class Progress(Callback):
         if ends_epoch or (is_due and is_one_epoch):
             self.start_epoch()
         if self.table is not None and (is_due or self.table.is_due()):
-            best = {"best": number(self.best["value"])} if self.best else {}
-            self.table.draw(trainer.step, {**place(trainer), **self.cells, **self.rates, **best})
+            cells, more = place(trainer)
+            best = number(self.best["value"]) if self.best else ""
+            cells = {**cells, **self.cells, "samples/s": self.speed(), "best": best}
+            self.table.draw(trainer.step, cells, {**more, "lr": self.lr})
+
+    def speed(self) -> str:
+        return f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
 
     @property
     def best(self) -> dict[str, float] | None:
@@ -111,45 +115,21 @@ class Progress(Callback):
             terminal.show(f"stopped at step {trainer.step:,}: {trainer.stop_reason}")
 
     def line(self, trainer: "Trainer") -> None:
-        """Print a line with the new values, as a row of the table if it fits.
-
-        If the row is too wide, it loses the learning rate, the step (if it has an epoch) and the
-        speed, one after another.
-        """
-        cells = place(trainer)
+        """Print a line with the new values, as a row of the table if it fits."""
+        is_best = self.best is not None and self.best["step"] == trainer.step
+        cells, _ = place(trainer)
         for name, text in self.cells.items():
             cells[name] = text if name in self.fresh else ""
-        speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
+        speed = self.speed()
         self.fresh &= {"loss"}
         self.is_evaluated = False
         self.last_line = time.monotonic()
-        if self.table is not None:
-            is_best = self.best is not None and self.best["step"] == trainer.step
-            # left-aligned, next to the number
-            mark = "*     " if is_best else ""
-            rates = {"lr": self.rates.get("lr", ""), "samples/s": speed}
-            row = {**self.marked(cells, mark), **rates}
-            less = ["lr", "step", "samples/s"] if "epoch" in cells else ["lr", "samples/s"]
-            for name in ("", *less):
-                row.pop(name, None)
-                if self.table.row(trainer.step, row):
-                    return
-        if "epoch" in cells:
-            cells.pop("step")
-        parts = [f"{name} {text}" for name, text in cells.items() if text]
-        if speed:
-            parts.append(f"{speed} samples/s")
-        self.write("  ".join(parts))
-
-    def marked(self, cells: dict[str, str], mark: str) -> dict[str, str]:
-        """Return the cells, with the column "best" to the right of the monitored number."""
-        monitored = self.monitor.name.replace("train/loss", "loss") if self.monitor else ""
-        row = {}
-        for name, text in cells.items():
-            row[name] = text
-            if name == monitored:
-                row["best"] = mark
-        return {**row, "best": mark}
+        row = {**cells, "samples/s": speed, "best": "*" if is_best else ""}
+        if self.table is None or not self.table.row(trainer.step, row):
+            parts = [f"{name} {text}" for name, text in cells.items() if text]
+            if speed:
+                parts.append(f"{speed} samples/s")
+            self.write("  ".join(parts))
 
     def write(self, text: str) -> None:
         """Print a line of text. If there is a table, print it above the current step's line."""
@@ -159,15 +139,11 @@ class Progress(Callback):
             self.table.write(text)
 
 
-def place(trainer: "Trainer") -> dict[str, str]:
-    """Return {"epoch": "2.50/10", "step": "50/200"}, or only the step if there is one epoch."""
-    steps = f"{trainer.total_steps:,}"
-    cells = {"step": f"{trainer.step:{len(steps)},}/{steps}"}
+def place(trainer: "Trainer") -> tuple[dict[str, str], dict[str, str]]:
+    """Return ({"epoch": "2.5/10"}, {"step": "50/200"}), or ({"step": ...}, {}) for one epoch."""
+    step = {"step": f"{trainer.step:,}/{trainer.total_steps:,}"}
     if trainer.steps_per_epoch == trainer.max_steps:
-        return cells
-    epochs = f"{round(trainer.total_steps / trainer.steps_per_epoch, 2):,.10g}"
-    done = trainer.step / trainer.steps_per_epoch
-    text = f"{done:,.{0 if done.is_integer() else 2}f}"
-    if trainer.step == trainer.total_steps:
-        text = epochs
-    return {"epoch": f"{text:>{len(epochs)}}/{epochs}", **cells}
+        return step, {}
+    done = round(trainer.step / trainer.steps_per_epoch, 2)
+    epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
+    return {"epoch": f"{done:,.10g}/{epochs:,.10g}"}, step

@@ -14,8 +14,7 @@ Cells = Mapping[str, str]  # {name: text}
 
 GAP = "  "
 LEAST = 6  # minimum width of a column, in characters
-ROWS = 20  # rows between two headers
-LEFT = 9  # width of the last column, which shows the time left
+LEFT = 14  # width of the time left, such as "  1:23:45 left"
 EVERY = 0.1  # seconds between redraws
 
 
@@ -27,11 +26,11 @@ class Table:
             initial=step,
             total=total_steps,
             file=sys.stdout,
-            bar_format="{desc}{remaining}\r",  # with \r, a typed ^C overwrites the line's start
+            # With \r, a typed ^C overwrites the start of the line.
+            bar_format="{desc}  {remaining} left\r",
             leave=False,
         )
         self.widths: dict[str, int] = {}  # column -> width
-        self.rows: int = 0  # number of rows since the last header
         self.drawn: float = 0.0  # time at which the line was last drawn
         log.addFilter(self.clear)
 
@@ -40,27 +39,19 @@ class Table:
         self.bar.clear()
         return True
 
-    @property
-    def left(self) -> str:
-        """The time left, such as "01:30"."""
-        return str(self.bar.format_meter(**{**self.bar.format_dict, "bar_format": "{remaining}"}))
-
     def row(self, step: int, cells: Cells) -> bool:
         """Print a row of the table; return False if it is too wide."""
         self.bar.n = step
         widths = {}
         for name, text in cells.items():
             widths[name] = max(LEAST, len(name), len(text), self.widths.get(name, 0))
-        room = terminal.width() - LEFT
-        if sum(widths.values()) + len(GAP) * (len(widths) - 1) > room:
+        if sum(widths.values()) + len(GAP) * (len(widths) - 1) > room():
             return False
-        if widths != self.widths or self.rows == ROWS:
+        if widths != self.widths:
             self.widths = widths
-            self.rows = 0
             header = self.aligned({name: name for name in cells})
-            self.bar.write(terminal.styled(f"{header.ljust(room)}  left", "bold"))
-        self.bar.write(f"{self.aligned(cells).ljust(room)} {self.left}")
-        self.rows += 1
+            self.bar.write(terminal.styled(header, "bold"))
+        self.bar.write(self.aligned(cells))
         return True
 
     def aligned(self, cells: Cells) -> str:
@@ -70,19 +61,19 @@ class Table:
         """Return whether it is time to redraw the line."""
         return time.monotonic() > self.drawn + EVERY
 
-    def draw(self, step: int, cells: Cells) -> None:
-        """Draw the line of the current step: as a row, or without a table as names and values."""
+    def draw(self, step: int, cells: Cells, more: Cells) -> None:
+        """Draw the line of the current step: as a row, or without a table as names and values.
+
+        `more` is appended as names and values, as far as they fit.
+        """
         self.drawn = time.monotonic()
-        room = terminal.width() - LEFT
         text = self.aligned(cells)
-        if not self.widths:
-            for name, value in cells.items():
-                part = f"{name} {value}{GAP}"
-                if value and len(text) + len(part) + len("left") <= room:
-                    text += part
-            text = f"{text.ljust(room - 4)}left"
+        for name, value in (more if self.widths else {**cells, **more}).items():
+            part = f"{GAP}{name} {value}"
+            if value and len(text) + len(part) <= room():
+                text += part
         self.bar.n = step
-        self.bar.set_description_str(f"{text.ljust(room)} ")
+        self.bar.set_description_str(text)
 
     def write(self, text: str) -> None:
         """Print text above the line."""
@@ -92,3 +83,8 @@ class Table:
         """Remove the line."""
         log.removeFilter(self.clear)
         self.bar.close()
+
+
+def room() -> int:
+    """Return the number of columns to the left of the time."""
+    return terminal.width() - LEFT

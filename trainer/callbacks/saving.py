@@ -6,17 +6,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.callback import Row, State
 from stoker.trainer.callbacks.monitoring import Monitor
 from stoker.trainer.errors import NotFinite, UserError, cause, log
 from stoker.trainer.loading import IterableLoader
-from stoker.trainer.overrides import step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
+
+# What to do if the weights become too large.
+ADVICE = (
+    "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1, or precision=bf16 "
+    "instead of fp16."
+)
 
 
 class Checkpoint(Monitor):
@@ -162,7 +165,7 @@ class Checkpoint(Monitor):
         if name is not None:
             symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
-                f"{symptom}, so no checkpoint is saved.\n{advice(trainer)}",
+                f"{symptom}, so no checkpoint is saved.\n{ADVICE}",
                 symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
@@ -198,14 +201,3 @@ def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
             frames += traceback.extract_tb(one.__traceback__, limit=1)
     # This text is a source line of `fit` in trainer.py: change both together.
     return any("for batch in self.train_loader:" in str(frame.line) for frame in frames)
-
-
-def advice(trainer: "Trainer") -> str:
-    """Return what to do if the weights become too large, without advice that has no effect."""
-    others = []
-    if trainer.max_grad_norm is None and step_uses(type(trainer), "max_grad_norm"):
-        others.append("max_grad_norm=1")
-    if trainer.dtype is torch.float16:
-        others.append("precision=bf16 instead of fp16")
-    further = f" If that is not enough, set {' or '.join(others)}." if others else ""
-    return f"Use a lower optimizer.lr.{further}"

@@ -1,19 +1,6 @@
 """Count the activations that a step keeps for its backward pass."""
 
-from typing import Any
-
 import torch
-
-from stoker.trainer import parallel
-from stoker.trainer.trainer import Trainer
-
-
-def can_be_counted(trainer: Trainer) -> bool:
-    """Return whether `Saved` can count everything that a step saves.
-
-    The hooks would make a compiled module recompile, and do not work in DataParallel's threads.
-    """
-    return not (parallel.is_compiled(trainer.module) or trainer.replica_indices)
 
 
 class Saved:
@@ -22,18 +9,18 @@ class Saved:
     `most` is the number for the largest micro-batch.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module):
         kept = [*module.parameters(), *module.buffers()]
         self.of_model = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        self.kept: dict[int, int] = {}  # {address: bytes} saved for the backward pass
-        self.most: int = 0
+        self.kept = {}  # {address: bytes} saved for the backward pass
+        self.most = 0
         self.backward = False  # whether the backward pass has started
 
-    def counted(self) -> Any:
+    def counted(self):
         """Return a context that counts saved tensors."""
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor):
         if self.backward:  # a new micro-batch starts, and the last one's memory is free
             self.kept = {}
             self.backward = False
@@ -43,6 +30,6 @@ class Saved:
             self.most = max(self.most, sum(self.kept.values()))
         return tensor
 
-    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+    def use(self, tensor):
         self.backward = True
         return tensor
