@@ -493,7 +493,7 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
         and "  seed=-1: expected a whole number of at least 0.\n" in done.out
     )
     go_on = arguments_of(line_of(done.out, "resume"))
-    assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
+    assert go_on == [*grid]
     typo = forks.run(
         tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
     )
@@ -609,10 +609,6 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["0", "unfinished"],
         ["2", "unfinished"],
     ]
-    assert (
-        rows[1].endswith("seed=1: last logged at step 20")
-        and "seed=2: nothing logged yet" in rows[3]
-    )
     assert "1 running, 2 unfinished, 1 not started" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))
@@ -641,7 +637,7 @@ def test_on_a_terminal_a_row_is_wrapped_at_words_and_a_command_is_not(tmp_path, 
 
 
 def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
-    """As seeds are, and numpy computes them; the best is trained on all that is not tested."""
+    """As seeds are, and numpy computes them."""
     values = {"1e-2": [0.5, 0.625, 0.9375], "1e-3": [0.25, 0.5, 0.375]}
     for i, (rate, fold) in enumerate(itertools.product(values, range(3))):
         typed = [f"optimizer.lr={rate}", "dataset.folds=3", f"dataset.fold={fold}"]
@@ -657,11 +653,11 @@ def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
         mean, deviation = numpy.mean(values[rate]), numpy.std(values[rate], ddof=1)
         shown = f"{mean:.4f} +- {deviation:.4f}"
         assert re.split(" {2,}", row)[:2] == [names, shown] and row.endswith(f"lr={rate}")
-    assert best == f"best     {PROGRAM} optimizer.lr=1e-2"
+    assert best == f"best     {PROGRAM} optimizer.lr=1e-2 dataset.folds=3"
     assert shown.replace("+-", "±") in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
 
-def test_seeds_alone_are_the_settings_of_their_row(tmp_path, capsys):
+def test_many_seeds_are_one_row(tmp_path, capsys):
     for i, seed in enumerate((3, 1, 4, 1, 5, 9, 2)):
         overrides = ["epochs=1", f"seed={seed}"]
         best = {"name": "val/acc", "mode": "max", "value": 0.5}
@@ -671,7 +667,7 @@ def test_seeds_alone_are_the_settings_of_their_row(tmp_path, capsys):
     json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 7})
     assert sweep.main([str(tmp_path)]) == 0
     row = capsys.readouterr().out.splitlines()[1]
-    assert row.split()[0] == "0,1,2,3,4,..." and row.split()[-1] == "seed=3,1,4,5,9,..."
+    assert row.split()[0] == "0,1,2,3,4,..." and "=" not in row
 
 
 @pytest.mark.parametrize(("of", "while_it"), [(jobs, "is_held"), (jobs.RunResult, "read")])
@@ -808,16 +804,10 @@ def test_a_pruned_job_has_its_last_value_and_comes_after_the_finished_ones(tmp_p
     assert ends.best.name == "1"  # the numbers of two metrics are not compared
 
 
-@pytest.mark.parametrize(
-    ("keys", "shown"),
-    [
-        (["optimizer.lr", "seed"], "lr=0.001 seed=2"),
-        (["optimizer.lr", "groups.0.lr"], "optimizer.lr=0.001 groups.0.lr=1e-4"),
-    ],
-)
-def test_the_line_of_a_job_has_its_settings_by_the_last_part_of_their_keys(tmp_path, keys, shown):
+def test_the_line_of_a_job_has_the_settings_that_vary(tmp_path):
     typed = ["optimizer.lr=0.001", "groups.0.lr=1e-4", "seed=2"]
-    ends = progress.Ends(tmp_path, 2, keys)
+    ends = progress.Ends(tmp_path, 2, ["optimizer.lr", "seed"])
+    shown = "optimizer.lr=0.001 seed=2"
     lines = []
     for i, value in enumerate([0.5, 0.25]):
         lines.append(ends.line(jobs.Job(str(i), typed, best=Best("val/loss", "max", 1, value))))

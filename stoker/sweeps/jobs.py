@@ -4,7 +4,6 @@ A job is a folder with a job.json (its typed settings) or a result.json. These f
 so malformed contents are treated as missing.
 """
 
-import contextlib
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,13 +12,12 @@ from pathlib import Path
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
-from stoker.runs.directory import JOB, METRICS, RESULT, SWEEP
+from stoker.runs.directory import JOB, RESULT, SWEEP
 from stoker.runs.json_files import read_json, read_record, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, valid_overrides
-from stoker.runs.rows import read_rows
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.typed import is_number
 
@@ -32,8 +30,8 @@ class Job:
     """A job, as read from its folder.
 
     `best` and `test` come from its result. For a pruned job, `last` is (last value of the metric,
-    its epoch). `note` says why the job failed or was pruned, or which step it has reached. The
-    sweep exits with the highest `code` of its jobs.
+    its epoch). `note` says why the job failed or was pruned. The sweep exits with the highest
+    `code` of its jobs.
     """
 
     name: str
@@ -65,14 +63,12 @@ class Job:
 class SweepRecord:
     """The contents of sweep.json: the command line, the number of jobs, and facts about a search.
 
-    A field is None if it is unknown. For a grid, `searched` (the keys with a range) and `pruner`
-    (the name of a class) are None.
+    A field is None if it is unknown. For a grid, `searched` (the keys with a range) is None.
     """
 
     typed: list[str] | None = None
     jobs: int | None = None
     searched: list[str] | None = None
-    pruner: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
@@ -110,7 +106,6 @@ def read_job(folder: Path) -> Job:
         job.code = result.code if result.code in (1, 2, 3) else 3
     else:
         job.status = "running" if is_running else "unfinished"
-        job.note = progress(folder)
         job.code = exit_codes.IN_USE if is_running else 3
     return job
 
@@ -119,14 +114,6 @@ def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if they are missing."""
     record = read_json(folder / JOB) or {}
     return valid_overrides(record.get("overrides"))
-
-
-def progress(folder: Path) -> str:
-    """Return 'last logged at step 140', from the last row of a job."""
-    with contextlib.suppress(OSError):
-        for row in reversed(read_rows(folder / METRICS)):
-            return f"last logged at step {row['step']:,}"
-    return "nothing logged yet"
 
 
 def check_same(

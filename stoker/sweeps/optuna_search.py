@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, which parses ranges, 1.4
     create_optuna_distribution_from_override,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -90,9 +90,7 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            target = OmegaConf.select(cfg, "sweep.pruner._target_")
-            pruner = target.rpartition(".")[2] if target else None
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys, pruner)
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)

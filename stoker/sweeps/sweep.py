@@ -215,8 +215,6 @@ def best_command(sweep: Sweep) -> str | None:
     if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
         return None
     left_out = {"run_dir", *sweep.left_out}
-    if "dataset.fold" in left_out:  # without folds, all data is used for training
-        left_out.add("dataset.folds")
     overrides = sweep.groups[0][0].overrides
     return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
 
@@ -227,10 +225,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     is_over = not (sweep.missing or sweep.of("unfinished") or repeats)
     if is_over or sweep.of("running"):
         return None
-    again = jobs.command_to_continue(sweep.folder)
-    if repeats:  # otherwise, the sweep would stop at the same job again
-        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
-    return again
+    return jobs.command_to_continue(sweep.folder)
 
 
 def draw_reports(sweep: Sweep) -> None:

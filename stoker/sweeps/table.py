@@ -41,7 +41,6 @@ class Sweep:
         record = SweepRecord.read(folder)
         self.folder = folder
         self.jobs = read_jobs(folder)
-        self.pruner = record.pruner
         self.is_search = record.searched is not None
         if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
             self.jobs = [
@@ -124,16 +123,13 @@ def tests_of(sweep: Sweep) -> list[str]:
 def lines(sweep: Sweep) -> list[str]:
     """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
-    The table shows the settings that differ. If only the seed or the fold differs, it shows their
-    values. If the jobs do not differ, it shows all settings.
+    The table shows the settings that differ, without the seeds and folds of a group.
     """
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"
     rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
     for group in sweep.groups:
-        typed = typed_for(group[0], sweep.group_keys or group[0].settings, short)
-        if not sweep.group_keys and sweep.left_out:
-            typed = [f"{key}={values_in(group, key)}" for key in sweep.left_out]
+        typed = typed_for(group[0], sweep.group_keys, short)
         row = [
             few(job.name for job in group),
             mean_of(group, sweep.name),
@@ -154,11 +150,6 @@ def lines(sweep: Sweep) -> list[str]:
     if hidden > 0:
         rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
     return list(aligned(rows, slice(1, 4)))
-
-
-def values_in(jobs: Iterable[Job], key: str) -> str:
-    """Return the values of a setting in the jobs."""
-    return few(job.settings[key] for job in jobs if key in job.settings)
 
 
 def few(names: Iterable[str]) -> str:
