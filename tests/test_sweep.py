@@ -766,38 +766,32 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
     assert "'@key" in header
 
 
-def test_a_pruned_job_has_its_last_value_and_comes_after_the_finished_ones(tmp_path, capsys):
+def test_a_pruned_job_has_its_best_value_and_comes_after_the_finished_ones(tmp_path, capsys):
     for i in range(5):
         best = {"name": "val/acc", "mode": "max", "value": i}
-        result = {"overrides": [f"seed={i}"], "best": best, "seconds": 1.0}
+        result = {"overrides": [f"lr={i}"], "best": best, "seconds": 1.0}
         if i > 1:
             result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 2"}
-        if i > 2:  # the last value is not the best
-            result |= {"val/acc": i / 8, "epoch": 2.0}
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert [(job["status"], job["value"], job["last"]) for job in plotted(text)["jobs"]] == [
-        ("done", 0, None),
-        ("done", 1, None),
-        ("pruned", None, [0.5, 2]),
-        ("pruned", None, [0.375, 2]),
-        ("pruned", None, None),
+    assert [(job["status"], job["value"]) for job in plotted(text)["jobs"]] == [
+        ("done", 1),
+        ("done", 0),
+        ("pruned", 4),
+        ("pruned", 3),
+        ("pruned", 2),
     ]
     assert "; finished jobs first, sorted by val/acc (higher is better)" in text
-    assert [row.split() for row in capsys.readouterr().out.splitlines()[2:5]] == [
-        ["4", "0.5000", "pruned", "seed=4"],
-        ["3", "0.3750", "pruned", "seed=3"],
-        ["2", "pruned", "seed=2:", "pruned", "at", "evaluation", "2"],
+    assert [row.split() for row in capsys.readouterr().out.splitlines()[3:6]] == [
+        ["4", "4.0000", "pruned", "lr=4"],
+        ["3", "3.0000", "pruned", "lr=3"],
+        ["2", "2.0000", "pruned", "lr=2"],
     ]
-    ends = progress.Ends(tmp_path, 7, ["seed"])
+    ends = progress.Ends(tmp_path, 7, ["lr"])
     assert re.fullmatch(
-        r"5/7  pruned at evaluation 2 {11}\d s left  job 2 seed=2",
-        ends.line(jobs.read_job(tmp_path / "2")),
-    )
-    assert re.fullmatch(
-        r"5/7  val/acc 0.3750 pruned {4}\d s left  job 3 seed=3",
+        r"5/7  val/acc 3.0000 pruned {4}\d s left  job 3 lr=3",
         ends.line(jobs.read_job(tmp_path / "3")),
     )
     ends.line(jobs.Job("5", [], best=Best("val/f1", "max", 1, 9.0)))

@@ -19,7 +19,6 @@ from stoker.runs.ranking import settings_of
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, valid_overrides
 from stoker.trainer.errors import UserError, as_typed
-from stoker.trainer.typed import is_number
 
 DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
@@ -29,9 +28,8 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. For a pruned job, `last` is (last value of the metric,
-    its epoch). `note` says why the job failed or was pruned. The sweep exits with the highest
-    `code` of its jobs.
+    `best` and `test` come from its result. `note` says why the job failed or was pruned. The sweep
+    exits with the highest `code` of its jobs.
     """
 
     name: str
@@ -39,7 +37,6 @@ class Job:
     status: str = "done"
     best: Best | None = None
     test: dict[str, float] = field(default_factory=dict)
-    last: tuple[float, float] | None = None
     seconds: float | None = None
     note: str = ""
     code: int = 0
@@ -96,10 +93,6 @@ def read_job(folder: Path) -> Job:
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
-            name = result.best.name if result.best else ""
-            value, epoch = (result.numbers.get(key) for key in (name, "epoch"))
-            if is_number(value) and is_number(epoch):
-                job.last = (value, epoch)
     elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error

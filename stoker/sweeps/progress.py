@@ -71,7 +71,7 @@ class Ends:
         width = len(str(total))
         of_total = f"/{total}" if self.total else ""
         mark = "(best)" if self.best is job else ""
-        if job.last is not None:
+        if job.status == "pruned":
             mark = job.status
         parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
         if self.total:
@@ -84,14 +84,7 @@ class Ends:
 
 
 def outcome(job: Job) -> str:
-    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'.
-
-    The value of a pruned job is its last one.
-    """
-    if job.best and job.last is not None:
-        return f"{job.best.name} {number(job.last[0])}"
-    if job.status == "pruned":
-        return job.note
+    """Return 'val/acc 0.9861' or 'failed, the loss is nan at step 3.'."""
     if job.best:
         return f"{job.best.name} {number(job.best.value)}"
     sentence = re.sub(r"(?<=\.) .*", "", job.reason)

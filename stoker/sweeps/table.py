@@ -2,7 +2,7 @@
 
 import contextlib
 import csv
-import math
+import itertools
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,7 +33,7 @@ class Sweep:
     `keys` are the settings in which the jobs differ. `name` is the metric that most jobs monitor,
     and `high` says whether higher is better. `groups` are the finished jobs, best first: jobs that
     differ only in their seed or fold form one group, and jobs without the metric come last.
-    `unfinished` are the pruned jobs, best last value first, and then the other jobs.
+    `unfinished` are the pruned jobs, best first, and then the other jobs.
     `group_keys` are the settings in which the groups differ.
     """
 
@@ -52,8 +52,9 @@ class Sweep:
         self.group_keys = [key for key in self.keys if key not in REPEATS]
         self.name, self.high = monitored(self.jobs)
         self.groups = ranked(self.of("done"), self.keys, self.name, self.high)
-        pruned = sorted(self.of("pruned"), key=self.rank_of_pruned)
-        self.unfinished = pruned + [job for status in STATUSES[2:] for job in self.of(status)]
+        pruned = ranked(self.of("pruned"), self.keys, self.name, self.high)
+        others = [self.of(status) for status in STATUSES[2:]]
+        self.unfinished = list(itertools.chain(*pruned, *others))
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -61,12 +62,6 @@ class Sweep:
     def value(self, job: Job) -> float | None:
         """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
-
-    def rank_of_pruned(self, job: Job) -> float:
-        """Return the sort key of a pruned job: the best last value comes first, no value last."""
-        if job.last is None:
-            return math.inf
-        return -job.last[0] if self.high else job.last[0]
 
 
 def values_of(jobs: Iterable[Job], name: str) -> list[float]:
@@ -141,8 +136,9 @@ def lines(sweep: Sweep) -> list[str]:
     for job in sweep.unfinished:
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
-        if job.last is not None:
-            rows.append([job.name, number(job.last[0]), job.status, "", settings])
+        value = sweep.value(job)
+        if value is not None:
+            rows.append([job.name, number(value), job.status, "", settings])
             continue
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
