@@ -568,14 +568,6 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
-    failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
-    assert failed.code == 2 and "resume" in failed.out
-    done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
-    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;"), done.err
-    assert "resume" not in done.out and "not started" not in done.out
-
-
 def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
     assert sweep.main([str(tmp_path)]) == 2
     assert sweep.main([str(tmp_path / "sweep")]) == 2

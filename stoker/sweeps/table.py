@@ -42,10 +42,6 @@ class Sweep:
         self.folder = folder
         self.jobs = read_jobs(folder)
         self.is_search = record.searched is not None
-        if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
-            self.jobs = [
-                job for job in self.jobs if not job.name.isdecimal() or int(job.name) < record.jobs
-            ]
         self.missing = max(0, (record.jobs or 0) - len(self.jobs))  # jobs that have not begun
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
