@@ -45,7 +45,7 @@ def at_once(cfg: DictConfig) -> int:
         return node.array_parallelism
     if launcher == "joblib":
         return node.n_jobs
-    return launchers.jobs_at_once(cfg.sweep.at_once, cfg.sweep.per_gpu, cfg.device)
+    return launchers.jobs_at_once(cfg.sweep.at_once, cfg.device)
 
 
 def maximizes(cfg: DictConfig) -> bool:
