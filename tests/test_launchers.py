@@ -367,7 +367,7 @@ WITH = [
     (
         "joblib",
         "hydra.launcher.n_jobs=-1",
-        "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU",
+        "hydra.launcher.n_jobs=-1: expected a whole number of at least 1",
         "",
     ),
     ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: no such key.", ""),

@@ -160,11 +160,6 @@ class Jobs(Callback):
     def prepare(self, launcher: str, node: DictConfig) -> None:
         """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
-            if node.n_jobs == -1:
-                raise UserError(
-                    "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU, "
-                    "or without a GPU one per core, remove this key."
-                )
             self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
         self.jobs = jobs_at_once(self.at_once, self.device)
         self.threads = max(1, cores() // self.jobs)
