@@ -73,8 +73,9 @@ class OptunaSearch(Sweeper):
         self.trials = search_settings.trials_of(cfg)
         self.maximize = search_settings.maximizes(cfg)
         count = search_settings.at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(search_settings.space_of(cfg, arguments))
-        last = {override.key_or_group: override for override in parsed}
+        space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
+        parsed = OverridesParser.create().parse_overrides([*space, *arguments])
+        last = {override.key_or_group: override for override in parsed}  # what was typed wins
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
         example = self.define(searched)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from stoker.command import settings
 from stoker.sweeps import jobs, launchers
@@ -69,26 +69,6 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
             f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
             f"Type monitor={name} monitor_mode={mode}, and a different hydra.sweep.dir."
         )
-
-
-def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
-    """Return the overrides of a search: the ranges of `sweep.space` that apply, then `typed`."""
-    values = dict(override.split("=", 1) for override in typed if "=" in override)
-    groups = cfg.hydra.runtime.choices
-    kept = []
-    left = []
-    for key, space in cfg.sweep.space.items():
-        group = key.partition(".")[0]
-        is_of_one_option = group in groups and "," in values.get(group, "")
-        if key in values:
-            continue
-        if is_of_one_option or OmegaConf.select(cfg, key, throw_on_missing=False) is None:
-            left.append(key)
-        else:
-            kept.append(f"{key}={space}")
-    if left:
-        print(f"search   omits {', '.join(left)} (not used by every trial)")
-    return [*kept, *typed]
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
