@@ -19,13 +19,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import check, exit_codes, invocation, settings, subcommand
-from stoker.command.shell import command, setting
+from stoker.command.shell import command
 from stoker.runs import index, ranking
-from stoker.runs.directory import CONFIG, SWEEP, make, make_new, remove_untrained
+from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
@@ -60,7 +60,8 @@ class SweepCallback(Callback):
         settings.check("sweep.on_error", config.sweep.on_error)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
-        folder = folder_of(config)
+        folder = Path(config.hydra.sweep.dir)
+        make(folder, PLACE)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             # Hydra knows only the sweepers in hydra_plugins.
@@ -103,20 +104,6 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
-
-
-def folder_of(config: DictConfig) -> Path:
-    """Create the folder of the sweep. If its name is a time stamp, the folder is always new."""
-    folder = Path(config.hydra.sweep.dir)
-    node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    if "%S}" not in node["dir"]:
-        make(folder, PLACE)
-        return folder
-    folder = make_new(folder, PLACE)
-    with read_write(config.hydra):
-        config.hydra.sweep.dir = str(folder)
-        config.hydra.overrides.hydra.append(setting(PLACE, folder))  # for the jobs
-    return folder
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:
