@@ -25,6 +25,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from stoker.command import settings
 from stoker.runs.lock import held
 from stoker.runs.ranking import settings_of
 from stoker.runs.result import RunResult, finished
@@ -70,7 +71,7 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = search_settings.trials_of(cfg)
+        self.trials = settings.check("sweep.trials", cfg.sweep.trials)
         self.maximize = search_settings.maximizes(cfg)
         count = search_settings.at_once(cfg)
         space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]

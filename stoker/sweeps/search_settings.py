@@ -1,6 +1,5 @@
 """The settings of a search: the number of trials, the direction and the search space."""
 
-import re
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -9,30 +8,8 @@ from stoker.command import settings
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
 
-# Keys of Hydra's sweeper that our own keys replace.
-REPLACED = (
-    "direction",
-    "n_trials",
-    "n_jobs",
-    "max_batch_size",
-    "max_failure_rate",
-    "custom_search_space",
-    "params",
-)
 # The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
 PREDICTS_TOKENS = ("stoker.data.text.text",)
-
-
-def trials_of(cfg: DictConfig) -> int:
-    """Return the number of trials; raise UserError for Hydra keys that our own keys replace."""
-    for override in cfg.hydra.overrides.hydra:
-        key = re.match(r"\+*hydra\.sweeper\.(\w+)", override)
-        if key and key[1] in REPLACED:
-            raise UserError(
-                f"{override}: a search ignores this key. Type monitor_mode=, sweep.space=, "
-                "sweep.trials=, sweep.at_once= or sweep.on_error= instead."
-            )
-    return settings.check("sweep.trials", cfg.sweep.trials)
 
 
 def at_once(cfg: DictConfig) -> int:
