@@ -195,7 +195,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     assert line_of(swept.out, "report") == "all/sweep.html"
     assert line_of(swept.out, "best") == f"{PROGRAM} {shlex.join(JOB)} {expected[0][1][-1]}"
     reports = {path.parent.name for path in swept.folder.glob("*/report.html")}
-    assert reports == {str(i) for i in (0, 2, 4, 6, 8, 10)}  # ten seconds are enough for short jobs
+    assert reports == {str(i) for i in (0, 2, 4, 6, 8, 10)}
 
 
 def test_a_row_of_the_csv_is_a_job(swept):

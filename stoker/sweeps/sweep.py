@@ -7,7 +7,6 @@ are written.
 
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,6 @@ from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
 MOST_CHECKED = 20  # jobs whose settings are checked before the sweep is announced
-# Drawing the reports of the jobs may take this fraction of the jobs' time, or this many seconds if
-# that is more.
-REPORTS = 0.05
-FEWEST_SECONDS = 10.0
 
 
 class SweepCallback(Callback):
@@ -216,17 +211,14 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw missing reports of the finished jobs, best first, until the time limit is reached."""
+    """Draw missing reports of the finished jobs, best first."""
     from stoker.runs import report
 
-    done = list(itertools.chain(*sweep.groups))
-    budget = max(FEWEST_SECONDS, REPORTS * sum(job.seconds or 0.0 for job in done))
-    until = time.perf_counter() + budget
-    for job in done:
+    for job in itertools.chain(*sweep.groups):
         folder = sweep.folder / job.name
         # A symbolic link may lead out of the sweep's folder.
         is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
-        if is_run and not (folder / report.NAME).exists() and time.perf_counter() < until:
+        if is_run and not (folder / report.NAME).exists():
             try:
                 report.write(folder)
             except Exception as error:
