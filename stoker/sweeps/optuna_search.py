@@ -46,7 +46,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class OptunaSearch(Sweeper):
-    """A sweeper with the settings of Hydra's Optuna sweeper, but with its own loop.
+    """A sweeper with the samplers and ranges of Hydra's Optuna sweeper, but with its own loop.
 
     Hydra's sweeper supports neither pruning nor resuming. Here, the values of a trial depend only
     on (seed, number, earlier results), so a resumed search proposes the same trials. A trial has
