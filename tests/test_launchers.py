@@ -150,16 +150,10 @@ def test_only_auto_is_dealt_out_and_only_where_there_are_several():
 
 
 def test_how_many_jobs(monkeypatch):
-    for at_once, per_gpu, gpus, jobs in (
-        ("auto", 1, 0, 8),
-        ("auto", 3, 2, 6),
-        ("auto", 1, 2, 2),
-        (3, 1, 0, 3),
-        (16, 1, 0, 16),
-    ):
+    for at_once, gpus, jobs in (("auto", 0, 8), ("auto", 2, 2), (3, 0, 3), (16, 2, 16)):
         monkeypatch.setattr(launchers, "cores", lambda: 8)
         monkeypatch.setattr(launchers, "count_gpus", lambda device, gpus=gpus: gpus)
-        assert launchers.jobs_at_once(at_once, per_gpu, "auto") == jobs
+        assert launchers.jobs_at_once(at_once, "auto") == jobs
 
 
 @pytest.mark.slow
@@ -356,7 +350,6 @@ MISTAKES = [
         "sweep.at_once=2: hydra/launcher=basic does not support this key",
         "Type hydra/launcher=joblib",
     ),
-    ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: expected a whole number of at least 1.", ""),
 ]
 WITH = [
     (
@@ -374,16 +367,10 @@ WITH = [
     (
         "joblib",
         "hydra.launcher.n_jobs=-1",
-        "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU",
+        "hydra.launcher.n_jobs=-1: expected a whole number of at least 1",
         "",
     ),
     ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: no such key.", ""),
-    (
-        "submitit_slurm",
-        "sweep.per_gpu=2",
-        "sweep.per_gpu=2: hydra/launcher=submitit_slurm does not support this key.",
-        "",
-    ),
     (
         "submitit_slurm",
         "sweep.at_once=2",

@@ -13,7 +13,6 @@ from hydra import errors as hydra_errors
 
 from stoker.command import arguments, build, messages, sample_check, trust
 from stoker.data.datasets import Data, TensorSplit, digits
-from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
 from stoker.trainer.callbacks import EarlyStopping
 from stoker.trainer.errors import UserError, kind_of, nearest
@@ -178,11 +177,6 @@ def test_the_beginning_of_a_name_stands_for_it():
         assert nearest(typed, names) == meant
     assert nearest("x", names) is None
     assert [kind_of(value) for value in (1, "a", Ellipsis)] == ["an int", "a str", "an ellipsis"]
-
-
-def test_an_unfinished_job_is_at_the_step_of_its_last_row(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "train/loss": 1.0}\n', encoding="utf-8")
-    assert jobs.progress(tmp_path) == "last logged at step 20"
 
 
 def test_a_second_signal_ends_with_the_command_that_resumes():

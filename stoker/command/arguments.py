@@ -116,7 +116,8 @@ def of_project(arguments: Sequence[str]) -> list[str]:
     if here.experiment is not None and "experiment" not in keys:
         added.append(f"experiment={here.experiment}")
     if here.runs != "runs" and "hydra.sweep.dir" not in keys:
-        added.append(setting("hydra.sweep.dir", Path(here.runs, "${now:%Y-%m-%d_%H-%M-%S}-sweep")))
+        folder = Path(here.runs, "${now:%Y-%m-%d_%H-%M-%S-%f}-sweep")
+        added.append(setting("hydra.sweep.dir", folder))
     return added
 
 

@@ -77,8 +77,8 @@ def no_such_option(error: BaseException) -> str | None:
     if not missing:
         return None
     group, _, choice = missing.rpartition("/")
-    if missing == "hydra/sweeper/optuna":
-        install = invocation.pip_install(choice)
+    if missing == "hydra/sweeper/sampler/tpe":
+        install = invocation.pip_install("optuna")
         return f"sweep=optuna needs Hydra's plugin for Optuna.\nType {install}."
     options = getattr(error, "options", None)  # Hydra does not name the options of a list
     options = options or [path.stem for path in configs.options(group)]

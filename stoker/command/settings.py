@@ -167,7 +167,6 @@ SETTINGS: Mapping[str, Setting] = {
     # sweeps
     "sweep": Setting(resume="any", once=True),
     "sweep.at_once": Setting(Number(whole=True, least=1, auto=True), resume="any", once=True),
-    "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
     # groups; the other keys in a group are arguments of its _target_

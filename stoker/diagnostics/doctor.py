@@ -192,11 +192,8 @@ class Doctor(Callback):
     def summary(self, trainer: Trainer) -> str:
         """Return the line to print at the end of the run."""
         kinds = [f"{kind} in {counted(len(layers), 'layer')}" for kind, layers in self.said.items()]
-        tensors = counted(len(self.samples[-1].updates), "weight tensor")
-        return (
-            f"doctor   checked {tensors} in {self.count} "
-            f"of {trainer.step - self.begun_at:,} steps: {'; '.join(kinds) or 'no warnings'}"
-        )
+        steps = f"{self.count} of {trainer.step - self.begun_at:,} steps"
+        return f"doctor   {steps}: {'; '.join(kinds) or 'no warnings'}"
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:

@@ -5,13 +5,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from stoker.diagnostics.doctor import Doctor
 from stoker.trainer import batches, schedules, summary, terminal
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.loading import length_of, seekable
+from stoker.trainer.loading import seekable
 from stoker.trainer.number_format import number
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
@@ -28,30 +26,23 @@ class Watch(Callback):
 
     def __init__(self, given: list[Any]) -> None:
         self.given = given
-        self.loss = math.nan  # the training loss of the last step, if evaluations have no loss
         self.first: dict[str, float] = {}  # results before the first step
         self.results: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        device, model, _ = summary.plan(trainer)
-        optimizer = type(trainer.optimizer).__name__
-        terminal.show(
-            f"{device}\n{model}\noverfit  batches: {len(self.given)}, without augmentation, "
-            f"at most {trainer.total_steps:,} steps, {optimizer} "
-            f"lr {trainer.optimizer.param_groups[0].get('initial_lr', 0):g}"
-        )
+        for line in summary.plan(trainer):
+            terminal.show(line)
         self.first = trainer.evaluate(self.given, "batch")
-        if "batch/loss" not in self.first:  # judge by the training loss
-            trainer.log_every = 1
-
-    def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
-        self.loss = row.get("train/loss", self.loss)
-        self.first.setdefault("batch/loss", self.loss)
+        if "batch/loss" not in self.first:
+            raise UserError(
+                "overfit: evaluations of this Trainer have no loss, so it cannot be judged. Remove "
+                "overfit, and type max_steps=100 for a short run."
+            )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not trainer.is_due(EVERY):
             return
-        self.results = {"batch/loss": self.loss, **trainer.evaluate(self.given, "batch")}
+        self.results = trainer.evaluate(self.given, "batch")
         if self.is_learnt() or not math.isfinite(self.results["batch/loss"]):
             trainer.stop("decided")
 
@@ -66,29 +57,17 @@ class Watch(Callback):
 def learn(
     trainer: Trainer, train_loader: Iterable[Any], count: int, steps: int | None = None
 ) -> str:
-    """Train on only the first `count` batches at a constant rate; return the verdict.
+    """Train on only the first `count` batches (or all, if there are fewer) at a constant rate.
 
-    Training takes at most `steps` steps, or MOST by default. The loader must not augment the data.
-    If the model does not learn, a TrainingError names the likely causes.
+    Return the verdict. Training takes at most `steps` steps, or MOST by default. The loader must
+    not augment the data. If the model does not learn, a TrainingError names the likely causes.
     """
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
-    length = length_of(loader)
-    if length is not None and count > length:
-        raise UserError(
-            f"overfit={count}: this is more than the number of batches in an epoch ({length}). "
-            "Type overfit=1."
-        )
     loader.seek(0, 0)
     given = [
         batches.walk(lambda _, leaf: leaf.clone(), batch)
         for batch in itertools.islice(loader, count)
     ]
-    samples = sum(map(trainer.samples, given))
-    if all_equal(given):
-        raise UserError(
-            f"overfit={count}: the targets of the first {samples} samples are all the same, "
-            "so there is nothing to learn. Set a different overfit or batch_size."
-        )
     watch = Watch(given)
     trainer.callbacks = [watch]
     if not captures(trainer) and not trainer.replica_indices:
@@ -102,6 +81,7 @@ def learn(
         if f"batch/{name}" in watch.results:
             first = number(watch.first[f"batch/{name}"])
             changes.append(f"{name} {first} -> {number(watch.results[f'batch/{name}'])}")
+    samples = sum(map(trainer.samples, given))
     facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
         return f"the model has learned {facts}"
@@ -111,13 +91,3 @@ def learn(
         "Check optimizer.lr (try ten times the value, and a tenth of it), the loss, and whether "
         f"the targets are right; {frozen:,} parameters are frozen."
     )
-
-
-def all_equal(given: list[Any]) -> bool:
-    """Return whether these are (inputs, targets) batches whose targets are all equal."""
-    for batch in given:
-        is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-        if not is_pair or not torch.is_tensor(batch[1]):
-            return False
-    targets = torch.cat([batch[1] for batch in given])
-    return len(targets) > 1 and bool((targets == targets[0]).all())

@@ -7,15 +7,10 @@ from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from stoker.data.loader import DeviceLoader, HostLoader
-from stoker.data.samples import SampleLoader, is_stream
+from stoker.data.loader import DeviceLoader
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
-from stoker.trainer import launch, memory
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.callbacks import Callback, Progress
 from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
@@ -23,11 +18,9 @@ from stoker.trainer.trainer import Trainer
 ALWAYS = 32  # steps at the beginning, all of which are sampled
 SHARE = 0.02  # fraction of the later steps to sample, plus about as many first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
-FEWEST_STEPS = 8  # per epoch; with fewer steps, larger batches are not suggested
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
-SAVING = ("every", "epochs", "minutes")  # arguments of a Checkpoint that say when to save
 # The smallest share of the time at which a stage is reported, higher for useful work.
 WORTH = {
     "data": 0.1,
@@ -39,13 +32,35 @@ WORTH = {
     "idle": 0.5,
 }
 SENTENCES = {
-    "data": "the {device} waited {share} for data",
-    "transfer": "the {device} waited {share} for batches to be copied",
-    "checkpoint": "checkpoints took {share}",
-    "logging": "loggers took {share}",
-    "evaluation": "evaluations took {share}",
-    "fixed": "{share} went to the optimizer and the loop, which cost the same for any batch size",
-    "idle": "the {device} waited {share} for Python to launch work",
+    "data": (
+        "the {device} waited {share} for data: set a larger dataset.workers (in a script, the "
+        "DataLoader's num_workers; an IterableDataset must split its samples among workers), or "
+        "dataset.resident=true"
+    ),
+    "resident": (  # "data" if the data set is on the device
+        "the {device} waited {share} for data: remove entries from dataset.augment, or set a "
+        "larger batch_size"
+    ),
+    "transfer": (
+        "the {device} waited {share} for batches to be copied: set dataset.resident=true (in a "
+        "script, give the DataLoader pin_memory=True)"
+    ),
+    "checkpoint": (
+        "checkpoints took {share}: set a larger eval_every, checkpoint.every, checkpoint.epochs or "
+        "checkpoint.minutes"
+    ),
+    "logging": "loggers took {share}: remove one of the callbacks, or set a larger log_every",
+    "evaluation": (
+        "evaluations took {share}: set a larger eval_every, or use a smaller validation split"
+    ),
+    "fixed": (
+        "{share} went to the optimizer and the loop, which cost the same for any batch size: set a "
+        "larger batch_size"
+    ),
+    "idle": (
+        "the {device} waited {share} for Python to launch work: set a larger batch_size, or "
+        "compile=graph"
+    ),
 }
 
 Mark = tuple[str | None, Any]  # (the stage that ends here, a point in the queue of the device)
@@ -243,7 +258,8 @@ class Timing(Callback):
         if self.first_step:  # a resumed fit may first skip the batches that it was trained on
             skipped = sum(sample["data"] for sample in self.sampled["fit"])
             seconds = {**seconds, "data": max(0.0, seconds.get("data", 0.0) - skipped)}
-        return speed_verdict(seconds, advice_for(trainer), device, idle)
+        is_resident = isinstance(trainer.train_loader, DeviceLoader)
+        return speed_verdict(seconds, device, is_resident, idle)
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
@@ -256,7 +272,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def speed_verdict(
-    seconds: dict[str, float], advice: dict[str, str], device: str, idle: float = 0.0
+    seconds: dict[str, float], device: str, is_resident: bool, idle: float
 ) -> str | None:
     """Say in one sentence which setting to change to save the most time, or that none helps.
 
@@ -264,8 +280,8 @@ def speed_verdict(
 
     Args:
         seconds: {stage: seconds} of a fit.
-        advice: {stage: what to change}, for the stages where a change helps.
         device: "CPU" or "GPU".
+        is_resident: Whether the data set is on the device.
         idle: The fraction of steps in which the device waited for Python.
     """
     total = sum(seconds.values())
@@ -276,84 +292,14 @@ def speed_verdict(
     compute = sum(share[stage] for stage in COMPUTE)
     share["fixed"] = share["optimizer"] + share["other"]
     share["idle"] = idle * compute
-    worthwhile = [name for name in WORTH if name in advice and share[name] >= WORTH[name]]
+    worthwhile = [name for name in WORTH if share[name] >= WORTH[name]]
     if worthwhile:
         worst = max(worthwhile, key=lambda name: share[name] - WORTH[name])
-        sentence = SENTENCES[worst].format(device=device, share=of_the_time(share[worst]))
-        return f"{sentence}: {advice[worst]}"
+        sentence = SENTENCES["resident" if worst == "data" and is_resident else worst]
+        return sentence.format(device=device, share=of_the_time(share[worst]))
     if compute > 0.5:
         return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
     return f"nothing stands out: the largest stage is {largest}, {of_the_time(share[largest])}"
-
-
-def advice_for(trainer: Trainer) -> dict[str, str]:
-    """Return {stage: what to change if this stage of the fit takes too long}."""
-    from stoker.runs.samples import Samples  # not at startup: only texts need its imports
-
-    evaluation = "set a larger eval_every, or use a smaller validation split"
-    if any(isinstance(callback, Samples) for callback in trainer.callbacks):
-        evaluation = "set a larger eval_every, because each evaluation also generates a sample text"
-    advice = {
-        "evaluation": evaluation,
-        "logging": "remove one of the callbacks, or set a larger log_every",
-        **advice_on_data(trainer.train_loader, trainer.device),
-    }
-    if trainer.steps_per_epoch >= FEWEST_STEPS:
-        advice["fixed"] = advice["idle"] = "set a larger batch_size"
-    if not captures(trainer):
-        advice["idle"] = "set a larger batch_size, or compile=graph"
-    for callback in trainer.callbacks:
-        if isinstance(callback, Checkpoint):
-            keys = [f"checkpoint.{key}" for key in SAVING if getattr(callback, key)]
-            if trainer.val_loader is not None and trainer.eval_every:
-                keys.insert(0, "eval_every")  # each new best evaluation saves a checkpoint too
-            if keys:
-                advice["checkpoint"] = f"set a larger {keys[0]}"
-    return advice
-
-
-def advice_on_data(loader: Any, device: torch.device) -> dict[str, str]:
-    """Return {stage: what to change} for "data" and "transfer"; {} for resident data."""
-    if isinstance(loader, DeviceLoader):
-        if loader.augment.geometric or loader.augment.rest:
-            return {"data": "remove entries from dataset.augment"}
-        return {}
-    cores = launch.cores()
-    if not isinstance(loader, (HostLoader, SampleLoader)):
-        given = getattr(loader, "loader", loader)
-        if not isinstance(given, DataLoader):
-            name = type(given).__name__
-            change = f"make your {name} faster, or use a DataLoader with num_workers={cores}"
-            pin = f"call pin_memory() on the tensors that your {name} yields"
-            return {"data": change, "transfer": pin}
-        advice = {}
-        if given.num_workers < cores and is_stream(given.dataset):
-            # Without a split among workers, each worker would read the whole stream.
-            advice["data"] = (
-                f"set dataset.workers={cores} (in a script, the DataLoader's num_workers) if the "
-                "IterableDataset splits its samples among workers "
-                "(torch.utils.data.get_worker_info)"
-            )
-        elif given.num_workers < cores:
-            advice["data"] = f"give the DataLoader num_workers={cores} and persistent_workers=True"
-        if not given.pin_memory:
-            advice["transfer"] = "give the DataLoader pin_memory=True"
-        return advice
-    advice = {}
-    ways = []
-    if loader.workers.loader.num_workers < cores:
-        ways.append(f"dataset.workers={cores}")
-    # The user's own split may lack `tensors`. If so, it cannot be resident.
-    if (
-        isinstance(loader, HostLoader)
-        and getattr(loader.split, "tensors", None)
-        and loader.nbytes < memory.free_memory(device) / 2
-    ):
-        ways.append("dataset.resident=true")
-        advice["transfer"] = "set dataset.resident=true"
-    if ways:
-        advice["data"] = f"set {' or '.join(ways)}"
-    return advice
 
 
 def of_the_time(share: float) -> str:

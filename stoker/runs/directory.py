@@ -42,11 +42,11 @@ def claim(model: str, dataset: str) -> str:
     return str(make_new(Path(name)))
 
 
-def make_new(folder: Path, key: str = "run_dir") -> Path:
+def make_new(folder: Path) -> Path:
     """Create the folder, appending a number to its name if it exists, and return its path."""
     path = folder
     number = 1
-    while not make(path, key):
+    while not make(path):
         number += 1
         path = folder.with_name(f"{folder.name}-{number}")
     return path

@@ -12,15 +12,13 @@ from stoker.runs.result import Best
 class SweepRecord:
     """The contents of sweep.json. A field is None if it is unknown.
 
-    For a grid, `searched` (the keys with a range) and `pruner` (the name of a class) are None. The
-    fields from `started` on are for the index. `best` and `test` are means over the `best_jobs`,
-    which differ only by seed or fold.
+    For a grid, `searched` (the keys with a range) is None. The fields from `started` on are for the
+    index. `best` and `test` are means over the `best_jobs`, which differ only by seed or fold.
     """
 
     typed: list[str] | None = None  # the command line
     jobs: int | None = None
     searched: list[str] | None = None
-    pruner: str | None = None
     started: float | None = None
     total: int = 0  # jobs, including those that have not begun
     ended: int = 0

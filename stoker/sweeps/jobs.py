@@ -4,7 +4,6 @@ A job is a folder with a job.json (its typed settings) or a result.json. These f
 so malformed contents are treated as missing.
 """
 
-import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -14,15 +13,13 @@ from pathlib import Path
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
-from stoker.runs.directory import JOB, METRICS, RESULT
+from stoker.runs.directory import JOB, RESULT
 from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult, valid_overrides
-from stoker.runs.rows import read_rows
 from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer.errors import UserError, as_typed
-from stoker.trainer.typed import is_number
 
 DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
@@ -32,9 +29,8 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 class Job:
     """A job, as read from its folder.
 
-    `best` and `test` come from its result. For a pruned job, `last` is (last value of the metric,
-    its epoch). `note` says why the job failed or was pruned, or which step it has reached. The
-    sweep exits with the highest `code` of its jobs.
+    `best` and `test` come from its result. `note` says why the job failed or was pruned. The sweep
+    exits with the highest `code` of its jobs.
     """
 
     name: str
@@ -42,7 +38,6 @@ class Job:
     status: str = "done"
     best: Best | None = None
     test: dict[str, float] = field(default_factory=dict)
-    last: tuple[float, float] | None = None
     seconds: float | None = None
     note: str = ""
     code: int = 0
@@ -90,17 +85,12 @@ def read_job(folder: Path) -> Job:
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
-            name = result.best.name if result.best else ""
-            value, epoch = (result.numbers.get(key) for key in (name, "epoch"))
-            if is_number(value) and is_number(epoch):
-                job.last = (value, epoch)
     elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error
         job.code = result.code if result.code in (1, 2, 3) else 3
     else:
         job.status = "running" if is_running else "unfinished"
-        job.note = progress(folder)
         job.code = exit_codes.IN_USE if is_running else 3
     return job
 
@@ -109,14 +99,6 @@ def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if they are missing."""
     record = read_json(folder / JOB) or {}
     return valid_overrides(record.get("overrides"))
-
-
-def progress(folder: Path) -> str:
-    """Return 'last logged at step 140', from the last row of a job."""
-    with contextlib.suppress(OSError):
-        for row in reversed(read_rows(folder / METRICS)):
-            return f"last logged at step {row['step']:,}"
-    return "nothing logged yet"
 
 
 def check_same(

@@ -70,10 +70,10 @@ def count_gpus(device: str) -> int:
     return max(len(names) - 1, 1)
 
 
-def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
-    """Return how many jobs run at once; `auto` fills the GPUs; without GPUs, one per core."""
+def jobs_at_once(at_once: int | str, device: str) -> int:
+    """Return how many jobs run at once; `auto` is one per GPU, or one per core without a GPU."""
     if at_once == "auto":
-        return count_gpus(device) * per_gpu or cores()
+        return count_gpus(device) or cores()
     return int(at_once)
 
 
@@ -125,9 +125,8 @@ class Jobs(Callback):
 
     launcher: str | None = None  # None if jobs run in this process
 
-    def __init__(self, at_once: int | str, per_gpu: int, device: str, on_error: str) -> None:
+    def __init__(self, at_once: int | str, device: str, on_error: str) -> None:
         self.at_once = at_once
-        self.per_gpu = per_gpu
         self.device = device
         self.on_error = on_error
 
@@ -150,25 +149,19 @@ class Jobs(Callback):
 
     def check(self, launcher: str) -> None:
         """Raise UserError for settings that are out of range, or that this launcher ignores."""
-        for key, value in (("sweep.at_once", self.at_once), ("sweep.per_gpu", self.per_gpu)):
-            settings.check(key, value)
-            if value not in ("auto", 1) and launcher not in SIDE_BY_SIDE:
-                raise UserError(
-                    f"{key}={value}: hydra/launcher={launcher} does not support this key. "
-                    "Type hydra/launcher=joblib to run jobs in parallel on this machine."
-                )
+        settings.check("sweep.at_once", self.at_once)
+        if self.at_once not in ("auto", 1) and launcher not in SIDE_BY_SIDE:
+            raise UserError(
+                f"sweep.at_once={self.at_once}: hydra/launcher={launcher} does not support this "
+                "key. Type hydra/launcher=joblib to run jobs in parallel on this machine."
+            )
         check_installed(launcher)
 
     def prepare(self, launcher: str, node: DictConfig) -> None:
         """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
-            if node.n_jobs == -1:
-                raise UserError(
-                    "hydra.launcher.n_jobs=-1: expected a number of jobs. To run one job per GPU, "
-                    "or without a GPU one per core, remove this key."
-                )
             self.at_once = check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=1)
-        self.jobs = jobs_at_once(self.at_once, self.per_gpu, self.device)
+        self.jobs = jobs_at_once(self.at_once, self.device)
         self.threads = max(1, cores() // self.jobs)
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
         # Job processes need this path to import the packages beside train.py.

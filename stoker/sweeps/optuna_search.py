@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, which parses ranges, 1.4
     create_optuna_distribution_from_override,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -25,6 +25,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from stoker.command import settings
 from stoker.runs.lock import held
 from stoker.runs.result import RunResult, finished
 from stoker.sweeps import progress, search_settings
@@ -45,7 +46,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class OptunaSearch(Sweeper):
-    """A sweeper with the settings of Hydra's Optuna sweeper, but with its own loop.
+    """A sweeper with the samplers and ranges of Hydra's Optuna sweeper, but with its own loop.
 
     Hydra's sweeper supports neither pruning nor resuming. Here, the values of a trial depend only
     on (seed, number, earlier results), so a resumed search proposes the same trials. A trial has
@@ -70,11 +71,12 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = search_settings.trials_of(cfg)
+        self.trials = settings.check("sweep.trials", cfg.sweep.trials)
         self.maximize = search_settings.maximizes(cfg)
         count = search_settings.at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(search_settings.space_of(cfg, arguments))
-        last = {override.key_or_group: override for override in parsed}
+        space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
+        parsed = OverridesParser.create().parse_overrides([*space, *arguments])
+        last = {override.key_or_group: override for override in parsed}  # what was typed wins
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
         example = self.define(searched)
@@ -90,9 +92,7 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            target = OmegaConf.select(cfg, "sweep.pruner._target_")
-            pruner = target.rpartition(".")[2] if target else None
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys, pruner)
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)

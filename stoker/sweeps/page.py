@@ -71,7 +71,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
         for job in group:
             if job.status not in ("done", "pruned", "failed"):
                 continue
-            value = sweep.value(job) if job.status == "done" else None
+            value = sweep.value(job)
             places = [
                 values.index(job.settings.get(key, DEFAULT)) for key, values in choices.items()
             ]
@@ -82,7 +82,6 @@ def plots(sweep: Sweep) -> dict[str, Any]:
                 "status": job.status,
                 "value": value if value is not None and math.isfinite(value) else None,
                 "shown": "" if value is None else number(value),
-                "last": job.last,
                 "settings": places,
                 "curve": curve_of(sweep, job, most),
             }
@@ -125,7 +124,8 @@ def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
 
 def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
     """Return (setting, `importance`) for each setting, the most important one first."""
-    done = [job for job in plots["jobs"] if job["value"] is not None]
+    jobs = [job for job in plots["jobs"] if job["status"] == "done"]
+    done = [job for job in jobs if job["value"] is not None]
     values = [job["value"] for job in done]
     fractions = []
     for i, key in enumerate(plots["keys"]):

@@ -34,8 +34,6 @@ class Ends:
         self.folder = folder
         self.total = total
         self.keys = keys
-        lasts = {key.rpartition(".")[2] for key in keys}
-        self.prefix = r"^[\w.]+\." if len(lasts) == len(keys) else "^"  # omitted from each key
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
@@ -67,17 +65,14 @@ class Ends:
         return pick(rated, key=lambda job: job.numbers[name], default=None)
 
     def line(self, job: Job) -> str:
-        """Return the line for a job that has ended: '7/12  acc 0.98 (best)  3 min 5 s left  job 6'.
-
-        If possible, it shows only the last part of each key, so that it fits on a terminal.
-        """
+        """Return the line for a job that has ended, such as '7/12  val/acc 0.98  3 min left'."""
         self.jobs[job.name] = job
         count = len(self.jobs)
         total = self.total or count
         width = len(str(total))
         of_total = f"/{total}" if self.total else ""
         mark = "(best)" if self.best is job else ""
-        if job.last is not None:
+        if job.status == "pruned":
             mark = job.status
         parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
         if self.total:
@@ -85,20 +80,12 @@ class Ends:
             each = (time.monotonic() - self.start) / ended
             left = f"{seconds(each * (total - count))} left" if count < total else ""
             parts.append(left.rjust(LEFT))
-        typed = [re.sub(self.prefix, "", one) for one in typed_for(job, self.keys, short)]
-        parts.append(" ".join([f"job {job.name}", *typed]))
+        parts.append(" ".join([f"job {job.name}", *typed_for(job, self.keys, short)]))
         return printable("  ".join(parts))
 
 
 def outcome(job: Job) -> str:
-    """Return 'val/acc 0.9861', 'pruned at evaluation 3' or 'failed, the loss is nan at step 3.'.
-
-    The value of a pruned job is its last one.
-    """
-    if job.best and job.last is not None:
-        return f"{job.best.name} {number(job.last[0])}"
-    if job.status == "pruned":
-        return job.note
+    """Return 'val/acc 0.9861' or 'failed, the loss is nan at step 3.'."""
     if job.best:
         return f"{job.best.name} {number(job.best.value)}"
     sentence = re.sub(r"(?<=\.) .*", "", job.reason)
@@ -110,17 +97,13 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(
-    folder: Path,
-    count: int | None,
-    varied: list[str],
-    searched: list[str] | None = None,
-    pruner: str | None = None,
+    folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
 ) -> None:
     """Record and print what this process is about to run. Check the directory first."""
     global ends
     added = arguments.search_path()
     typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
-    SweepRecord(typed, count, searched, pruner, started=time.time()).write(folder)
+    SweepRecord(typed, count, searched, started=time.time()).write(folder)
     list_in_index(Sweep(folder))
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} already done" if ends.earlier else ""

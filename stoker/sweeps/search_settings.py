@@ -1,39 +1,16 @@
 """The settings of a search: the number of trials, the direction and the search space."""
 
-import re
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from stoker.command import settings
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
 
-# Keys of Hydra's sweeper that our own keys replace.
-REPLACED = (
-    "direction",
-    "n_trials",
-    "n_jobs",
-    "max_batch_size",
-    "max_failure_rate",
-    "custom_search_space",
-    "params",
-)
 # The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
 PREDICTS_TOKENS = ("stoker.data.text.text",)
-
-
-def trials_of(cfg: DictConfig) -> int:
-    """Return the number of trials; raise UserError for Hydra keys that our own keys replace."""
-    for override in cfg.hydra.overrides.hydra:
-        key = re.match(r"\+*hydra\.sweeper\.(\w+)", override)
-        if key and key[1] in REPLACED:
-            raise UserError(
-                f"{override}: a search ignores this key. Type monitor_mode=, sweep.space=, "
-                "sweep.trials=, sweep.at_once= or sweep.on_error= instead."
-            )
-    return settings.check("sweep.trials", cfg.sweep.trials)
 
 
 def at_once(cfg: DictConfig) -> int:
@@ -46,7 +23,7 @@ def at_once(cfg: DictConfig) -> int:
         return node.array_parallelism
     if launcher == "joblib":
         return node.n_jobs
-    return launchers.jobs_at_once(cfg.sweep.at_once, cfg.sweep.per_gpu, cfg.device)
+    return launchers.jobs_at_once(cfg.sweep.at_once, cfg.device)
 
 
 def maximizes(cfg: DictConfig) -> bool:
@@ -70,26 +47,6 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
             f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
             f"Type monitor={name} monitor_mode={mode}, and a different hydra.sweep.dir."
         )
-
-
-def space_of(cfg: DictConfig, typed: list[str]) -> list[str]:
-    """Return the overrides of a search: the ranges of `sweep.space` that apply, then `typed`."""
-    values = dict(override.split("=", 1) for override in typed if "=" in override)
-    groups = cfg.hydra.runtime.choices
-    kept = []
-    left = []
-    for key, space in cfg.sweep.space.items():
-        group = key.partition(".")[0]
-        is_of_one_option = group in groups and "," in values.get(group, "")
-        if key in values:
-            continue
-        if is_of_one_option or OmegaConf.select(cfg, key, throw_on_missing=False) is None:
-            left.append(key)
-        else:
-            kept.append(f"{key}={space}")
-    if left:
-        print(f"search   omits {', '.join(left)} (not used by every trial)")
-    return [*kept, *typed]
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:

@@ -8,7 +8,6 @@ are written.
 import contextlib
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import check, exit_codes, invocation, settings, subcommand
-from stoker.command.shell import command, setting
+from stoker.command.shell import command
 from stoker.runs import lock
-from stoker.runs.directory import CONFIG, SWEEP, make, make_new, remove_untrained
+from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
@@ -35,10 +34,6 @@ from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
 MOST_CHECKED = 20  # jobs whose settings are checked before the sweep is announced
-# Drawing the reports of the jobs may take this fraction of the jobs' time, or this many seconds if
-# that is more.
-REPORTS = 0.05
-FEWEST_SECONDS = 10.0
 
 holding = contextlib.ExitStack()  # holds the lock of a running grid
 
@@ -63,7 +58,8 @@ class SweepCallback(Callback):
         settings.check("sweep.on_error", config.sweep.on_error)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
-        folder = folder_of(config)
+        folder = Path(config.hydra.sweep.dir)
+        make(folder, PLACE)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             # Hydra knows only the sweepers in hydra_plugins.
@@ -109,20 +105,6 @@ class SweepCallback(Callback):
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
-
-
-def folder_of(config: DictConfig) -> Path:
-    """Create the folder of the sweep. If its name is a time stamp, the folder is always new."""
-    folder = Path(config.hydra.sweep.dir)
-    node: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    if "%S}" not in node["dir"]:
-        make(folder, PLACE)
-        return folder
-    folder = make_new(folder, PLACE)
-    with read_write(config.hydra):
-        config.hydra.sweep.dir = str(folder)
-        config.hydra.overrides.hydra.append(setting(PLACE, folder))  # for the jobs
-    return folder
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:
@@ -221,8 +203,6 @@ def best_command(sweep: Sweep) -> str | None:
     if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
         return None
     left_out = {"run_dir", *sweep.left_out}
-    if "dataset.fold" in left_out:  # without folds, all data is used for training
-        left_out.add("dataset.folds")
     overrides = sweep.groups[0][0].overrides
     return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
 
@@ -233,24 +213,18 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     is_over = not (sweep.missing or sweep.of("unfinished") or repeats)
     if is_over or sweep.of("running"):
         return None
-    again = jobs.command_to_continue(sweep.folder)
-    if repeats:  # otherwise, the sweep would stop at the same job again
-        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
-    return again
+    return jobs.command_to_continue(sweep.folder)
 
 
 def draw_reports(sweep: Sweep) -> None:
-    """Draw missing reports of the finished jobs, best first, until the time limit is reached."""
+    """Draw missing reports of the finished jobs, best first."""
     from stoker.runs import report
 
-    done = list(itertools.chain(*sweep.groups))
-    budget = max(FEWEST_SECONDS, REPORTS * sum(job.seconds or 0.0 for job in done))
-    until = time.perf_counter() + budget
-    for job in done:
+    for job in itertools.chain(*sweep.groups):
         folder = sweep.folder / job.name
         # A symbolic link may lead out of the sweep's folder.
         is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
-        if is_run and not (folder / report.NAME).exists() and time.perf_counter() < until:
+        if is_run and not (folder / report.NAME).exists():
             try:
                 report.write(folder)
             except Exception as error:

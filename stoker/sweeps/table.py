@@ -2,7 +2,7 @@
 
 import contextlib
 import csv
-import math
+import itertools
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +35,7 @@ class Sweep:
     `keys` are the settings in which the jobs differ. `name` is the metric that most jobs monitor,
     and `high` says whether higher is better. `groups` are the finished jobs, best first: jobs that
     differ only in their seed or fold form one group, and jobs without the metric come last.
-    `unfinished` are the pruned jobs, best last value first, and then the other jobs.
+    `unfinished` are the pruned jobs, best first, and then the other jobs.
     `group_keys` are the settings in which the groups differ.
     """
 
@@ -43,20 +43,16 @@ class Sweep:
         record = SweepRecord.read(folder)
         self.folder = folder
         self.jobs = read_jobs(folder)
-        self.pruner = record.pruner
         self.is_search = record.searched is not None
-        if record.jobs is not None and not self.is_search:  # ignore jobs of an earlier, larger grid
-            self.jobs = [
-                job for job in self.jobs if not job.name.isdecimal() or int(job.name) < record.jobs
-            ]
         self.missing = max(0, (record.jobs or 0) - len(self.jobs))  # jobs that have not begun
         self.keys = varied([job.settings for job in self.jobs])
         self.left_out = [key for key in self.keys if key in REPEATS]
         self.group_keys = [key for key in self.keys if key not in REPEATS]
         self.name, self.high = monitored(self.jobs)
         self.groups = ranked(self.of("done"), self.keys, self.name, self.high)
-        pruned = sorted(self.of("pruned"), key=self.rank_of_pruned)
-        self.unfinished = pruned + [job for status in STATUSES[2:] for job in self.of(status)]
+        pruned = ranked(self.of("pruned"), self.keys, self.name, self.high)
+        others = [self.of(status) for status in STATUSES[2:]]
+        self.unfinished = list(itertools.chain(*pruned, *others))
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -64,12 +60,6 @@ class Sweep:
     def value(self, job: Job) -> float | None:
         """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
-
-    def rank_of_pruned(self, job: Job) -> float:
-        """Return the sort key of a pruned job: the best last value comes first, no value last."""
-        if job.last is None:
-            return math.inf
-        return -job.last[0] if self.high else job.last[0]
 
 
 def values_of(jobs: Iterable[Job], name: str) -> list[float]:
@@ -144,16 +134,13 @@ def list_in_index(sweep: Sweep) -> None:
 def lines(sweep: Sweep) -> list[str]:
     """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
-    The table shows the settings that differ. If only the seed or the fold differs, it shows their
-    values. If the jobs do not differ, it shows all settings.
+    The table shows the settings that differ, without the seeds and folds of a group.
     """
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"
     rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
     for group in sweep.groups:
-        typed = typed_for(group[0], sweep.group_keys or group[0].settings, short)
-        if not sweep.group_keys and sweep.left_out:
-            typed = [f"{key}={values_in(group, key)}" for key in sweep.left_out]
+        typed = typed_for(group[0], sweep.group_keys, short)
         row = [
             few(job.name for job in group),
             mean_of(group, sweep.name),
@@ -165,8 +152,9 @@ def lines(sweep: Sweep) -> list[str]:
     for job in sweep.unfinished:
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
-        if job.last is not None:
-            rows.append([job.name, number(job.last[0]), job.status, "", settings])
+        value = sweep.value(job)
+        if value is not None:
+            rows.append([job.name, number(value), job.status, "", settings])
             continue
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
@@ -174,11 +162,6 @@ def lines(sweep: Sweep) -> list[str]:
     if hidden > 0:
         rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
     return list(aligned(rows, slice(1, 4)))
-
-
-def values_in(jobs: Iterable[Job], key: str) -> str:
-    """Return the values of a setting in the jobs."""
-    return few(job.settings[key] for job in jobs if key in job.settings)
 
 
 def few(names: Iterable[str]) -> str:

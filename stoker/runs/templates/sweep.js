@@ -5,7 +5,7 @@ const rows = [...document.querySelectorAll("#jobs tbody tr")];
 const brushes = new Map(); // {axis: [low, high]}, the selected range as fractions of the axis
 const order = sweep.jobs.map((_, i) => i).reverse(); // so that the best job is drawn last, on top
 const drawn = sweep.jobs.map(() => []); // the shapes of each job
-const ranks = sweep.jobs.map(job => job.value).filter(value => value !== null).sort((a, b) => a - b);
+const ranks = sweep.jobs.filter(job => job.status === "done" && job.value !== null).map(job => job.value).sort((a, b) => a - b);
 const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
   const share = ranks.length > 1 ? ranks.indexOf(job.value) / (ranks.length - 1) : 1;
   return sweep.high ? share : 1 - share;
@@ -36,15 +36,10 @@ function axisOf(key, i) {
   return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job), value: job => place[job.settings[i]], reach: room / 2};
 }
 
-const ends = sweep.jobs.map(endOf).filter(value => value !== null);
-const metric = withEnds(ends.length ? ends : [0], 6);
+const values = sweep.jobs.map(job => job.value).filter(value => value !== null);
+const metric = withEnds(values.length ? values : [0], 6);
 const axes = sweep.keys.map(axisOf);
-const last = {name: sweep.metric, ticks: metric.ticks, at: job => endOf(job) === null ? null : metric.at(endOf(job))};
-
-// Return the value of a job, the last value of a pruned job, or null.
-function endOf(job) {
-  return job.value ?? job.last?.[0] ?? null;
-}
+const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === null ? null : metric.at(job.value)};
 
 function widthOf(text, font) {
   pen.font = font;
@@ -64,7 +59,7 @@ function colour(i) {
 }
 
 function isBest(i) {
-  return sweep.jobs[i].row === 0 && sweep.jobs[i].value !== null;
+  return sweep.jobs[i].row === 0 && sweep.jobs[i].status === "done";
 }
 
 function add(i, made) {
@@ -131,7 +126,7 @@ function light(chosen) {
 
 function say(job, event) {
   const settings = sweep.keys.map((key, i) => `${key.name}=${key.values[job.settings[i]]}`);
-  const value = job.value !== null ? `${sweep.metric} ${job.shown}` : job.last ? `pruned at ${sweep.metric} ${+job.last[0].toPrecision(4)}, epoch ${+job.last[1].toPrecision(3)}` : job.status;
+  const value = job.value === null ? job.status : `${sweep.metric} ${job.shown}${job.status === "pruned" ? ", pruned" : ""}`;
   showTip(event, [`job ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n"));
 }
 
@@ -152,7 +147,7 @@ function roomFor(axis) {
 }
 
 function drawParallel(place) {
-  const all = ends.length ? [...axes, last] : axes;
+  const all = values.length ? [...axes, last] : axes;
   const rooms = all.map(roomFor), first = Math.max(30, rooms[0].before), height = 330, top = 48, bottom = height - 14;
   const gaps = rooms.map((room, i) => Math.max(room.after, room.right + (rooms[i + 1]?.before ?? 0)));
   const least = first + gaps.reduce((a, b) => a + b), width = Math.max(place.clientWidth, Math.ceil(least));
@@ -226,7 +221,7 @@ function drawScatter(place) {
   document.getElementById("spread").textContent = isSpread ? "Jobs with the same value are spread out sideways." : "";
   order.forEach(i => {
     const [x, y] = places[i];
-    add(i, sweep.jobs[i].value === null ? shape(plot, "path", {class: "cross", d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`}) : shape(plot, "circle", {cx: x, cy: y, r: isBest(i) ? 6 : 4}));
+    add(i, sweep.jobs[i].value === null || sweep.jobs[i].status === "pruned" ? shape(plot, "path", {class: "cross", d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`}) : shape(plot, "circle", {cx: x, cy: y, r: isBest(i) ? 6 : 4}));
     lines.push([i, [[x, y]]]);
   });
   watch(svg, lines);
