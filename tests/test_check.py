@@ -54,10 +54,10 @@ def test_a_misspelt_key_in_your_own_file_is_refused(processed, project, text, an
 def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, project):
     project("size/small", "# @package _global_\nepochs: 2\n")
     assert processed("+size=small").epochs == 2
-    assert processed("experiment=null").epochs == 10
+    assert processed("experiment=none").epochs == 10
     project("experiment/short", "# @package _global_\nepochs: 3\n")
-    assert processed("experiment=null", "experiment=short").epochs == 3
-    assert processed("experiment=short", "experiment=null").epochs == 10
+    assert processed("experiment=none", "experiment=short").epochs == 3
+    assert processed("experiment=short", "experiment=none").epochs == 10
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):

@@ -56,8 +56,8 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
     search = f"hydra.searchpath=['file://{folder}/configs']"
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]
     assert arguments.for_hydra(["task=evaluate"]) == ["task=evaluate", search]
-    typed = ["experiment=a", "experiment=null", "hydra.sweep.dir=s"]
-    assert arguments.for_hydra(typed) == ["~experiment", "hydra.sweep.dir=s", search]
+    typed = ["experiment=none", "hydra.sweep.dir=s"]
+    assert arguments.for_hydra(typed) == [*typed, search]
     write(folder / "inner/pyproject.toml", "[tool.other]\nstoker = 1\n")
     monkeypatch.chdir(folder / "inner")
     assert project.current() == project.Project() and arguments.of_project(["model=net"]) == []
@@ -245,7 +245,7 @@ def test_a_new_project_trains_and_prints_commands_that_work(forks, tmp_path):
     words = shlex.split(line.removeprefix(f"evaluate {PROGRAM}"))
     evaluated = forks.run(inner, *words)
     assert evaluated.code == 0 and "\ntest     loss " in evaluated.out, evaluated.err
-    without = ["experiment=null", "epochs=1"]
+    without = ["experiment=none", "epochs=1"]
     planned = forks.run(inner, "plan", *without)
     assert planned.code == 0 and "model    MLP" in planned.out, planned.err
     assert planned.out.rstrip().endswith(f"{PROGRAM} {' '.join(without)}")
