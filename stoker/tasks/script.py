@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import shlex
 import sys
@@ -10,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 
 import __main__
@@ -165,7 +164,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "monitor": saver.monitor,
         "monitor_mode": saver.mode,
     }
-    return {key: plain(value) for key, value in settings.items()}
+    return dict(plain(settings))
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
@@ -189,7 +188,7 @@ def part(value: Any) -> dict[str, Any] | None:
         return None
     arguments: dict[str, Any] = {}
     if isinstance(value, functools.partial):
-        arguments = {key: plain(argument) for key, argument in value.keywords.items()}
+        arguments = value.keywords
         value = value.func
     kind = value if hasattr(value, "__qualname__") else type(value)
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **arguments}
@@ -200,16 +199,15 @@ def plain(value: Any) -> Any:
 
     Any other object is replaced by the name of its class.
     """
-    is_number = isinstance(value, np.generic)  # such as a rate from np.logspace
-    if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    return json.loads(json.dumps(value, default=simple, skipkeys=True))
+
+
+def simple(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a number, and the class name of any other object."""
+    try:
         return value.item()
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return type(value).__name__
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return type(value).__name__
 
 
 def numbers(row: rows.Row) -> rows.Row:
