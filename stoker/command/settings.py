@@ -305,16 +305,10 @@ def check_task(config: Mapping[str, Any]) -> None:
         )
 
 
-def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the {key: value} that debug=true sets; raise UserError if a typed value conflicts."""
-    values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # the error to find may occur only on that device
-        del values["device"]
-    for key, value in values.items():
-        given = value_of(config, key)
-        if key in typed and given not in (value, "auto"):
-            raise UserError(
-                f"debug=true sets {key}={as_typed(value)}, but you typed {key}={as_typed(given)}. "
-                "Remove one of the two."
-            )
-    return values
+def debug_values(typed: Collection[str]) -> dict[str, Any]:
+    """Return the {key: value} that debug=true sets; settings that were typed stay as they are."""
+    return {
+        key: setting.debug
+        for key, setting in SETTINGS.items()
+        if setting.debug is not None and key not in typed
+    }
