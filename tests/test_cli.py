@@ -373,8 +373,8 @@ LATE = [
     ("channels_last=true", "channels_last=true", "channels_last=auto"),
     (
         "model._target_=models.mlp",
-        "model._target_=models.mlp",
-        "Type model._target_=models.mlp.NAME",
+        "error: model._target_=models.mlp: this is not a class or function that a config may call.",
+        "",
     ),
     (
         "+model.typo=1",
@@ -454,7 +454,7 @@ LATE = [
     ),
     (
         "model._target_=os.system",
-        "error: model._target_=os.system: this target is never allowed",
+        "error: model._target_=os.system: this is not a class or function that a config may call",
         "",
     ),
     ("trainer._target_=torch.nn.Identity", "this returns an Identity, not a stoker.Trainer", ""),

@@ -101,8 +101,9 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # Build a partial and call it below, because Hydra itself would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        refused = error.__cause__  # None for a target that Hydra never calls
-        reason = "this target is never allowed." if refused is None else first_line(refused)
+        reason = "this is not a class or function that a config may call."
+        if error.__cause__ is not None:
+            reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_class = isinstance(located, type)
     # a function of (outputs, targets)

@@ -147,11 +147,6 @@ def locate(key: str, target: str) -> Any:
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
-    if inspect.ismodule(located):
-        raise UserError(
-            f"{place}: this is a module, not a class or function.\n"
-            f"Type {place}.NAME, with the name of one of its classes or functions."
-        )
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: this target is not trusted.\n"
