@@ -203,7 +203,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: run_dir=,: this cannot be parsed.",
         "inside the shell's quotes",
     ),
-    ("epochs=${nope}", "error: epochs=${nope}: Interpolation key 'nope' not found", ""),
+    ("epochs=${nope}", "error: epochs: Interpolation key 'nope' not found", "Type epochs=VALUE"),
     ("~model", "error: model: a run needs a value for this key.", "Remove ~model."),
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
     (
@@ -217,8 +217,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("-patience=1", "error: -patience=1: no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",
-        "error: dataset.target: this setting has no default.",
-        "Type dataset.target=...",
+        "error: dataset.target: Missing mandatory value: target.",
+        "Type dataset.target=VALUE",
     ),
     (
         "dataset=digits,synthetic",

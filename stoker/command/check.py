@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from stoker import configs
 from stoker.command import arguments, settings
@@ -136,18 +136,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UserError: a ${...} cannot be replaced, or a required value is missing.
     """
-    for key, value in flat(cfg).items():
-        try:
-            node = OmegaConf.select(cfg, key, throw_on_missing=True)
-            if OmegaConf.is_config(node):
-                OmegaConf.to_container(node, resolve=True)
-        except MissingMandatoryValue:
-            raise UserError(f"{key}: this setting has no default. Type {key}=...") from None
-        except (OmegaConfBaseException, RecursionError) as error:
-            raise UserError(
-                f"{key}={as_typed(value)}: {first_line(error)}.\nType {key}=VALUE."
-            ) from None
-    return plain(cfg, resolve=True)
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key).partition("[")[0]  # groups[0].lr cannot be typed
+        raise UserError(f"{key}: {first_line(error).rstrip('.')}.\nType {key}=VALUE.") from None
+    return values
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
