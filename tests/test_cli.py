@@ -475,7 +475,11 @@ LATE = [
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type +metrics.a._target_=..."),
     ("+metrics.a._target_=", "_target_=: expected the dotted name of a class", "as in mine.Name."),
     ("metrics.a=3", "error: metrics.a: no such key.", "Type --help to see the keys."),
-    ("groups={match:a}", "error: Error merging override groups={match:a}", "incompatible container"),
+    (
+        "groups={match:a}",
+        "error: Error merging override groups={match:a}",
+        "incompatible container",
+    ),
     ("checkpoint=[1]", "error: Error merging override checkpoint=[1]", "incompatible container"),
 ]
 

@@ -579,12 +579,11 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
 def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
     assert sweep.main([str(tmp_path)]) == 2
     assert sweep.main([str(tmp_path / "sweep")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert (
-        first
-        == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
-    )
-    assert second.endswith("no such folder.")
+    for folder, answer in zip(
+        (tmp_path, tmp_path / "sweep"), capsys.readouterr().err.splitlines(), strict=True
+    ):
+        words = "this folder does not contain a sweep. Type the directory of a sweep."
+        assert answer == f"error: {folder}: {words}"
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
