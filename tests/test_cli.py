@@ -228,17 +228,17 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "seed=1,2",
         "error: seed=1,2: several values need a sweep.",
-        "Type -m seed=1,2.\nOr type 'seed=[1,2]' for a list",
+        "Type -m seed=1,2.\nOr type 'key=[1,2]' for a list",
     ),
     (
         "task=predict run=x input=a,b.jpg",
         "error: input=a,b.jpg: several values need a sweep.",
-        "\"input='a,b.jpg'\" for one value with a comma.",
+        "\"key='1,2'\" for one value with a comma.",
     ),
     (
         "task=evaluate run=x dataset.path=a,b.csv",
         "dataset.path=a,b.csv: several values need a sweep.",
-        "\"dataset.path='a,b.csv'\" for one value with a comma.",
+        "\"key='1,2'\" for one value with a comma.",
     ),
     (
         "model=[cnn]",

@@ -118,9 +118,6 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
-        if is_trusted and is_bug:
-            raise  # a bug in the user's own code needs its traceback
         missing = missing_arguments(key, target, {*node, *passed})
         if missing and isinstance(error, TypeError) and "_args_" not in node:
             raise UserError(

@@ -100,10 +100,9 @@ def several_values(error: BaseException) -> str | None:
     if ambiguous is None:
         return None
     typed = arguments.with_one_plus(ambiguous[1])
-    key, _, value = typed.lstrip("+").partition("=")
     return (
         f"{typed}: several values need a sweep. Type -m {typed}.\n"
-        f"Or type '{key}=[{value}]' for a list, or \"{key}='{value}'\" for one value with a comma."
+        "Or type 'key=[1,2]' for a list, or \"key='1,2'\" for one value with a comma."
     )
 
 
