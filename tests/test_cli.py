@@ -419,12 +419,12 @@ LATE = [
     (
         "loss=mse",
         "error: MSELoss is a loss for regression, but digits is a data set for classification.",
-        "Type loss=cross_entropy.",
+        "Type loss=cross_entropy, or dataset.kind=regression for a table.",
     ),
     (
         "dataset=synthetic dataset.kind=regression",
         "error: CrossEntropyLoss is a loss for classification",
-        "Type loss=mse (or l1, huber). If each sample has several labels, type loss._target_=",
+        "Type loss=mse (or l1, huber), or dataset.kind=classification for a table.",
     ),
     (
         "model=cnn dataset=synthetic",
