@@ -287,14 +287,14 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match=r'(?s)run=.*nets_of_mine\.Net: this target is not trusted.*trusted=\["nets_of_mine"\]\.',
+        match=r'(?s)run=.*nets_of_mine\.Net: not trusted.*trusted=\["nets_of_mine"\]\.',
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
     pixels = datasets.digits().test.inputs
     found = package.load(tmp_path / "run", trusted=["nets_of_mine"])
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
-    with pytest.raises(UserError, match="this target is not trusted"):  # it was for that call
+    with pytest.raises(UserError, match="Net: not trusted"):  # it was for that call
         package.load(tmp_path / "run")
     typed = RunResult.read(runs / "digits")
     typed.overrides = ["model._target_=nets_of_mine.Net"]

@@ -312,14 +312,6 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
     assert trust.own_packages(typed) == ["examples"]
 
 
-def test_the_answer_to_a_second_package_keeps_the_first(typed):
-    typed += ["trusted=[mine]"]
-    with pytest.raises(
-        UserError, match=r'If it is your own code, type trusted=\["mine", "other"\]'
-    ):
-        trust.locate("model", "other.Net")
-
-
 def test_all_targets_that_are_not_trusted_are_named_at_once():
     config = {group: {"_target_": f"mine.{group}"} for group in check.PARTS}
     config |= {"optimizer": {"_target_": "torch.optim.SGD"}, "loss": {"_target_": "other.loss"}}
@@ -328,13 +320,13 @@ def test_all_targets_that_are_not_trusted_are_named_at_once():
         saved_config.check_targets(config)
     assert str(error.value) == (
         "dataset._target_=mine.dataset, model._target_=mine.model, loss._target_=other.loss, "
-        "scheduler._target_=mine.scheduler, trainer._target_=mine.trainer: these targets are not "
-        'trusted.\nIf they are your own code, type trusted=["mine", "other"].'
+        "scheduler._target_=mine.scheduler, trainer._target_=mine.trainer: not trusted."
+        '\nIf it is your own code, type trusted=["mine", "other"].'
     )
 
 
 def test_what_is_typed_is_ones_own(typed):
-    with pytest.raises(UserError, match="this target is not trusted"):
+    with pytest.raises(UserError, match="json.dumps: not trusted"):
         trust.locate("loss", "json.dumps")
     typed += ["trusted=[json]"]
     assert trust.locate("loss", "json.dumps") is json.dumps
@@ -717,7 +709,7 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
 def test_a_run_that_is_trained_again_has_all_its_targets_named_at_once(compose, good, tmp_path):  # noqa: F811
     nodes = {"model": {"_target_": "mine.Net"}, "callbacks__a": {"_target_": "other.Watch"}}
     cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / 'run', **nodes)}")
-    named = "model._target_=mine.Net, callbacks.a._target_=other.Watch: these targets are not"
+    named = "model._target_=mine.Net, callbacks.a._target_=other.Watch: not trusted."
     with pytest.raises(UserError, match=re.escape(named)):
         saved_config.to_train_again(cfg, str(tmp_path / "again"))
 

@@ -112,13 +112,6 @@ def own_packages(typed: Sequence[str]) -> list[str]:
     return sorted(packages - {package.partition(".")[0] for package in known})
 
 
-def trust_setting(packages: Sequence[str]) -> str:
-    """Return the setting that trusts these packages, for the shell or, in a script, for Python."""
-    if HydraConfig.initialized():
-        return f"trusted=[{','.join(packages)}]"
-    return f"trusted={json.dumps(packages)}"
-
-
 def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
@@ -170,18 +163,16 @@ def check_trusted(targets: Mapping[str, str]) -> None:
     if not wrong:
         return
     places = ", ".join(f"{key}._target_={target}" for key, target in wrong.items())
-    refused = "this target is not trusted.\nIf it is"
-    if len(wrong) > 1:
-        refused = "these targets are not trusted.\nIf they are"
     advice = advice_to_trust(wrong.values())
-    raise UserError(f"{places}: {refused} your own code, type {advice}.")
+    raise UserError(f"{places}: not trusted.\nIf it is your own code, type {advice}.")
 
 
 def advice_to_trust(targets: Iterable[str]) -> str:
-    """Return the setting that also trusts the packages of these targets."""
-    typed = [one for one in arguments.typed() if one.startswith("trusted=")]
-    packages = [target.partition(".")[0] for target in targets]
-    return trust_setting(list(dict.fromkeys([*own_packages(typed), *packages])))
+    """Return the setting that trusts these targets, for the shell or, in a script, for Python."""
+    packages = sorted({target.partition(".")[0] for target in targets})
+    if HydraConfig.initialized():
+        return f"trusted=[{','.join(packages)}]"
+    return f"trusted={json.dumps(packages)}"
 
 
 def failing_line(error: BaseException) -> str | None:
