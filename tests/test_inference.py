@@ -932,7 +932,6 @@ def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
-    assert "Type split=all to use all samples." in done.err
 
 
 def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
@@ -979,11 +978,6 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "dataset.path=houses.csv",
             "dataset.target=grade",
         ): "the model was not trained on a table",
-        (
-            "run=digits",
-            "split=all",
-            "dataset.val_fraction=0.2",
-        ): "split=all uses all samples, but you typed dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate uses the run's settings. Remove this",
         (
             "run=digits",

@@ -8,11 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from stoker.command import arguments, dotted
+from stoker.command import dotted
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import Parts, building, by_split
 from stoker.trainer import terminal
-from stoker.trainer.errors import UserError, log
+from stoker.trainer.errors import log
 from stoker.trainer.number_format import number
 
 
@@ -46,33 +46,22 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
         parts.trainer.load_state_dict(state)
         part, loader = next(iter(by_split(parts.loaders).items()))
         if cfg.split != "all":
-            can_be_whole = "test_fraction" in config.dataset
-            warn_of_other_data(parts.data, state, part, can_be_whole)
+            warn_of_other_data(parts.data, state)
         yield path, parts, part, loader
 
 
 def leave_uncut(config: DictConfig) -> None:
-    """Use all samples of the data as one split; raise UserError if a fraction was typed."""
+    """Use all samples of the data as one split."""
     for name in ("val_fraction", "test_fraction"):
-        if name not in config.dataset:
-            continue
-        if f"dataset.{name}" in arguments.typed_keys():
-            raise UserError(
-                f"split=all uses all samples, but you typed dataset.{name}. Remove one of the two."
-            )
-        config.dataset[name] = 0
+        if name in config.dataset:
+            config.dataset[name] = 0
 
 
-def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
-    """Warn if the model was trained on other data; if possible, say how to use all of this data."""
+def warn_of_other_data(data: Any, state: dict[str, Any]) -> None:
+    """Warn if the model was trained on other data."""
     from stoker.data.record import fingerprint
 
-    if resume.about(state).get("data") in (None, fingerprint(data)):
-        return
-    text = f"{data.name}: the model was trained on other data, or the data has changed since."
-    if can_be_whole:
-        text += (
-            f" The data was split again, and only its {split} split is used. "
-            "Type split=all to use all samples."
+    if resume.about(state).get("data") not in (None, fingerprint(data)):
+        log.warning(
+            "%s: the model was trained on other data, or the data has changed since.", data.name
         )
-    log.warning(text)
