@@ -29,7 +29,5 @@ def lr_find(cfg: DictConfig) -> None:
             "this range"
         )
     terminal.show(f"curve    {path}")
-    typed = typed_for_run()
-    if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # the length of the search
-        typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
-    terminal.show(f"train    {shell.command(typed, f'optimizer.lr={curve.suggestion:.2g}')}")
+    rate = f"optimizer.lr={curve.suggestion:.2g}"
+    terminal.show(f"train    {shell.command(typed_for_run(), rate)}")
