@@ -206,11 +206,6 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("epochs=${nope}", "error: epochs: Interpolation key 'nope' not found", "Type epochs=VALUE"),
     ("~model", "error: model: a run needs a value for this key.", "Remove ~model."),
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
-    (
-        "~optimizer.lr",
-        "error: optimizer.lr: a run needs a value for this key.",
-        "Remove ~optimizer.lr.",
-    ),
     ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
     ("-c", "-c", "Type -c VALUE"),

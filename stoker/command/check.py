@@ -45,7 +45,6 @@ def check_config(cfg: DictConfig) -> None:
     has a value that is outside its limits or of the wrong type.
     """
     given = plain(cfg)
-    typed = arguments.typed_keys()
     usual = of_choices([choice for choice in chosen() if not choice.startswith("experiment=")])
     known = usual
     if len(configs.folders()) > 1:  # the user's own files may contain a misspelled key
@@ -54,10 +53,8 @@ def check_config(cfg: DictConfig) -> None:
         is_variable = f"${{{key}}}" in str(given)  # another key refers to this one
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
-    for key in (*usual, *flat(usual)):
-        has_other_keys = f"{key.partition('.')[0]}._target_" in typed
-        is_removed = f"~{key}" in typed and not has_other_keys
-        if is_removed or (key in usual and key not in given):
+    for key in usual:
+        if key not in given:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
