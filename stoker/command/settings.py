@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.data.settings import LIMITS as DATA_LIMITS
-from stoker.trainer import checkpoint_names, launch
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import (
     COUNT,
@@ -92,14 +92,9 @@ def check_tune(parts: Any) -> Any:
 
 def check_resume(resume: Any) -> Any:
     """Return `resume` if it is auto, never or a file; otherwise raise UserError."""
-    path = Path(as_typed(resume))
-    if resume in ("auto", "never") or path.is_file():
+    if resume in ("auto", "never") or Path(as_typed(resume)).is_file():
         return resume
-    files = checkpoint_names.files(path / "checkpoints")
-    example = f", such as {files[max(files)]}" if files else ""
-    raise UserError(
-        f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file{example}."
-    )
+    raise UserError(f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file.")
 
 
 FLAG = Choice((False, True))
