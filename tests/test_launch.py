@@ -545,23 +545,12 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "started, role, words",
-    [(MODULE, "stoker", "stoker"), (REPORT, "", "stoker"), (MODULE, "", "python -m stoker")],
-)
-def test_modules_that_the_program_starts_print_its_short_name(started, role, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [started])
-    monkeypatch.setenv("ROLE_NAME", role)
-    folder = Path(sys.executable).parent
-    monkeypatch.setattr(invocation.shutil, "which", lambda name: str(folder / name))
-    assert " ".join(invocation.program()) == words
-
-
-@pytest.mark.parametrize(
     "started, torchrun, words",
     [
         (TRAIN, False, PROGRAM),
-        ("/venv/bin/stoker", False, "stoker"),
+        ("/venv/bin/stoker", False, "/venv/bin/stoker"),
         (MODULE, False, f"{invocation.python()} -m stoker"),
+        (REPORT, False, f"{invocation.python()} -m stoker"),
         (TRAIN, True, f"torchrun --nproc-per-node 2 {TRAIN}"),
         (MODULE, True, "torchrun --nproc-per-node 2 -m stoker"),
     ],

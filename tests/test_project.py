@@ -89,7 +89,7 @@ def test_the_command_is_found_again_from_where_it_was_typed(folder, monkeypatch)
     monkeypatch.setenv("PATH", f"{folder}/env/bin{os.pathsep}{os.environ['PATH']}")
     for typed, words in {
         f"{folder}/env/bin/stoker": ["stoker"],
-        "env/bin/stoker": ["stoker"],
+        "env/bin/stoker": ["env/bin/stoker"],
         "other env/bin/stoker": ["other env/bin/stoker"],
     }.items():
         monkeypatch.setattr(sys, "argv", [typed])
