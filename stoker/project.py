@@ -8,7 +8,7 @@ import functools
 import sys
 from pathlib import Path
 
-from stoker.trainer.errors import UserError, did_you_mean
+from stoker.trainer.errors import UserError
 from stoker.trainer.typed import typed
 
 if sys.version_info >= (3, 11):
@@ -41,17 +41,12 @@ def of_folder(folder: Path) -> Project:
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
             if file.name == "pyproject.toml":
-                if not table.keys().isdisjoint({"stoker", *vars(Project())}):
-                    raise UserError(f"{file}: put Stoker's keys under [tool.stoker]. {KEYS}")
                 table = table.get("tool", {}).get("stoker")
             if table is None:
                 continue
             for key in table:
                 if not hasattr(Project, key):
-                    hint = did_you_mean(key, vars(Project()))
-                    if isinstance(table[key], dict):
-                        hint = " Put the keys at the top level, without a [header]."
-                    raise UserError(f"{file}: unknown key {key}.{hint} {KEYS}")
+                    raise UserError(f"{file}: unknown key {key}. {KEYS}")
             project: Project = typed(table, Project, str(file))
         except TypeError as error:
             raise UserError(f"{error} {KEYS}") from None

@@ -54,10 +54,10 @@ def test_a_misspelt_key_in_your_own_file_is_refused(processed, project, text, an
 def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, project):
     project("size/small", "# @package _global_\nepochs: 2\n")
     assert processed("+size=small").epochs == 2
-    assert processed("experiment=null").epochs == 10
+    assert processed("experiment=none").epochs == 10
     project("experiment/short", "# @package _global_\nepochs: 3\n")
-    assert processed("experiment=null", "experiment=short").epochs == 3
-    assert processed("experiment=short", "experiment=null").epochs == 10
+    assert processed("experiment=none", "experiment=short").epochs == 3
+    assert processed("experiment=short", "experiment=none").epochs == 10
     project("size/keys", "x: 2\n")
     project("experiment/keys", "epochs: 2\n")
     for typed, key in (("+size=keys", "size"), ("experiment=keys", "experiment")):
@@ -74,7 +74,6 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
         processed("experiment=override")
     answer = messages.explanation(caught.value).splitlines()
     assert answer[0].startswith("In 'experiment/override': Invalid Defaults List override")
-    assert answer[2] == "Files in this group must begin with '# @package _global_'."
 
 
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):
@@ -157,4 +156,4 @@ def test_a_path_of_digits_is_text(processed):
 def test_a_broken_reference_names_its_key(processed, value, reason):
     with pytest.raises(UserError) as caught:
         processed(f"model.dropout={value}")
-    assert str(caught.value) == f"model.dropout={value}: {reason}.\nType model.dropout=VALUE."
+    assert str(caught.value) == f"model.dropout: {reason}.\nType model.dropout=VALUE."

@@ -133,8 +133,7 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         assert done.codes.pop(rank) == -9 and set(done.codes) == {3}, (done.codes, done.errs)
         assert not done.late and time.monotonic() - begin < 2 * ENDS
         said = "".join(done.errs)
-        assert said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ")
-        assert "is gone, or did not respond" in said
+        assert said.startswith(f"error: no answer from ranks [{rank}]: they have ended, or did")
         assert said.count("error:") == 1 and "Traceback" not in said
         _, what, again = said.splitlines()
         assert what == "To resume from the last checkpoint:"
@@ -147,9 +146,8 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
     done = forks.ranks(tmp_path / "nap", 2, "run_dir=run", *JOB, "rank_timeout=6", *fault("nap"))
-    assert done.codes[0] == 3 and done.errs[0].startswith(
-        f"error: rank 1 (process {done.pids[1]} on "
-    ), done.errs
+    assert done.codes[0] == 3, done.errs
+    assert done.errs[0].startswith("error: no answer from ranks [1]"), done.errs
     assert "did not respond for 6 s" in done.errs[0] and done.errs[0].count("\n") == 3
     if large:
         job = start(
@@ -162,7 +160,8 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
             *fault("hang", rank=2),
         )
         done = end(job, tmp_path / "hang")
-        assert done.code == 3 and done.err.startswith("error: rank 2 (process"), done.err
+        assert done.code == 3, done.err
+        assert done.err.startswith("error: no answer from ranks [2]"), done.err
         assert "did not respond for 6 s" in done.err and done.err.count("error:") == 1
 
 
@@ -208,7 +207,7 @@ def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
         assert done.codes == [2, 2], (done.codes, done.errs)
         (said,) = filter(None, done.errs)
         assert re.match(
-            r"error: rank 1 \(process \d+ on .*\) and rank 0 differ in their " + re.escape(what),
+            r"error: rank 1 and rank 0 differ in their " + re.escape(what),
             said,
         ), done.errs
         assert not (tmp_path / str(i) / "run").exists()
@@ -229,8 +228,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     done = forks.ranks(tmp_path / "run", 3, script=script)
     assert done.codes == [2, 2, 2], done.errs
     (said,) = filter(None, done.errs)
-    assert said.startswith("error: rank 1 (")
-    assert "and rank 0 differ in their code: mine.py.\n" in said
+    assert said.startswith("error: rank 1 and rank 0 differ in their code: mine.py.\n")
 
 
 def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
@@ -353,7 +351,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
         folder = tmp_path / str(rank)
         command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", TRAIN]
         done = end(start(folder, *command, *JOB, *fault("kill", 13, rank)), folder)
-        assert done.code == 0 and f"rank {rank} (process" in done.err, done.err
+        assert done.code == 0 and f"no answer from ranks [{rank}]" in done.err, done.err
         (run,) = filter(
             Path.is_dir, (folder / "runs").iterdir()
         )  # named by itself, and found again
@@ -362,7 +360,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
 
 @pytest.mark.slow
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
-    cases = [("kill", 0, 3, "error: rank 0 (process")]
+    cases = [("kill", 0, 3, "error: no answer from ranks [0]")]
     cases += [("mistake", 1, 2, "error: callbacks"), ("bug", 1, 1, "Traceback")] * large
     for kind, rank, code, said in cases:
         folder = tmp_path / f"{kind}{rank}"
@@ -547,23 +545,12 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "started, role, words",
-    [(MODULE, "stoker", "stoker"), (REPORT, "", "stoker"), (MODULE, "", "python -m stoker")],
-)
-def test_modules_that_the_program_starts_print_its_short_name(started, role, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [started])
-    monkeypatch.setenv("ROLE_NAME", role)
-    folder = Path(sys.executable).parent
-    monkeypatch.setattr(invocation.shutil, "which", lambda name: str(folder / name))
-    assert " ".join(invocation.program()) == words
-
-
-@pytest.mark.parametrize(
     "started, torchrun, words",
     [
         (TRAIN, False, PROGRAM),
-        ("/venv/bin/stoker", False, "stoker"),
+        ("/venv/bin/stoker", False, "/venv/bin/stoker"),
         (MODULE, False, f"{invocation.python()} -m stoker"),
+        (REPORT, False, f"{invocation.python()} -m stoker"),
         (TRAIN, True, f"torchrun --nproc-per-node 2 {TRAIN}"),
         (MODULE, True, "torchrun --nproc-per-node 2 -m stoker"),
     ],

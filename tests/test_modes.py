@@ -152,8 +152,8 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
     ("typed", "said"),
     [
         (
-            "debug=true compile=true",
-            "error: debug=true sets compile=false, but you typed compile=true. Remove one",
+            "debug=true strategy=ddp devices=2",
+            "error: debug=true runs in one process. Remove strategy and devices.",
         ),
         ("debug=true epochs=none", "error: epochs=none: expected a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 applies only to task=train."),

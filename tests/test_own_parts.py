@@ -12,7 +12,7 @@ import torch
 from hydra import errors as hydra_errors
 
 from stoker.command import arguments, build, messages, sample_check, trust
-from stoker.data.datasets import Data, TensorSplit, digits
+from stoker.data.datasets import digits
 from stoker.trainer import checkpoint, optimizers
 from stoker.trainer.callbacks import EarlyStopping
 from stoker.trainer.errors import UserError, kind_of, nearest
@@ -139,19 +139,6 @@ def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
     model = build.build("model", {"_target_": "own_mine.Scores"})
     with pytest.raises(UserError, match="^model=Scores returns a dict, .*\nOverride "):
         sample_check.check_fit(model, torch.nn.CrossEntropyLoss(), digits())
-
-
-def test_a_model_that_returns_the_classes_last_is_told_to_move_them():
-    class Last(torch.nn.Module):
-        def forward(self, inputs):
-            return torch.zeros(len(inputs), 4, 3)
-
-    split = TensorSplit(torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int64))
-    data = Data("tokens", split, None, None, (4,), 3)
-    with pytest.raises(
-        UserError, match=r"but tokens needs \(3, 4\). Put the classes first: return"
-    ):
-        sample_check.check_fit(Last(), torch.nn.CrossEntropyLoss(), data)
 
 
 def test_a_model_without_parameters_is_not_blamed_on_the_optimizer():

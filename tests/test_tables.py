@@ -817,7 +817,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
             torch.nn.MSELoss(),
             (
                 "MSELoss is a loss for regression, but .* is a data set for classification.\n"
-                "Type loss=cross_entropy. If y is a number, type dataset.kind=regression."
+                "Type loss=cross_entropy, or dataset.kind=regression for a table."
             ),
         ),
         (
@@ -825,7 +825,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
             torch.nn.CrossEntropyLoss(),
             (
                 "CrossEntropyLoss is a loss for classification, but .* is a data set for regression.\n"
-                r"Type loss=mse \(or l1, huber\). If y is a class, type dataset.kind=classification."
+                r"Type loss=mse \(or l1, huber\), or dataset.kind=classification for a table."
             ),
         ),
     ):

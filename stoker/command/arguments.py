@@ -20,8 +20,6 @@ FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hyd
 FLAGS |= {"--run", "-sc", "--shell-completion", "--version"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--config-path", "-cn"}
 VALUED |= {"--config-name", "--experimental-rerun"}
-NO_EXPERIMENT = "experiment=null"
-DELETE_EXPERIMENT = "~experiment"  # Hydra's spelling: a group cannot be null
 # Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that Python code adds; they are treated as if they had been typed.
@@ -36,10 +34,7 @@ def typed() -> list[str]:
     if not HydraConfig.initialized():
         return in_python
     overrides = plain(HydraConfig.get().overrides)["task"]
-    # In a sweep, Hydra turns ~experiment into ~experiment=null.
-    deleted = (DELETE_EXPERIMENT, f"{DELETE_EXPERIMENT}=null")
-    restored = [NO_EXPERIMENT if one in deleted else one for one in overrides]
-    return [*map(with_one_plus, restored), *in_python]
+    return [*map(with_one_plus, overrides), *in_python]
 
 
 def with_one_plus(override: str) -> str:
@@ -73,7 +68,7 @@ def choices(arguments: Sequence[str]) -> list[str]:
     chosen = []
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("=")
-        if configs.is_group(group) and value and argument != NO_EXPERIMENT:
+        if configs.is_group(group) and value:
             option = value if value.startswith("[") else value.partition(",")[0]
             chosen.append(f"{group}={option}")
     return chosen
@@ -86,22 +81,19 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     accepts `dataset.root=DIR` even if the default data set has no `root`. A plus before a key with
     a dot adds or replaces a value. The project's experiment, its `configs/` and its
     folder for runs are added. A prompt and settings such as `dataset.delimiter` are quoted, so that
-    Hydra keeps them as typed. `experiment=null` is replaced with Hydra's own spelling.
+    Hydra keeps them as typed.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
-    experiments = [i for i, one in enumerate(arguments) if one.startswith("experiment=")]
-    for i, argument in enumerate(arguments):
-        if i in experiments[:-1]:
-            continue  # otherwise, Hydra would also apply an earlier `experiment=null`
+    for argument in arguments:
         key, _, value = argument.partition("=")
         # `model=mlp` may have a key that your own model has too, so `+` may also replace a value.
         if re.match(r"\+\w+\.", key):
             argument = f"+{argument}"
         if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"
-        given.append(DELETE_EXPERIMENT if argument == NO_EXPERIMENT else argument)
+        given.append(argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]
         return [*result, *search_path()]
@@ -169,7 +161,7 @@ def check_group(argument: str, key: str, value: str) -> None:
         raise UserError(f"{argument}: this group needs no +. Type {key}={value}.")
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
     takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
-    if not (is_name or takes_list or argument == NO_EXPERIMENT):
+    if not (is_name or takes_list):
         options = [path.stem for path in configs.options(key)]
         raise UserError(
             f"{argument}: this is a group, so it takes one option. "

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import math
 import re
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,13 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
 from stoker.command.dotted import plain
-from stoker.command.trust import is_trusted_by_user, locate
+from stoker.command.trust import (
+    PART_CLASSES,
+    classes_of,
+    is_trusted_by_user,
+    locate,
+    part_of,
+)
 from stoker.trainer.errors import (
     UserError,
     as_typed,
@@ -33,32 +38,11 @@ if TYPE_CHECKING:
 # objects, or what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
-# The classes allowed for each part of a run: the second check, after trust.py. A target of any
-# other class is not called, because it could allocate unbounded memory before it is rejected.
-PART_CLASSES: dict[str, tuple[str, ...]] = {
-    "dataset": ("stoker.data.record.Data",),
-    "model": ("torch.nn.Module",),
-    "loss": ("torch.nn.Module",),
-    "optimizer": ("torch.optim.Optimizer",),
-    "scheduler": ("torch.optim.lr_scheduler.LRScheduler",),
-    "metrics": ("torchmetrics.Metric", "stoker.trainer.metrics.Sums"),
-    "callbacks": ("stoker.trainer.callbacks.Callback",),
-    "trainer": ("stoker.Trainer",),
-    "sweep": ("optuna.pruners.BasePruner",),
-}
 # How error messages describe the parts that need no base class.
 WITHOUT_BASE_CLASS = {
     "dataset": 'a stoker.data.datasets.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset methods",
-}
-# Packages whose functions may be called to build a part. What a function returns is checked
-# afterward.
-PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
-    "dataset": "stoker.data.",
-    "model": "torchvision.models.",
-    "optimizer": ("stoker.trainer.optimizers.", "stoker.trainer.combined."),
-    "scheduler": "stoker.trainer.schedules.",
 }
 # Constructors of torchvision's transforms (trust.py only allows subclasses of v2.Transform) store
 # plain values and call nothing. When a transform runs, it can be slow or use a lot of memory, but
@@ -85,13 +69,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             f"{plus}{key}._target_=..."
         )
     target = node["_target_"]
-    part = key if key in FACTORIES else key.partition(".")[0]
+    part = part_of(key)
     check_node(key, node, offered)
     located = locate(key, target)
     is_trusted = is_trusted_by_user(target)
-    if part in PART_CLASSES and not is_trusted and not returns_part(part, located):
-        wanted = with_article(PART_CLASSES[part][0])
-        raise UserError(f"{key}._target_={target}: this does not return {wanted}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(
             f"{key}._partial_=true: a run needs the object that {target} returns, not a partial. "
@@ -101,8 +82,9 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # Build a partial and call it below, because Hydra itself would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        refused = error.__cause__  # None for a target that Hydra never calls
-        reason = "this target is never allowed." if refused is None else first_line(refused)
+        reason = "this is not a class or function that a config may call."
+        if error.__cause__ is not None:
+            reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_class = isinstance(located, type)
     # a function of (outputs, targets)
@@ -117,9 +99,6 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        is_bug = not isinstance(error, ValueError) and "argument" not in str(error)
-        if is_trusted and is_bug:
-            raise  # a bug in the user's own code needs its traceback
         missing = missing_arguments(key, target, {*node, *passed})
         if missing and isinstance(error, TypeError) and "_args_" not in node:
             raise UserError(
@@ -127,7 +106,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             ) from error
         reason = cause(error) if is_trusted else first_line(error)
         raise UserError(f"{key} ({target}): {reason}") from error
-    if part in PART_CLASSES and not is_part(part, built):
+    if not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
     return built
@@ -184,14 +163,6 @@ def arguments_to_pass(
     return {name: value for name, value in offered.items() if name in accepted}
 
 
-def returns_part(part: str, located: Any) -> bool:
-    """Return whether a class or function returns this part of a run, without calling it."""
-    if isinstance(located, type):
-        return issubclass(located, classes_of(part))
-    module = f"{getattr(located, '__module__', None)}."
-    return part in PART_PACKAGES and module.startswith(PART_PACKAGES[part])
-
-
 def is_part(part: str, built: Any) -> bool:
     """Return whether an object can serve as this part of a run.
 
@@ -201,16 +172,8 @@ def is_part(part: str, built: Any) -> bool:
         return True
     if part == "metrics":
         return all(callable(getattr(built, name, None)) for name in ("update", "compute", "reset"))
-    return callable(built) if part == "loss" else isinstance(built, classes_of(part))
-
-
-def classes_of(part: str) -> tuple[type, ...]:
-    """Return the allowed classes of a part, except those whose library has not been imported."""
-    return tuple(
-        hydra.utils.get_object(name)
-        for name in PART_CLASSES[part]
-        if name.partition(".")[0] in sys.modules
-    )
+    is_function = part in ("loss", "dataset.augment")
+    return callable(built) if is_function else isinstance(built, classes_of(part))
 
 
 def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from stoker import configs
 from stoker.command import arguments, settings
@@ -45,7 +45,6 @@ def check_config(cfg: DictConfig) -> None:
     has a value that is outside its limits or of the wrong type.
     """
     given = plain(cfg)
-    typed = arguments.typed_keys()
     usual = of_choices([choice for choice in chosen() if not choice.startswith("experiment=")])
     known = usual
     if len(configs.folders()) > 1:  # the user's own files may contain a misspelled key
@@ -54,10 +53,8 @@ def check_config(cfg: DictConfig) -> None:
         is_variable = f"${{{key}}}" in str(given)  # another key refers to this one
         if key not in known and not is_variable:
             raise UserError(no_such_key(key, known))
-    for key in (*usual, *flat(usual)):
-        has_other_keys = f"{key.partition('.')[0]}._target_" in typed
-        is_removed = f"~{key}" in typed and not has_other_keys
-        if is_removed or (key in usual and key not in given):
+    for key in usual:
+        if key not in given:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
@@ -136,18 +133,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UserError: a ${...} cannot be replaced, or a required value is missing.
     """
-    for key, value in flat(cfg).items():
-        try:
-            node = OmegaConf.select(cfg, key, throw_on_missing=True)
-            if OmegaConf.is_config(node):
-                OmegaConf.to_container(node, resolve=True)
-        except MissingMandatoryValue:
-            raise UserError(f"{key}: this setting has no default. Type {key}=...") from None
-        except (OmegaConfBaseException, RecursionError) as error:
-            raise UserError(
-                f"{key}={as_typed(value)}: {first_line(error)}.\nType {key}=VALUE."
-            ) from None
-    return plain(cfg, resolve=True)
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key).partition("[")[0]  # groups[0].lr cannot be typed
+        raise UserError(f"{key}: {first_line(error).rstrip('.')}.\nType {key}=VALUE.") from None
+    return values
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:

@@ -33,8 +33,6 @@ TRAINING_ERROR = TrainingError.exit_code
 DIFFERENT = 4
 IN_USE = RunInUse.exit_code
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
-# Packages that start the jobs of a sweep, and raise their own error when a job dies.
-LAUNCHERS = ("joblib", "submitit")
 codes: list[int] = []  # exit codes of the errors reported so far
 
 
@@ -90,12 +88,6 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 def with_message(error: Exception) -> Exception:
     """Return the error, or a clearer one if it comes from a library and is hard to read."""
-    if type(error).__module__.partition(".")[0] in LAUNCHERS:
-        return TrainingError(
-            "the process of a job died: it was killed or ran out of memory "
-            f"({type(error).__name__}).\n"
-            "Type the same command with hydra.sweep.dir=DIR to continue."
-        )
     # Hydra does not catch every library's errors, such as those for a file that is not YAML.
     if not HydraConfig.initialized() and code_of(error) == INTERNAL_ERROR:
         reason = " ".join(str(error).split())

@@ -19,18 +19,13 @@ def program() -> list[str]:
     In the folder where this program was started, the command starts the same program again.
     """
     started = Path(sys.argv[0])
-    on_path = shutil.which("stoker")
-    if PACKAGE in started.resolve().parents:
-        # Processes that this program starts and commands such as stoker.runs.report run as modules.
-        is_typed = started.name == "__main__.py" and started.resolve().parent == PACKAGE
-        is_same = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
-        is_short = is_same and (is_started() or not is_typed)
-        return ["stoker"] if is_short else [python(), "-m", "stoker"]
     if started.stem == "stoker":
-        is_found = on_path is None or not started.is_file() or started.samefile(on_path)
-        return ["stoker"] if is_found else [str(started)]
+        return ["stoker"] if shutil.which("stoker") == str(started) else [str(started)]
     if started.name == SCRIPT and started.is_file():
         return [python(), str(started)]
+    # Processes that this program starts and commands such as stoker.runs.report run as modules.
+    if PACKAGE in started.resolve().parents:
+        return [python(), "-m", "stoker"]
     return [python(), SCRIPT] if is_clone() else ["stoker"]
 
 

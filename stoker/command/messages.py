@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -66,8 +65,6 @@ def explanation(error: BaseException) -> str:
         if text is not None:
             return text
     text = re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
-    if re.search(r"No earlier Group Default for '\S+@experiment\.", text):
-        text += f"\n{FOR_EXPERIMENT}"
     return text
 
 
@@ -92,11 +89,6 @@ def key_mistake(error: BaseException) -> str | None:
     if "is not in struct" in str(cause):
         usual = of_choices(arguments.choices(sys.argv[1:]))
         return no_such_key(str(getattr(cause, "full_key", "")), usual)
-    if "incompatible container" in str(cause):
-        key, _, value = first_line(error).removeprefix("Error merging override ").partition("=")
-        if value.startswith("{"):
-            return f"{key}: this is a list. Type {shlex.quote(f'{key}=[{value}]')}."
-        return f"{key}: this is a group of keys. Type {key}.KEY=VALUE."
     if isinstance(error.__cause__, OmegaConfBaseException):
         return f"{first_line(error)}\n{first_line(cause)}"
     return None
@@ -108,10 +100,9 @@ def several_values(error: BaseException) -> str | None:
     if ambiguous is None:
         return None
     typed = arguments.with_one_plus(ambiguous[1])
-    key, _, value = typed.lstrip("+").partition("=")
     return (
         f"{typed}: several values need a sweep. Type -m {typed}.\n"
-        f"Or type '{key}=[{value}]' for a list, or \"{key}='{value}'\" for one value with a comma."
+        "Or type 'key=[1,2]' for a list, or \"key='1,2'\" for one value with a comma."
     )
 
 
@@ -122,8 +113,6 @@ def not_understood(error: BaseException) -> str | None:
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
     hint = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
-    if typed in settings.SETTINGS:
-        hint = f" This key needs a value: {typed}=..."
     return (
         f"{typed}: this cannot be parsed.{hint} Type settings as key=value, as in epochs=3, and "
         "lists as 'key=[1,2]'.\n"
@@ -137,10 +126,7 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
         hint = f" {FOR_EXPERIMENT}"
-    group = key.partition(".")[0]
-    chosen = [one for one in arguments.choices(sys.argv[1:]) if one.startswith(f"{group}=")]
-    command = " ".join([*invocation.program(), *chosen])
-    return f"{key}: no such key.{hint}\nType {command} --help to see the keys."
+    return f"{key}: no such key.{hint}\nType --help to see the keys."
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
@@ -160,10 +146,6 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
-    takes_more = group in ("metrics", settings.GROUP_OF_MANY)
-    if takes_more:
-        to_add = f" Type +{key}._target_=... to add your own."
-        anywhere = siblings
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
@@ -172,4 +154,4 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) or takes_more else ""
+    return to_add if f"{group}._target_" in flat(config) else ""

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
 import signal
 import sys
@@ -60,7 +59,6 @@ def join() -> None:
     global joined
     if joined or world_size() == 1:
         return
-    store().set(f"who/{rank()}", f"process {os.getpid()} on {platform.node()}")
     joined = True
     watch_parent()
 
@@ -98,8 +96,7 @@ def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
             names = sorted({name for name, _ in items.items() ^ theirs[kind].items()})
             if names:
                 raise UserError(
-                    f"rank {peer} ({who(peer)}) and rank 0 differ in their {kind}: "
-                    f"{first_few(names, 3)}.\n"
+                    f"rank {peer} and rank 0 differ in their {kind}: {first_few(names, 3)}.\n"
                     "All processes need the same code, versions, config and data."
                 )
 
@@ -176,16 +173,13 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
         if report["kind"] == "error":
             return None, report["code"]
     absent = [peer for peer in range(world_size()) if peer not in present]
-    dead = [peer for peer in absent if has_ended(peer)]
-    if dead or (absent and any(report["kind"] == "lost" for report in reports)):
-        lost = (dead or absent)[:3]
-        names = " and ".join(f"rank {peer} ({who(peer)})" for peer in lost)
-        verb = "is" if len(lost) == 1 else "are"
+    if absent and any(report["kind"] == "lost" for report in reports):
         advice = "Type the same command again."
         if signals.resume_command:
             advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
         message = (
-            f"error: {names} {verb} gone, or did not respond for {launch.timeout:g} s.\n{advice}"
+            f"error: no answer from ranks {absent}: they have ended, or did not respond for "
+            f"{launch.timeout:g} s.\n{advice}"
         )
         code = 3
     elif kind == "lost" and stopping.received is not None:  # the signal ended the other ranks first
@@ -201,24 +195,6 @@ def wait_for_all(key: str) -> list[int]:
         if len(present) == world_size() or time.monotonic() > end:
             return present
         time.sleep(0.1)
-
-
-def who(peer: int) -> str:
-    """Return "process 123 on host" for another rank."""
-    key = f"who/{peer}"
-    return store().get(key).decode() if store().check([key]) else "which never started"
-
-
-def has_ended(peer: int) -> bool:
-    """Return whether another rank ran on this machine, and its process has ended."""
-    _, pid, *place = who(peer).split()
-    if place[-1:] != [platform.node()] or os.name != "posix":
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def end(code: int | str | None) -> None:

@@ -20,7 +20,6 @@ LOSSES_OF_LOGITS = (
     nn.BCELoss,
 )
 SUITED = {"classification": "loss=cross_entropy", "regression": "loss=mse (or l1, huber)"}
-TARGETS = {"classification": "a class", "regression": "a number"}
 REFUSALS = (RuntimeError, ValueError, TypeError)  # raised by `forward` for unsuitable inputs
 
 
@@ -31,16 +30,10 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
     other = {"classification": "regression", "regression": "classification"}
     unsuited = {"classification": LOSSES_OF_NUMBERS, "regression": (nn.CrossEntropyLoss,)}
     if isinstance(loss, unsuited[data.kind]):
-        advice = f"Type {SUITED[data.kind]}."
-        if data.table is not None:
-            kind = other[data.kind]
-            advice += f" If {data.table['target']} is {TARGETS[kind]}, type dataset.kind={kind}."
-        elif data.kind == "regression":
-            several = "loss._target_=torch.nn.BCEWithLogitsLoss"
-            advice += f" If each sample has several labels, type {several}."
         raise UserError(
             f"{name} is a loss for {other[data.kind]}, but {data.name} is a data set for "
-            f"{data.kind}.\n{advice}"
+            f"{data.kind}.\n"
+            f"Type {SUITED[data.kind]}, or dataset.kind={other[data.kind]} for a table."
         )
     outputs, targets = outputs_for(model, data)
     try:
@@ -81,11 +74,9 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     shape = tuple(outputs.shape)[1:]
     needed = (data.num_classes, *data.target_shape)
     if shape != needed:
-        is_last = shape == (*data.target_shape, data.num_classes)
-        advice = " Put the classes first: return outputs.movedim(-1, 1)." if is_last else ""
         raise UserError(
             f"model={name} returns outputs of shape {shape} per sample, "
-            f"but {data.name} needs {needed}.{advice}"
+            f"but {data.name} needs {needed}."
         )
     return outputs, targets
 

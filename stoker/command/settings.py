@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.data.settings import LIMITS as DATA_LIMITS
-from stoker.trainer import checkpoint_names, launch
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import (
     COUNT,
@@ -91,14 +91,9 @@ def check_tune(parts: Any) -> Any:
 
 def check_resume(resume: Any) -> Any:
     """Return `resume` if it is auto, never or a file; otherwise raise UserError."""
-    path = Path(as_typed(resume))
-    if resume in ("auto", "never") or path.is_file():
+    if resume in ("auto", "never") or Path(as_typed(resume)).is_file():
         return resume
-    files = checkpoint_names.files(path / "checkpoints")
-    example = f", such as {files[max(files)]}" if files else ""
-    raise UserError(
-        f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file{example}."
-    )
+    raise UserError(f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file.")
 
 
 FLAG = Choice((False, True))
@@ -303,16 +298,10 @@ def check_task(config: Mapping[str, Any]) -> None:
         )
 
 
-def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the {key: value} that debug=true sets; raise UserError if a typed value conflicts."""
-    values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
-    if "device" in typed:  # the error to find may occur only on that device
-        del values["device"]
-    for key, value in values.items():
-        given = value_of(config, key)
-        if key in typed and given not in (value, "auto"):
-            raise UserError(
-                f"debug=true sets {key}={as_typed(value)}, but you typed {key}={as_typed(given)}. "
-                "Remove one of the two."
-            )
-    return values
+def debug_values(typed: Collection[str]) -> dict[str, Any]:
+    """Return the {key: value} that debug=true sets; settings that were typed stay as they are."""
+    return {
+        key: setting.debug
+        for key, setting in SETTINGS.items()
+        if setting.debug is not None and key not in typed
+    }

@@ -1,7 +1,4 @@
-"""The first check of a `_target_`: is it on the list of allowed names, or does the user trust it?
-
-The second check is in build.py (PART_CLASSES, PART_PACKAGES): is it the right part of a run?
-"""
+"""Check a `_target_`: may a config build it for this part of a run, or does the user trust it?"""
 
 import contextlib
 import fnmatch
@@ -19,7 +16,7 @@ from hydra.errors import InstantiationException
 
 from stoker import project
 from stoker.command import arguments
-from stoker.trainer.errors import UserError, did_you_mean, first_line
+from stoker.trainer.errors import UserError, did_you_mean, first_line, with_article
 
 # A target that you type on the command line is always trusted. Your own target in a config file
 # needs trusted=[mypackage] on the command line or in the project file.
@@ -32,37 +29,56 @@ TRUSTED = (
     "torchmetrics",
     "optuna.pruners",
 )
-# A target must also be defined in one of these modules (or a submodule), and be one of the listed
-# functions or a subclass of a listed class. Checking names is not enough:
+# The base classes of each part of a run. A target of any other class is not called, because it
+# could allocate unbounded memory before it is rejected.
+CALLBACK = "stoker.trainer.callbacks.Callback"
+PART_CLASSES: dict[str, tuple[str, ...]] = {
+    "dataset": ("stoker.data.record.Data",),
+    "dataset.augment": ("torchvision.transforms.v2.Transform",),
+    "model": ("torch.nn.Module",),
+    "loss": ("torch.nn.Module",),
+    "optimizer": ("torch.optim.Optimizer",),
+    "scheduler": ("torch.optim.lr_scheduler.LRScheduler",),
+    "metrics": ("torchmetrics.Metric", "stoker.trainer.metrics.Sums"),
+    "callbacks": (CALLBACK,),
+    "checkpoint": (CALLBACK,),
+    "trainer": ("stoker.Trainer",),
+    "sweep": ("optuna.pruners.BasePruner",),
+}
+# A class must also be defined in one of these modules. Checking names is not enough:
 # torch.nn.modules.module.torch.load begins with torch.nn, and stoker.runs.json_files.write_json
 # writes files. Other parts of torchmetrics download models, and need trusted=[torchmetrics].
-CALLBACK = "stoker.trainer.callbacks.Callback"
+MODULES = (
+    "torch.nn.",
+    "torch.optim.",
+    "torchvision.models.",
+    "torchvision.transforms.v2.",
+    "torchmetrics.aggregation.",
+    "torchmetrics.classification.",
+    "torchmetrics.regression.",
+    "optuna.pruners.",
+    "stoker.models.",
+    "stoker.trainer.callbacks.",
+    "stoker.trainer.metrics.",
+    "stoker.trainer.trainer.",
+    "stoker.runs.loggers.",
+    "stoker.diagnostics.timing.",
+    "stoker.diagnostics.doctor.",
+)
+# The functions that build a part; for the model, also those of torchvision (see `is_builder`).
 DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
-KINDS: dict[str, tuple[str, ...]] = {
-    "torch.nn": ("torch.nn.Module",),
-    "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    "torchvision.models": (
-        "torch.nn.Module",
-    ),  # also functions that build a module; see is_builder
-    "torchvision.transforms.v2": ("torchvision.transforms.v2.Transform",),
-    "torchmetrics.aggregation": ("torchmetrics.Metric",),
-    "torchmetrics.classification": ("torchmetrics.Metric",),
-    "torchmetrics.regression": ("torchmetrics.Metric",),
-    "optuna.pruners": ("optuna.pruners.BasePruner",),
-    "stoker.trainer.trainer": ("stoker.Trainer",),
-    "stoker.runs.loggers": (CALLBACK,),
-    "stoker.diagnostics.timing": (CALLBACK,),
-    "stoker.diagnostics.doctor": (CALLBACK,),
-    "stoker.trainer.metrics": ("stoker.trainer.metrics.Sums",),
-    "stoker.trainer.schedules": ("constant", "linear", "cosine", "wsd", "step"),
-    "stoker.trainer.optimizers": ("decoupled_sgd",),
-    "stoker.trainer.combined": ("muon",),
-    "stoker.trainer": (CALLBACK,),
-    "stoker.models": ("torch.nn.Module", CALLBACK),
-    "stoker.data.datasets": DATASETS,
-    "stoker.data.images": ("image_folder",),
-    "stoker.data.tables": ("csv",),
-    "stoker.data.text": ("text",),
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "dataset": (
+        *(f"stoker.data.datasets.{name}" for name in DATASETS),
+        "stoker.data.images.image_folder",
+        "stoker.data.tables.csv",
+        "stoker.data.text.text",
+    ),
+    "optimizer": ("stoker.trainer.optimizers.decoupled_sgd", "stoker.trainer.combined.muon"),
+    "scheduler": tuple(
+        f"stoker.trainer.schedules.{name}"
+        for name in ("constant", "linear", "cosine", "wsd", "step")
+    ),
 }
 UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
@@ -112,13 +128,6 @@ def own_packages(typed: Sequence[str]) -> list[str]:
     return sorted(packages - {package.partition(".")[0] for package in known})
 
 
-def trust_setting(packages: Sequence[str]) -> str:
-    """Return the setting that trusts these packages, for the shell or, in a script, for Python."""
-    if HydraConfig.initialized():
-        return f"trusted=[{','.join(packages)}]"
-    return f"trusted={json.dumps(packages)}"
-
-
 def locate(key: str, target: str) -> Any:
     """Return the object that `_target_` names.
 
@@ -153,24 +162,24 @@ def locate(key: str, target: str) -> Any:
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
-    if inspect.ismodule(located):
+    part = part_of(key)
+    if not is_trusted_by_user(target) and not builds(part, located):
+        wanted = with_article(PART_CLASSES[part][0])
         raise UserError(
-            f"{place}: this is a module, not a class or function.\n"
-            f"Type {place}.NAME, with the name of one of its classes or functions."
-        )
-    if not is_trusted_by_user(target) and not is_of_kind(located):
-        raise UserError(
-            f"{place}: this target is not trusted.\n"
+            f"{place}: this does not return {wanted}, or is not trusted.\n"
             f"If you trust it, type {advice_to_trust(target)}."
         )
     return located
 
 
 def advice_to_trust(target: str) -> str:
-    """Return the setting that also trusts the package of this target."""
+    """Return the setting that also trusts the package of this target, for the shell or Python."""
     typed = [one for one in arguments.typed() if one.startswith("trusted=")]
     package, _, _ = target.partition(".")
-    return trust_setting(list(dict.fromkeys([*own_packages(typed), package])))
+    packages = list(dict.fromkeys([*own_packages(typed), package]))
+    if HydraConfig.initialized():
+        return f"trusted=[{','.join(packages)}]"
+    return f"trusted={json.dumps(packages)}"
 
 
 def failing_line(error: BaseException) -> str | None:
@@ -183,19 +192,31 @@ def failing_line(error: BaseException) -> str | None:
     return None
 
 
-def is_of_kind(located: Any) -> bool:
-    """Return whether KINDS lists the object, or its base class, for its module."""
-    module = getattr(located, "__module__", None) or ""
-    if module.startswith("torchvision.models.") and is_builder(located):
-        return True
-    listed = (kinds for place, kinds in KINDS.items() if f"{module}.".startswith(f"{place}."))
-    for kind in next(listed, ()):
-        if "." not in kind:
-            if getattr(sys.modules[module], kind, None) is located:
-                return True
-        elif isinstance(located, type) and issubclass(located, hydra.utils.get_object(kind)):
-            return True
-    return False
+def part_of(key: str) -> str:
+    """Return the part of a run that a key belongs to, such as "metrics" for "metrics.top3"."""
+    augment = "dataset.augment"
+    return augment if key.startswith(augment) else key.partition(".")[0]
+
+
+def builds(part: str, located: Any) -> bool:
+    """Return whether the tables above allow a class or function for this part of a run."""
+    module = f"{getattr(located, '__module__', None)}."
+    if isinstance(located, type):
+        return module.startswith(MODULES) and issubclass(located, classes_of(part))
+    if not inspect.isfunction(located):
+        return False
+    if part == "model" and module.startswith("torchvision.models."):
+        return is_builder(located)
+    return module + located.__qualname__ in FUNCTIONS.get(part, ())
+
+
+def classes_of(part: str) -> tuple[type, ...]:
+    """Return the allowed classes of a part, except those whose library has not been imported."""
+    return tuple(
+        hydra.utils.get_object(name)
+        for name in PART_CLASSES[part]
+        if name.partition(".")[0] in sys.modules
+    )
 
 
 def is_builder(located: Any) -> bool:
@@ -203,8 +224,6 @@ def is_builder(located: Any) -> bool:
 
     Builders do not take paths.
     """
-    if not inspect.isfunction(located):
-        return False
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
 
 

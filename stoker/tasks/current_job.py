@@ -40,6 +40,11 @@ def task_typed(cfg: DictConfig) -> str:
     return f"overfit={cfg.overfit}" if cfg.overfit is not None else ""
 
 
+def in_one_process(cfg: DictConfig) -> str:
+    """Return "task=plan" or "debug=true" if it rules out several processes; otherwise ""."""
+    return task_typed(cfg) or ("debug=true" if cfg.debug else "")
+
+
 def is_finished(cfg: DictConfig) -> bool:
     """Return whether an earlier process of the same sweep finished this job."""
     if task_typed(cfg) or cfg.resume == "never":

@@ -45,8 +45,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
         parts.trainer.load_state_dict(state)
         part, loader = next(iter(by_split(parts.loaders).items()))
         if cfg.split != "all":
-            can_be_whole = "test_fraction" in config.dataset
-            warn_of_other_data(parts.data, state, part, can_be_whole)
+            warn_of_other_data(parts.data, state)
         yield path, parts, part, loader
 
 
@@ -62,16 +61,11 @@ def leave_uncut(config: DictConfig) -> None:
         config.dataset[name] = 0
 
 
-def warn_of_other_data(data: Any, state: dict[str, Any], split: str, can_be_whole: bool) -> None:
-    """Warn if the model was trained on other data; if possible, say how to use all of this data."""
+def warn_of_other_data(data: Any, state: dict[str, Any]) -> None:
+    """Warn if the model was trained on other data."""
     from stoker.data.record import fingerprint
 
-    if resume.about(state).get("data") in (None, fingerprint(data)):
-        return
-    text = f"{data.name}: the model was trained on other data, or the data has changed since."
-    if can_be_whole:
-        text += (
-            f" The data was split again, and only its {split} split is used. "
-            "Type split=all to use all samples."
+    if resume.about(state).get("data") not in (None, fingerprint(data)):
+        log.warning(
+            "%s: the model was trained on other data, or the data has changed since.", data.name
         )
-    log.warning(text)

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from stoker.command import arguments, settings
+from stoker.command import settings
 from stoker.command.dotted import plain
 from stoker.runs import saved_config
 from stoker.trainer import terminal
@@ -14,17 +14,14 @@ def export(cfg: DictConfig) -> None:
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
         raise UserError(f"device={cfg.device}: models are exported on the CPU. Remove device.")
-    from stoker.runs import card, exporting, inference
+    from stoker.runs import exporting, inference
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
     if model.about["kind"] == "other":
-        exporter = "torch.onnx.export" if cfg.format == "onnx" else "torch.export.export"
-        loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"run={cfg.run}: format={cfg.format} needs an example input, but the shape of the "
-            f"inputs of {model.about['dataset']} is not known.\n"
-            f"In Python, call {exporter} with stoker.load({loading}) and an input."
+            f"run={cfg.run}: format={cfg.format} needs the shape of the inputs, which is unknown.\n"
+            "Use the run's model.safetensors, or export what stoker.load returns with torch."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

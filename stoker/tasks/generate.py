@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from stoker.runs import saved_config
-from stoker.trainer.errors import TrainingError, UserError, printable
+from stoker.trainer.errors import UserError, printable
 
 
 def generate(cfg: DictConfig) -> None:
@@ -21,12 +21,6 @@ def generate(cfg: DictConfig) -> None:
             f"run={cfg.run}: the model {type(model.module).__name__} has no generate(tokens, "
             "count, temperature, top_k, generator) method. For an example, see "
             "stoker.models.gpt.GPT."
-        )
-    weights = model.module.state_dict().values()
-    if not all(tensor.isfinite().all() for tensor in weights):
-        raise TrainingError(
-            f"run={cfg.run}: the model's weights contain NaN or infinity, so it cannot generate "
-            "text. Type run=DIR with a run whose loss is finite."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}

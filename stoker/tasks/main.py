@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
 from stoker.command.check import check_config, keep_texts
-from stoker.command.dotted import plain
 from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
@@ -83,11 +82,10 @@ def prepare(cfg: DictConfig) -> None:
     keep_texts(cfg)
     check_config(cfg)
     if cfg.debug:
-        values = settings.debug_values(plain(cfg), arguments.typed_keys())
-        for key, value in values.items():
+        for key, value in settings.debug_values(arguments.typed_keys()).items():
             OmegaConf.update(cfg, key, value, force_add=True)
     drop_leftovers(cfg)
-    task = current_job.task_typed(cfg) or ("debug=true" if cfg.debug else "")
+    task = current_job.in_one_process(cfg)
     # task=reproduce may itself start several processes.
     reproduces = cfg.task == "reproduce" and invocation.is_started()
     if task and launch.world_size() > 1 and not reproduces:
@@ -156,7 +154,7 @@ def debugging() -> Iterator[None]:
 
 def start_processes(several: int, cfg: DictConfig) -> None:
     """Run this program again in several processes, each with a rank."""
-    task = current_job.task_typed(cfg)
+    task = current_job.in_one_process(cfg)
     if task:
         raise UserError(f"{task} runs in one process. Remove strategy and devices.")
     if not current_job.in_sweep():

@@ -157,7 +157,6 @@ def build_loaders(
 ) -> tuple[tuple[Any, Any, Any], str]:
     """Return the (train, val, test) loaders, and the reason why the data is on its device."""
     from stoker.data.loader import make_loaders
-    from stoker.trainer.loading import length_of
 
     (train, val, test), why = make_loaders(
         data,
@@ -171,13 +170,6 @@ def build_loaders(
         limit_val=cfg.limit_val,
         **loading,
     )
-    if only == "train" and length_of(train) is None:
-        finite = [f"split={name}" for name in data.parts() if name != "train"]
-        advice = f"Type {' or '.join(finite)}." if finite else "Add a val or test split."
-        raise UserError(
-            f"split=train: the train split of {data.name} has no length, so it might never end. "
-            f"{advice}"
-        )
     if only is None and cfg.steps_per_epoch is not None:
         train = in_epochs(train, cfg.steps_per_epoch)
     return (train, val, test), why

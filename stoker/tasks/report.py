@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from stoker.command import invocation, shell, signals
+from stoker.command import invocation, shell
 from stoker.tasks.current_job import sweep_name
 from stoker.trainer.errors import cause, log
 
@@ -22,10 +22,5 @@ def draw_report(folder: Path, state: str | None = None) -> None:
     again = shell.command([], start=start)
     try:
         print(f"report   {report.write(folder, state)}")
-    except KeyboardInterrupt:
-        signals.print_advice(
-            f"\ninterrupted after the end of the run. To write its report:\n{again}"
-        )
-        raise SystemExit(signals.exit_code()) from None
     except Exception as error:
         log.warning("the report could not be written (%s). To try again: %s", cause(error), again)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import shlex
 import sys
@@ -10,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 
 import __main__
@@ -25,7 +24,6 @@ from stoker.tasks import running
 from stoker.tasks.parts import Parts
 from stoker.trainer import launch, misuse
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import length_of
 from stoker.trainer.state import WAYS
@@ -49,7 +47,7 @@ def fit(
     checkpoint after the current step, and end the process.
 
     To choose when to save and which weights are best, add a `Checkpoint` to the Trainer's
-    callbacks; its folder must be `run_dir`/checkpoints. With several processes, rank 0 writes the
+    callbacks; its folder becomes `run_dir`/checkpoints. With several processes, rank 0 writes the
     files.
 
     Raises:
@@ -116,15 +114,10 @@ def command() -> str:
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
-    """Return the callbacks' Checkpoint, or a new one; raise UserError if its folder is wrong."""
-    place = folder / "checkpoints"
+    """Return the Checkpoint among the callbacks, or a new one, set to save in the run directory."""
     savers = (callback for callback in trainer.callbacks if isinstance(callback, Checkpoint))
-    saver = next(savers, Checkpoint(place))
-    if saver.folder.resolve() != place.resolve():
-        raise UserError(
-            f"run_dir={folder}: the Checkpoint among the callbacks saves to {saver.folder}. "
-            f"Set its folder to {str(place)!r}, or remove it."
-        )
+    saver = next(savers, Checkpoint(folder))
+    saver.folder = folder / "checkpoints"
     return saver
 
 
@@ -164,7 +157,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "monitor": saver.monitor,
         "monitor_mode": saver.mode,
     }
-    return {key: plain(value) for key, value in settings.items()}
+    return dict(plain(settings))
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
@@ -188,7 +181,7 @@ def part(value: Any) -> dict[str, Any] | None:
         return None
     arguments: dict[str, Any] = {}
     if isinstance(value, functools.partial):
-        arguments = {key: plain(argument) for key, argument in value.keywords.items()}
+        arguments = value.keywords
         value = value.func
     kind = value if hasattr(value, "__qualname__") else type(value)
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **arguments}
@@ -199,16 +192,15 @@ def plain(value: Any) -> Any:
 
     Any other object is replaced by the name of its class.
     """
-    is_number = isinstance(value, np.generic)  # such as a rate from np.logspace
-    if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    return json.loads(json.dumps(value, default=simple, skipkeys=True))
+
+
+def simple(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a number, and the class name of any other object."""
+    try:
         return value.item()
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return type(value).__name__
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return type(value).__name__
 
 
 def numbers(row: rows.Row) -> rows.Row:
