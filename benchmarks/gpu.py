@@ -222,7 +222,8 @@ def run_of(label, options, scratch):
         result = {}
         with contextlib.suppress(FileNotFoundError):  # task=plan writes none
             result = json.loads(Path(folder, "result.json").read_text())
-        figures = {name: result[key] for name, key in OF_A_RUN.items() if key in result}
+        figures = {name: result.get(key) for name, key in OF_A_RUN.items()}
+        figures = {name: value for name, value in figures.items() if value is not None}
         return {"outcome": "done"} | figures
 
     return Part("runs", label, [*command, "report=false", *arguments], STEPS["runs"].seconds, read)
