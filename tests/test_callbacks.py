@@ -290,7 +290,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     data.train.inputs[:] = math.inf
     trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
     with pytest.raises(
-        TrainingError, match="train/loss is nan at step 5. What happened first: in step 1, batch"
+        TrainingError,
+        match="train/loss is nan at step 5. What happened first: in step 1, the loss is nan, and batch",
     ):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
     assert not checkpoint.files(tmp_path)
@@ -339,7 +340,7 @@ def test_an_overflow_in_fp16_says_bf16():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan, .*\n.*set .*precision=bf16",
+        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan .*\n.*set .*precision=bf16",
     ):
         trainer.fit(*loaders())
 

@@ -359,8 +359,8 @@ def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowl
 
 
 def test_the_command_for_fine_tuning_takes_a_folder_of_images(forks, tmp_path):
-    """As it is typed, but for the weights, which would be fetched, and the sizes of the images and
-    of the body.
+    """As it is typed, but for the weights, which would be fetched, the sizes of the images and of
+    the body, and the length.
     """
     for i in range(30):
         folder = tmp_path / "images" / ("bright" if i % 2 else "dark")
@@ -371,6 +371,7 @@ def test_the_command_for_fine_tuning_takes_a_folder_of_images(forks, tmp_path):
     other |= {"+model.body.weights=DEFAULT": "+model.body.weights=null", "epochs=5": "epochs=2"}
     body = "+model.body._target_=torchvision.models."
     other[f"{body}resnet18"] = f"{body}shufflenet_v2_x0_5"
+    other["callbacks.freeze.thaw_at=100"] = "callbacks.freeze.thaw_at=3"  # after the first epoch
     assert set(other) < set(command)
     done = forks.run(
         tmp_path, *[other.get(word, word) for word in command[1:]], "batch_size=10", "report=false"
