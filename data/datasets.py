@@ -165,23 +165,27 @@ def _known(
 
 
 def _read_or_download(name: str, root: str, download: bool) -> Known:
-    """Read the samples under `root`; with `download`, fetch the files if they cannot be read."""
-    read, title = READERS[name]
+    """Read the samples under `root`; with `download`, let torchvision fetch the files if they
+    cannot be read.
+    """
+    read, title, folder = READERS[name]
     try:
         return read(title, root)
     except (RuntimeError, OSError, ValueError, EOFError) as error:
-        reason = error
-    # Imported here because it imports urllib and ssl, which most runs do not need.
-    from stoker.data import download as downloads
-
+        reason: Exception = error
     if download:
-        downloads.fetch(name, root)
-        return read(title, root)
-    folder = os.path.join(root, downloads.SOURCES[name].folder)
+        import torchvision
+
+        try:
+            getattr(torchvision.datasets, title)(root, download=True)
+            return read(title, root)
+        except Exception as error:
+            reason = error
     raise UserError(
-        f"{title} cannot be read from {printable(folder)} ({printable(reason)}).\n"
-        f"Type dataset.download=true to fetch it ({downloads.megabytes(name)} MB), or "
-        "dataset.root=DIR if it is elsewhere."
+        f"{title} cannot be read from {printable(os.path.join(root, folder))} "
+        f"({printable(reason)[:300]}).\n"
+        "Type dataset.download=true to fetch it (delete damaged files first), or dataset.root=DIR "
+        "if it is elsewhere."
     )
 
 
@@ -238,13 +242,13 @@ def read_idx(path: str, dimensions: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
 
 
-# The function that reads each data set, and the data set's name in torchvision.
-READERS: dict[str, tuple[Callable[[str, str], Known], str]] = {
-    "mnist": (_read_mnist, "MNIST"),
-    "fashion_mnist": (_read_mnist, "FashionMNIST"),
-    "kmnist": (_read_mnist, "KMNIST"),
-    "cifar10": (_read_cifar, "CIFAR10"),
-    "cifar100": (_read_cifar, "CIFAR100"),
+# The function that reads each data set, the data set's name in torchvision, and its folder.
+READERS: dict[str, tuple[Callable[[str, str], Known], str, str]] = {
+    "mnist": (_read_mnist, "MNIST", "MNIST/raw"),
+    "fashion_mnist": (_read_mnist, "FashionMNIST", "FashionMNIST/raw"),
+    "kmnist": (_read_mnist, "KMNIST", "KMNIST/raw"),
+    "cifar10": (_read_cifar, "CIFAR10", "cifar-10-batches-py"),
+    "cifar100": (_read_cifar, "CIFAR100", "cifar-100-python"),
 }
 
 
