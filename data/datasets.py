@@ -2,7 +2,6 @@
 
 import math
 import os
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -213,8 +212,8 @@ def _read_mnist(title: str, root: str) -> Known:
     splits = []
     for part in ("train", "t10k"):
         path = os.path.join(root, title, "raw", part)
-        images = read_idx(f"{path}-images-idx3-ubyte", 3).unsqueeze(1)
-        labels = read_idx(f"{path}-labels-idx1-ubyte", 1).long()
+        images = _values_after(16, f"{path}-images-idx3-ubyte").view(-1, 1, 28, 28)
+        labels = _values_after(8, f"{path}-labels-idx1-ubyte").long()
         if len(images) != len(labels):
             raise ValueError(
                 f"the {part} files contain {len(images)} images but {len(labels)} labels"
@@ -223,23 +222,10 @@ def _read_mnist(title: str, root: str) -> Known:
     return splits[0], splits[1], CLASSES[title]
 
 
-def read_idx(path: str, dimensions: int) -> Tensor:
-    """Read a uint8 tensor from a file in LeCun's IDX format; raise OSError or ValueError for any
-    other file.
-
-    The header is 0, 0, 8 (for uint8), the number of dimensions, and the size of each as a
-    big-endian int32.
-    """
-    name = os.path.basename(path)
-    length = 4 + 4 * dimensions
+def _values_after(header: int, path: str) -> Tensor:
+    """Read a file as a uint8 tensor, without the first `header` bytes."""
     with open_plain(path, links=True) as file:
-        content = bytearray(file.readall())
-    if len(content) < length or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise ValueError(f"{name} is not an IDX file with {dimensions} dimensions")
-    sizes = struct.unpack_from(f">{dimensions}i", content, 4)
-    if min(sizes) < 1 or len(content) != length + math.prod(sizes):
-        raise ValueError(f"{name} has {len(content):,} bytes, which do not match its sizes {sizes}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
+        return torch.frombuffer(bytearray(file.readall()), dtype=torch.uint8, offset=header)
 
 
 # The function that reads each data set, the data set's name in torchvision, and its folder.
