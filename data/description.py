@@ -128,28 +128,7 @@ def _is_consistent(about: Entries) -> bool:
     is_classification = about.kind == "classification"
     if about.classes is not None and not (is_classification and len(about.classes) == outputs):
         return False
-    for values in (about.mean, about.std):
-        if values is not None and len(values) != shape[0]:
-            return False
-    scales = [*(about.std or ()), *torch.tensor(about.target_scale).view(-1).tolist()]
-    for units in (about.target_mean, about.target_scale):
-        if isinstance(units, list) and len(units) not in (1, outputs):
-            return False
-    if about.tokens is not None and not (is_classification and about.dtype == "int64"):
-        return False
-    if about.tokens == "characters" and about.classes is None:
-        return False
-    if about.tokens == "bytes" and outputs != 256:
-        return False
-    if about.table is not None:
-        width = 0
-        for column in about.table.columns:
-            if isinstance(column, Numbers):
-                scales.append(column.std)
-            width += 1 if isinstance(column, Numbers) else len(column.categories)
-        if about.dtype != "float32" or shape != [width]:
-            return False
-    return all(scale > 0 for scale in scales)
+    return all(len(values) == shape[0] for values in (about.mean, about.std) if values)
 
 
 def samples_in(loader: Any) -> int | None:
