@@ -15,7 +15,6 @@ import torch
 from conftest import assert_same, make_trainer
 from safetensors.torch import load_file
 from torch.utils.data import (
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -335,9 +334,6 @@ class InArrays(Dataset):
     [
         TensorDataset,
         InArrays,
-        lambda values: Subset(TensorDataset(values), [2, 0]),
-        lambda values: ConcatDataset([TensorDataset(values[:1]), TensorDataset(values[1:])]),
-        lambda values: DataLoader(TensorDataset(values)),
         lambda values: DatasetSplit(TensorDataset(values, torch.zeros(3))),
     ],
 )
@@ -357,20 +353,10 @@ class Holds(Dataset):
         return 3
 
 
-class HoldsItself(Dataset):
-    def __len__(self):
-        return 3
-
-    @property
-    def dataset(self):
-        return HoldsItself()
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "make",
     [
-        HoldsItself,
         lambda: Holds(indices=[[1, 2], [3], []]),
         lambda: Holds(data=torch.eye(3).to_sparse()),
         lambda: Holds(data=torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
@@ -392,46 +378,15 @@ def test_a_fingerprint_covers_values_of_all_types(dtype):
     assert of(0, 1, 1) != of(0, 1, 0)
 
 
-def test_a_fingerprint_reads_a_shared_data_set_once_and_knows_which_is_repeated(monkeypatch):
-    sizes = []
-    feed_array = record._feed_array
+def test_a_fingerprint_covers_the_shape_of_a_large_array(monkeypatch):
+    monkeypatch.setattr(record, "LARGE", 20)
 
-    def counted(state, array):
-        sizes.append(len(array))
-        feed_array(state, array)
+    def of(*values, size=1):
+        data = torch.tensor(values).expand(size, -1)
+        return fingerprint(data_of("mine", {"train": Holds(data=data)}))
 
-    monkeypatch.setattr(record, "_feed_array", counted)
-    first, second = TensorDataset(torch.zeros(5)), TensorDataset(torch.ones(5))
-
-    def of(*datasets):
-        return fingerprint(data_of("mine", {"train": ConcatDataset(datasets)}))
-
-    fingerprint(data_of("mine", {"train": Subset(first, [1]), "val": Subset(first, [2, 3])}))
-    assert sizes == [1, 5, 2]
-    assert of(first, second, first) == of(first, second, first)
-    assert of(first, second, first) != of(first, second, second)
-
-
-def test_a_fingerprint_samples_a_large_array(monkeypatch):
-    monkeypatch.setattr(record, "LARGE", 1000)
-
-    def of(place, kind):
-        values = torch.zeros(100_000, dtype=torch.uint8)
-        values[place] = 1
-        return fingerprint(data_of("mine", {"train": Holds(data=kind(values))}))
-
-    for kind in (torch.Tensor.clone, torch.Tensor.numpy):
-        # The pieces have 2 rows and start every 391.
-        assert of(2, kind) == of(3, kind) == of(390, kind)
-        assert len({of(place, kind) for place in (0, 1, 2, 391, 392)}) == 5
-
-
-def test_a_fingerprint_covers_the_indices_of_a_subset():
-    def of(*indices):
-        return fingerprint(data_of("mine", {"train": Subset(range(9), indices)}))
-
-    assert of(1, 2) == of(1, 2)
-    assert of(1, 2) != of(2, 1)
+    assert of(0.0, 1.0) != of(0.0, 2.0)
+    assert of(0.0, 1.0, size=9) == of(0.0, 2.0, size=9) != of(0.0, 1.0, size=10)
 
 
 @pytest.mark.parametrize(
