@@ -45,12 +45,10 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
                 f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an object "
                 f"of this class: {part.__name__}(...)."
             )
-        is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
-        has_data = has_samples(part) or hasattr(part, "__iter__")
-        if not str(key).isidentifier() or is_batch or not has_data:
+        if not has_samples(part) and not hasattr(part, "__iter__"):
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
-                "IterableDataset or a loader; the key can contain letters, digits and underscores."
+                "IterableDataset or a loader."
             )
     facts: dict[str, Any] = {"kind": "other"}
     if all(map(is_labelled, given.values())):

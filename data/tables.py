@@ -270,23 +270,15 @@ class Table:
             for batch in batches:
                 piece = {}
                 for name, column in zip(names, batch.columns, strict=True):
-                    texts = compute.utf8_trim_whitespace(self._texts(name, column))
+                    texts = compute.utf8_trim_whitespace(self._texts(column))
                     piece[name] = without(texts, EMPTY if name == self.target else MISSING)
                 yield piece
 
-    def _texts(self, name: str, column: Any) -> Texts:
-        """Return a column as text, as it would be written in a csv file with this notation;
-        raise UserError for lists and bytes.
-        """
-        try:
-            if pyarrow.types.is_timestamp(column.type) and column.type.tz:
-                column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
-            texts = column.cast(pyarrow.string())
-        except pyarrow.ArrowException:
-            raise UserError(
-                f"{self.shown}: the column {name!r} contains {printable(column.type)}, "
-                f"which is neither numbers nor text.\nType {self.adding('ignore', name)}."
-            ) from None
+    def _texts(self, column: Any) -> Texts:
+        """Return a column as text, as it would be written in a csv file with this notation."""
+        if pyarrow.types.is_timestamp(column.type) and column.type.tz:
+            column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
+        texts = column.cast(pyarrow.string())
         if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
             texts = compute.replace_substring(texts, ".", self.notation.decimal)
         return texts

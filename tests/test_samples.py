@@ -250,8 +250,7 @@ class Stream(IterableDataset):
     [
         ({"val": Boxes()}, "returns a dict without a train split"),
         ({"train": None}, "returns a dict without a train split"),
-        ({"train": "a.csv"}, "returns a str as 'train'"),
-        ({"train": Boxes(), "a/b": Boxes()}, "returns a Boxes as 'a/b'"),
+        ({"train": 3}, "returns an int as 'train'"),
         ({"train": Boxes(0)}, "is empty"),
     ],
 )
