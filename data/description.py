@@ -164,5 +164,4 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"
-    cut = f", split{data.cut}" if data.cut else ""
-    return f"{line} of {inputs}, {data.num_classes:,} {classes}{cut}; {why}"
+    return f"{line} of {inputs}, {data.num_classes:,} {classes}; {why}"

@@ -39,10 +39,9 @@ class Data:
     -100. `mean` and `std` have one number per channel, for pixels in 0..1. They normalize uint8
     images; without them, such images are only scaled to 0..1. Floating-point inputs are not
     changed. Regression targets are (value - target_mean) / target_scale, so that errors can be
-    reported in the original units; both may be lists or tensors with one number per target. `cut`
-    is a phrase that says how the data was split, if not purely at random. `table` describes a
-    table's columns and how to read it: see tables.py. `tokens` is the kind of tokens in a text,
-    which a trained model needs to read and write text: see text.py.
+    reported in the original units; both may be lists or tensors with one number per target. `table`
+    describes a table's columns and how to read it: see tables.py. `tokens` is the kind of tokens in
+    a text, which a trained model needs to read and write text: see text.py.
 
     With kind "other", the splits are torch data sets, iterables of batches, or loaders. Nothing is
     known about their batches, so `in_shape`, `num_classes` and everything that depends on them are
@@ -62,7 +61,6 @@ class Data:
     target_mean: float | list[float] | Tensor = 0.0
     target_scale: float | list[float] | Tensor = 1.0
     table: dict[str, Any] | None = None
-    cut: str = ""
     tokens: str | None = None
     more_val: dict[str, Any] = field(default_factory=dict)
 
