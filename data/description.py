@@ -139,8 +139,8 @@ def samples_in(loader: Any) -> int | None:
     return length_of(getattr(loader, "dataset", None))
 
 
-def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool = False) -> str:
-    """Return the line that describes the data; `undivided`: one split holds all samples."""
+def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
+    """Return the line that describes the data."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
@@ -149,15 +149,10 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
         count = f"{samples:,}"
         if getattr(loader, "split_size", samples) != samples:
             count += f" of {loader.split_size:,}"
-        counts.append(f"all {count}" if undivided else f"{count} {name}")
+        counts.append(f"{count} {name}")
     line = f"data     {data.name}"
-    facts = [f"{', '.join(counts)} samples"] if counts else []
-    train = loaders.get("train")
-    batches = getattr(train, "loader", train)  # its length is None even with `steps_per_epoch`
-    if train is not None and samples_in(train) is None and length_of(batches) is None:
-        facts.append("train is a stream")
-    if facts:
-        line += f": {'; '.join(facts)}"
+    if counts:
+        line += f": {', '.join(counts)} samples"
     if data.kind == "other":
         return line
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"

@@ -932,7 +932,7 @@ def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
         out = asked(forks, runs, "task=evaluate", "run=digits", f"split={split}")
         assert out.startswith(f"data     digits: {count:,} {split} samples of 1x8x8, 10 classes; ")
     out = asked(forks, runs, "task=evaluate", "run=digits", "split=all")
-    assert out.startswith("data     digits: all 1,797 samples of 1x8x8") and out.splitlines()[
+    assert out.startswith("data     digits: 1,797 train samples of 1x8x8") and out.splitlines()[
         -1
     ].startswith("all      loss ")
 
