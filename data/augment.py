@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Generator, Tensor
 
@@ -224,17 +225,10 @@ def _outer(rows: Tensor, columns: Tensor) -> Tensor:
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
 
-def sample_beta(a: float, generator: Generator) -> Tensor:
-    """Draw a value from Beta(a, a) as a 0-dim CPU tensor, without device sync or rejection
-    sampling.
-
-    The method is exact for every a > 0. It is from Devroye 1996, "Random variate generation in one
-    line of code", and is based on Bailey's 1994 generator for Student's t.
-    """
-    u, v = torch.rand(2, generator=generator).unbind()
-    cosine = torch.cos(2 * math.pi * v)
-    root = torch.rsqrt(1 + 1 / ((u ** (-1 / a) - 1) * cosine.square()))
-    return (1 + cosine.sign() * root) / 2
+def sample_beta(a: float, generator: Generator) -> float:
+    """Draw a value from Beta(a, a)."""
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    return numpy.random.default_rng(seed).beta(a, a)
 
 
 def _soft(targets: Tensor, num_classes: int, inputs: Tensor) -> Tensor:
@@ -248,7 +242,7 @@ def _soft(targets: Tensor, num_classes: int, inputs: Tensor) -> Tensor:
     return soft.scatter_(1, targets.unsqueeze(1), 1)
 
 
-def _with_neighbours(values: Tensor, share: Tensor) -> Tensor:
+def _with_neighbours(values: Tensor, share: Tensor | float) -> Tensor:
     """Mix each sample with its neighbor in the batch.
 
     The samples of a batch are in random order, so no further permutation is needed.
@@ -280,7 +274,7 @@ def _cutmix(
     num_classes: int,
 ) -> Pair:
     targets = _soft(targets, num_classes, inputs)
-    side = (1 - sample_beta(a, generator)).sqrt()
+    side = math.sqrt(1 - sample_beta(a, generator))
     middles = torch.rand(2, generator=generator).unbind()
     inside = []
     for size, middle in zip(inputs.shape[2:], middles, strict=True):

@@ -2,7 +2,6 @@
 
 import math
 import os
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -165,23 +164,27 @@ def _known(
 
 
 def _read_or_download(name: str, root: str, download: bool) -> Known:
-    """Read the samples under `root`; with `download`, fetch the files if they cannot be read."""
-    read, title = READERS[name]
+    """Read the samples under `root`; with `download`, let torchvision fetch the files if they
+    cannot be read.
+    """
+    read, title, folder = READERS[name]
     try:
         return read(title, root)
     except (RuntimeError, OSError, ValueError, EOFError) as error:
-        reason = error
-    # Imported here because it imports urllib and ssl, which most runs do not need.
-    from stoker.data import download as downloads
-
+        reason: Exception = error
     if download:
-        downloads.fetch(name, root)
-        return read(title, root)
-    folder = os.path.join(root, downloads.SOURCES[name].folder)
+        import torchvision
+
+        try:
+            getattr(torchvision.datasets, title)(root, download=True)
+            return read(title, root)
+        except Exception as error:
+            reason = error
     raise UserError(
-        f"{title} cannot be read from {printable(folder)} ({printable(reason)}).\n"
-        f"Type dataset.download=true to fetch it ({downloads.megabytes(name)} MB), or "
-        "dataset.root=DIR if it is elsewhere."
+        f"{title} cannot be read from {printable(os.path.join(root, folder))} "
+        f"({printable(reason)[:300]}).\n"
+        "Type dataset.download=true to fetch it (delete damaged files first), or dataset.root=DIR "
+        "if it is elsewhere."
     )
 
 
@@ -209,8 +212,8 @@ def _read_mnist(title: str, root: str) -> Known:
     splits = []
     for part in ("train", "t10k"):
         path = os.path.join(root, title, "raw", part)
-        images = read_idx(f"{path}-images-idx3-ubyte", 3).unsqueeze(1)
-        labels = read_idx(f"{path}-labels-idx1-ubyte", 1).long()
+        images = _values_after(16, f"{path}-images-idx3-ubyte").view(-1, 1, 28, 28)
+        labels = _values_after(8, f"{path}-labels-idx1-ubyte").long()
         if len(images) != len(labels):
             raise ValueError(
                 f"the {part} files contain {len(images)} images but {len(labels)} labels"
@@ -219,32 +222,19 @@ def _read_mnist(title: str, root: str) -> Known:
     return splits[0], splits[1], CLASSES[title]
 
 
-def read_idx(path: str, dimensions: int) -> Tensor:
-    """Read a uint8 tensor from a file in LeCun's IDX format; raise OSError or ValueError for any
-    other file.
-
-    The header is 0, 0, 8 (for uint8), the number of dimensions, and the size of each as a
-    big-endian int32.
-    """
-    name = os.path.basename(path)
-    length = 4 + 4 * dimensions
+def _values_after(header: int, path: str) -> Tensor:
+    """Read a file as a uint8 tensor, without the first `header` bytes."""
     with open_plain(path, links=True) as file:
-        content = bytearray(file.readall())
-    if len(content) < length or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise ValueError(f"{name} is not an IDX file with {dimensions} dimensions")
-    sizes = struct.unpack_from(f">{dimensions}i", content, 4)
-    if min(sizes) < 1 or len(content) != length + math.prod(sizes):
-        raise ValueError(f"{name} has {len(content):,} bytes, which do not match its sizes {sizes}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=length).view(sizes)
+        return torch.frombuffer(bytearray(file.readall()), dtype=torch.uint8, offset=header)
 
 
-# The function that reads each data set, and the data set's name in torchvision.
-READERS: dict[str, tuple[Callable[[str, str], Known], str]] = {
-    "mnist": (_read_mnist, "MNIST"),
-    "fashion_mnist": (_read_mnist, "FashionMNIST"),
-    "kmnist": (_read_mnist, "KMNIST"),
-    "cifar10": (_read_cifar, "CIFAR10"),
-    "cifar100": (_read_cifar, "CIFAR100"),
+# The function that reads each data set, the data set's name in torchvision, and its folder.
+READERS: dict[str, tuple[Callable[[str, str], Known], str, str]] = {
+    "mnist": (_read_mnist, "MNIST", "MNIST/raw"),
+    "fashion_mnist": (_read_mnist, "FashionMNIST", "FashionMNIST/raw"),
+    "kmnist": (_read_mnist, "KMNIST", "KMNIST/raw"),
+    "cifar10": (_read_cifar, "CIFAR10", "cifar-10-batches-py"),
+    "cifar100": (_read_cifar, "CIFAR100", "cifar-100-python"),
 }
 
 

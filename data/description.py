@@ -128,28 +128,7 @@ def _is_consistent(about: Entries) -> bool:
     is_classification = about.kind == "classification"
     if about.classes is not None and not (is_classification and len(about.classes) == outputs):
         return False
-    for values in (about.mean, about.std):
-        if values is not None and len(values) != shape[0]:
-            return False
-    scales = [*(about.std or ()), *torch.tensor(about.target_scale).view(-1).tolist()]
-    for units in (about.target_mean, about.target_scale):
-        if isinstance(units, list) and len(units) not in (1, outputs):
-            return False
-    if about.tokens is not None and not (is_classification and about.dtype == "int64"):
-        return False
-    if about.tokens == "characters" and about.classes is None:
-        return False
-    if about.tokens == "bytes" and outputs != 256:
-        return False
-    if about.table is not None:
-        width = 0
-        for column in about.table.columns:
-            if isinstance(column, Numbers):
-                scales.append(column.std)
-            width += 1 if isinstance(column, Numbers) else len(column.categories)
-        if about.dtype != "float32" or shape != [width]:
-            return False
-    return all(scale > 0 for scale in scales)
+    return all(len(values) == shape[0] for values in (about.mean, about.std) if values)
 
 
 def samples_in(loader: Any) -> int | None:
@@ -160,8 +139,8 @@ def samples_in(loader: Any) -> int | None:
     return length_of(getattr(loader, "dataset", None))
 
 
-def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool = False) -> str:
-    """Return the line that describes the data; `undivided`: one split holds all samples."""
+def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
+    """Return the line that describes the data."""
     counts = []
     for name, loader in loaders.items():
         samples = samples_in(loader)
@@ -170,20 +149,14 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, undivided: bool =
         count = f"{samples:,}"
         if getattr(loader, "split_size", samples) != samples:
             count += f" of {loader.split_size:,}"
-        counts.append(f"all {count}" if undivided else f"{count} {name}")
+        counts.append(f"{count} {name}")
     line = f"data     {data.name}"
-    facts = [f"{', '.join(counts)} samples"] if counts else []
-    train = loaders.get("train")
-    batches = getattr(train, "loader", train)  # its length is None even with `steps_per_epoch`
-    if train is not None and samples_in(train) is None and length_of(batches) is None:
-        facts.append("train is a stream")
-    if facts:
-        line += f": {'; '.join(facts)}"
+    if counts:
+        line += f": {', '.join(counts)} samples"
     if data.kind == "other":
         return line
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"
-    cut = f", split{data.cut}" if data.cut else ""
-    return f"{line} of {inputs}, {data.num_classes:,} {classes}{cut}; {why}"
+    return f"{line} of {inputs}, {data.num_classes:,} {classes}; {why}"

@@ -11,7 +11,6 @@ from pyarrow import compute
 from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
-DIGITS = 15  # a float64 can represent every whole number with this many digits
 FEW = 0.05  # in a column of numbers, up to this fraction of other values counts as typos
 FEW_KINDS = 20  # up to this many distinct values can be categories, even in a small table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
@@ -23,7 +22,6 @@ TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
 # A date in another notation, such as 1/31/2024, where day and month can be in either order.
 OTHER_DATE = r"^(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./]\d{1,2}[./]\d{1,2})\b"
-CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float64 can represent
 MICROSECONDS = 86_400e6  # microseconds in a day
 
 Texts = Any  # a pyarrow array of strings; null is a missing value

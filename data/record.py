@@ -1,7 +1,6 @@
 """The record of a data set: its splits, and the facts that models, losses and metrics need."""
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
@@ -9,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from stoker.data.description import KEYS, KINDS, Description
 from stoker.data.splits import DatasetSplit, Split
@@ -27,8 +26,7 @@ from stoker.trainer.seeding import random_stream
 
 # The attributes in which Stoker's splits, torchvision's data sets and most others hold values.
 IN_MEMORY = ("inputs", "targets", "data")
-LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash only pieces
-PIECES = 256  # the number of these pieces, which together make up 1/256 of the array
+LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash only its shape
 
 
 @dataclass
@@ -41,10 +39,9 @@ class Data:
     -100. `mean` and `std` have one number per channel, for pixels in 0..1. They normalize uint8
     images; without them, such images are only scaled to 0..1. Floating-point inputs are not
     changed. Regression targets are (value - target_mean) / target_scale, so that errors can be
-    reported in the original units; both may be lists or tensors with one number per target. `cut`
-    is a phrase that says how the data was split, if not purely at random. `table` describes a
-    table's columns and how to read it: see tables.py. `tokens` is the kind of tokens in a text,
-    which a trained model needs to read and write text: see text.py.
+    reported in the original units; both may be lists or tensors with one number per target. `table`
+    describes a table's columns and how to read it: see tables.py. `tokens` is the kind of tokens in
+    a text, which a trained model needs to read and write text: see text.py.
 
     With kind "other", the splits are torch data sets, iterables of batches, or loaders. Nothing is
     known about their batches, so `in_shape`, `num_classes` and everything that depends on them are
@@ -64,7 +61,6 @@ class Data:
     target_mean: float | list[float] | Tensor = 0.0
     target_scale: float | list[float] | Tensor = 1.0
     table: dict[str, Any] | None = None
-    cut: str = ""
     tokens: str | None = None
     more_val: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +87,7 @@ class Data:
         self.std = _per_channel("std", self.std, self.in_shape[0])
         for name, part in self.parts().items():
             where = f"{self.name}, {name} split"
-            _check_part(where, part, self.kind)
+            _check_part(where, part)
             _check_tensors(where, part, self.in_shape)
             if self.kind == "classification":
                 _check_labels(where, part, self.num_classes, self.target_shape)
@@ -301,65 +297,49 @@ def fingerprint(data: Data) -> str:
     """Return a short hex string that identifies the data that a run trains on. If it changes, a
     resumed run would see different samples.
 
-    It covers the values of splits in memory; the relative paths, sizes and labels of image files;
-    and the length of your own splits and data sets, with the arrays that `_feed` finds in them.
-    It does not cover the root or modification times, so a copied folder has the same fingerprint.
+    It covers the relative paths, sizes and labels of image files; the tokens of texts; and the
+    length of any other split, with its dense tensors and numeric arrays of at most 1 GiB. It does
+    not cover the root or modification times, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
-    places: dict[int, int] = {}
-    for part in (data.train, data.val, *data.more_val.values()):
-        state.update(f"{0 if part is None else length_of(part)} ".encode())
-        _feed(state, part, places)
+    for place, part in enumerate((data.train, data.val, *data.more_val.values())):
+        state.update(f"{0 if part is None else length_of(part)} {place} ".encode())
+        for value in _values_of(part):
+            _feed_array(state, value)
         feed = getattr(part, "feed", None)
         if feed is not None:
             feed(state)
     return state.hexdigest()
 
 
-def _feed(state: "hashlib.blake2b", part: Any, places: dict[int, int]) -> None:
-    """Add the values that a split, or the data sets under it, hold in memory to a hash.
-
-    Other attributes may change while samples are read, and samples may be random. `places` maps
-    the id of each object that was already added to its place. Such objects are not read again.
-    """
-    place = places.setdefault(id(part), len(places))
-    state.update(f"{place} ".encode())
-    if place < len(places) - 1:
-        return
+def _values_of(part: Any) -> list[Any]:
+    """Return the tensors and arrays in which a split holds its values."""
+    # Other attributes may change while samples are read.
     values = [getattr(part, name, None) for name in IN_MEMORY]
+    if isinstance(part, DatasetSplit):
+        values += _values_of(part.dataset)
     if isinstance(part, TensorDataset):
         values += part.tensors
-    elif isinstance(part, Subset):
-        values.append(np.array(part.indices))
-    for value in values:
-        if isinstance(value, Tensor):
-            is_plain = value.layout is torch.strided and not value.is_nested
-        else:
-            is_plain = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
-        if is_plain:
-            _feed_array(state, value)
-    if isinstance(part, ConcatDataset):
-        for inner in part.datasets:
-            _feed(state, inner, places)
-    elif isinstance(part, (Subset, DatasetSplit, DataLoader)):
-        _feed(state, part.dataset, places)
+    return values
 
 
 def _feed_array(state: "hashlib.blake2b", array: Any) -> None:
-    """Add the values of a tensor or array to a hash; of a large one, only evenly spaced pieces."""
+    """Add a dense tensor or a numeric array to a hash: its values, or its shape if it is large."""
+    if isinstance(array, Tensor):
+        is_dense = array.layout is torch.strided and not array.is_nested
+    else:
+        is_dense = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
+    if not is_dense:
+        return
     state.update(f"{array.dtype} {tuple(array.shape)} ".encode())
-    pieces = [array]
     if array.nbytes > LARGE:
-        rows = math.ceil(len(array) / PIECES**2)
-        starts = range(0, len(array), math.ceil(len(array) / PIECES))
-        pieces = [array[start : start + rows] for start in starts]
-    for piece in pieces:
-        # Hash the bytes without a copy; this takes 0.05 s for MNIST.
-        if isinstance(piece, Tensor):
-            values = piece.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            piece = values.view(torch.uint8).numpy()
-        state.update(np.ascontiguousarray(piece).reshape(-1).data)
+        return
+    # Hash the bytes without a copy; this takes 0.05 s for MNIST.
+    if isinstance(array, Tensor):
+        values = array.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        array = values.view(torch.uint8).numpy()
+    state.update(np.ascontiguousarray(array).reshape(-1).data)
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
@@ -374,21 +354,9 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
     return [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
 
 
-def _check_part(where: str, part: Split, kind: str) -> None:
-    """Check that this is a nonempty split."""
+def _check_part(where: str, part: Split) -> None:
+    """Check that a split has samples, and as many inputs as targets."""
     targets = getattr(part, "targets", None)
-    needed = ["__len__", "nbytes"]
-    if kind == "classification" and not hasattr(part, "target_shape"):
-        needed.append("targets")
-    if not all(hasattr(part, name) for name in needed) or not isinstance(
-        targets, (Tensor, type(None))
-    ):
-        raise UserError(
-            f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
-            "Targets must be a tensor, and split[[0, 1]] must return (inputs, targets): see "
-            "examples/own_data.py.\n"
-            "stoker.data.datasets.DatasetSplit(dataset) makes a split from a torch Dataset."
-        )
     if len(part) == 0:
         raise UserError(f"{where}: there are no samples.")
     if targets is not None and len(targets) != len(part):

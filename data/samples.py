@@ -4,8 +4,7 @@ These are the splits of a Data of kind "other". This module orders and batches s
 nothing about their contents.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
-from stoker.trainer.batches import entries
-from stoker.trainer.errors import UserError, cause, kind_of
+from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 from stoker.trainer.transfer import UNIFIED
@@ -47,12 +45,10 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
                 f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an object "
                 f"of this class: {part.__name__}(...)."
             )
-        is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
-        has_data = has_samples(part) or hasattr(part, "__iter__")
-        if not str(key).isidentifier() or is_batch or not has_data:
+        if not has_samples(part) and not hasattr(part, "__iter__"):
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
-                "IterableDataset or a loader; the key can contain letters, digits and underscores."
+                "IterableDataset or a loader."
             )
     facts: dict[str, Any] = {"kind": "other"}
     if all(map(is_labelled, given.values())):
@@ -139,7 +135,7 @@ def make_loader(
         part = DataLoader(
             part,
             batch_size,
-            collate_fn=getattr(part, "collate_fn", None) or functools.partial(collate_stream, part),
+            collate_fn=getattr(part, "collate_fn", None),
             drop_last=options.get("drop_last", False),
             num_workers=count,
             timeout=timeout if count else 0,
@@ -213,43 +209,6 @@ class SampleLoader(Ordered):
         self.workers.close()
 
 
-def collate_stream(part: Any, samples: list[Any]) -> Any:
-    """Collate samples of the stream `part` with torch's `default_collate`."""
-    try:
-        return default_collate(samples)
-    except Exception as error:
-        names = [f"sample {i} of the batch" for i in range(len(samples))]
-        raise ValueError(why_not_collated(error, part, samples, names)) from error
-
-
-def why_not_collated(
-    error: Exception, part: Any, samples: Sequence[Any], names: Sequence[str]
-) -> str:
-    """Say why `default_collate` failed, and what to change."""
-    reason = difference(samples, names) or cause(error)
-    return (
-        f"samples cannot be collated into a batch: {reason}. "
-        f"Give {type(part).__name__} a collate_fn(samples) that turns a list of samples into a "
-        "batch, or return tensors, numbers, dicts and lists with the same keys and shapes."
-    )
-
-
-def difference(samples: Sequence[Any], names: Sequence[str]) -> str:
-    """Say which tensor differs in shape from the first sample; "" if there is none."""
-    expected = shapes_in(samples[0])
-    for name, sample in zip(names, samples, strict=True):
-        shapes = shapes_in(sample)
-        for place, shape in expected.items():
-            if shapes.get(place) != shape:
-                other = shapes.get(place, "missing")
-                return f"the shape of {place} is {shape} in {names[0]}, but {other} in {name}"
-    return ""
-
-
-def shapes_in(sample: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in entries(sample, "sample")}
-
-
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and collates them."""
 
@@ -265,14 +224,7 @@ class SampleReader(Reader):
                 seed_generators(CPU, mix_seed("sample", *self.stream, epoch, index))
                 samples.append(self.split[index])
             seed_generators(CPU, mix_seed("collate", *self.stream, epoch, indices[0]))
-            try:
-                return self.collate(samples)
-            except Exception as error:
-                if self.collate is not default_collate:
-                    raise
-                names = [f"sample {index}" for index in indices]
-                reason = why_not_collated(error, self.split, samples, names)
-                raise UserError(f"{self.where}: {reason}") from error
+            return self.collate(samples)
 
     def _name(self, index: int) -> str:
         return str(index)

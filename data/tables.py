@@ -32,7 +32,7 @@ try:
     from pyarrow import compute, parquet
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, open_csv
 
-    from stoker.data.notation import CODE, FEW, FEW_KINDS, Notation, are_numbers, dates, only
+    from stoker.data.notation import FEW, FEW_KINDS, Notation, are_numbers, dates, only
 except ModuleNotFoundError as error:
     if error.name != "pyarrow":
         raise
@@ -79,8 +79,8 @@ def csv(
     are in another notation. Dates are converted to days. A category that does not occur in the
     training rows is encoded as all zeros.
 
-    `kind`: "auto" treats these targets as classes: text, codes such as 007, and up to 20 distinct
-    whole numbers if that is less than a tenth of the rows. Any other target means regression.
+    `kind`: "auto" treats these targets as classes: text, and up to 20 distinct whole numbers if
+    that is less than a tenth of the rows. Any other target means regression.
     Classes keep their spelling: 1, 01 and 1.0 are three classes.
     `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing category is all
     zeros).
@@ -102,11 +102,6 @@ def csv(
     if trained is not None and trained["table"] is None:
         raise UserError("dataset: the model was not trained on a table.")
     table = Table(str(path), reading)
-    if trained is not None and target not in table.names:
-        raise UserError(
-            f"{table.shown} has no column {target!r} to compare the predictions with.\n"
-            f"To predict it, type task=predict run=DIR {shlex.quote(f'input={path}')}."
-        )
     table.check("dataset.target=", target)
     divided_by: list[str] = []
     for key, name in (("split_group", split_group), ("split_time", split_time)):
@@ -161,9 +156,6 @@ def csv(
         table.warned.update(names)  # in training, do not warn about unknown categories
     inputs = _encoded(table, columns, values, rows)
     train, val, test = tensor_splits(parts, inputs, targets, rows + FIRST)
-    cut = "".join(f" by {name}" for name in divided_by)
-    if folds:
-        cut += f" into {folds} folds, with fold {fold} for validation"
     return Data(
         Path(path).stem,
         train,
@@ -176,7 +168,6 @@ def csv(
         target_mean=center,
         target_scale=scale,
         table={"columns": columns, **reading},
-        cut=cut,
     )
 
 
@@ -270,23 +261,15 @@ class Table:
             for batch in batches:
                 piece = {}
                 for name, column in zip(names, batch.columns, strict=True):
-                    texts = compute.utf8_trim_whitespace(self._texts(name, column))
+                    texts = compute.utf8_trim_whitespace(self._texts(column))
                     piece[name] = without(texts, EMPTY if name == self.target else MISSING)
                 yield piece
 
-    def _texts(self, name: str, column: Any) -> Texts:
-        """Return a column as text, as it would be written in a csv file with this notation;
-        raise UserError for lists and bytes.
-        """
-        try:
-            if pyarrow.types.is_timestamp(column.type) and column.type.tz:
-                column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
-            texts = column.cast(pyarrow.string())
-        except pyarrow.ArrowException:
-            raise UserError(
-                f"{self.shown}: the column {name!r} contains {printable(column.type)}, "
-                f"which is neither numbers nor text.\nType {self.adding('ignore', name)}."
-            ) from None
+    def _texts(self, column: Any) -> Texts:
+        """Return a column as text, as it would be written in a csv file with this notation."""
+        if pyarrow.types.is_timestamp(column.type) and column.type.tz:
+            column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
+        texts = column.cast(pyarrow.string())
         if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
             texts = compute.replace_substring(texts, ".", self.notation.decimal)
         return texts
@@ -563,8 +546,7 @@ def _read_target(
     if kind == "auto":
         few = len(names) <= FEW_KINDS and len(names) < rows / 10
         are_whole = compute.all(compute.equal(numbers, compute.floor(numbers))).as_py()
-        has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
-        is_class = is_text or has_codes or (few and are_whole)
+        is_class = is_text or (few and are_whole)
         kind = "classification" if is_class else "regression"
     if kind == "regression":
         return kind, None, numbers

@@ -260,7 +260,8 @@ class Reader(torch.utils.data.Dataset[Any]):
         name = self._name(indices[0])
         return TrainingError(
             f"{len(indices)} samples of {self.where}, starting at {name}, cannot be read: "
-            f"{cause(error)}."
+            f"{cause(error)}.\n"
+            "If their shapes differ, give the data set a collate_fn(samples) that returns a batch."
         )
 
     def reading_of(self, worker: int) -> str:

@@ -181,7 +181,7 @@ def test_cutmix_shares_are_the_areas():
 @pytest.mark.parametrize("a", [0.1, 0.5, 1.0, 3.0])
 def test_beta_has_the_moments_of_beta(a):
     g = generator(5)
-    draws = torch.stack([sample_beta(a, g) for _ in range(4000)]).double()
+    draws = torch.tensor([sample_beta(a, g) for _ in range(4000)], dtype=torch.float64)
     variance = 1 / (4 * (2 * a + 1))
     fourth = variance**2 * (3 - 6 / (2 * a + 3))
     assert draws.isfinite().all() and draws.min() >= 0 and draws.max() <= 1

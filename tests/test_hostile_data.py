@@ -317,8 +317,8 @@ def test_names_that_are_no_text(name, place, capfd):
 # ---- MNIST and CIFAR ----
 
 
-def idx(sizes, content=b"", magic=8):
-    return bytes((0, 0, magic, len(sizes))) + struct.pack(f">{len(sizes)}i", *sizes) + content
+def idx(sizes, content=b""):
+    return bytes((0, 0, 8, len(sizes))) + struct.pack(f">{len(sizes)}i", *sizes) + content
 
 
 IMAGES_IDX = idx((40, 28, 28), bytes(range(256)) * 122 + bytes(128))
@@ -326,12 +326,8 @@ LABELS_IDX = idx((40,), bytes(i % 10 for i in range(40)))
 IDX = {
     "empty": b"",
     "half a header": IMAGES_IDX[:9],
-    "another type": idx((40, 28, 28), IMAGES_IDX[16:], magic=13),
     "other dimensions": LABELS_IDX,
-    "2**31 - 1 images": idx((2**31 - 1, 28, 28), IMAGES_IDX[16:]),
     "2**62 bytes": idx((2**31 - 1, 2**31 - 1, 1)),
-    "a negative size": idx((-40, 28, 28), IMAGES_IDX[16:]),
-    "two negative sizes": idx((-40, -28, 28), IMAGES_IDX[16:]),
     "no images": idx((0, 28, 28)),
     "one byte less": IMAGES_IDX[:-1],
     "one byte more": IMAGES_IDX + b"x",

@@ -487,15 +487,14 @@ def test_numbers_of_a_parquet_file_need_no_notation(tmp_path, real):
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
-    [([1], "list<element: int64>"), ({"a": 1}, "struct<a: int64>"), (b"\xff", "binary")],
+    "value",
+    [[1], {"a": 1}, b"\xff"],
 )
-def test_a_column_of_lists_or_bytes_is_named(tmp_path, value, kind):
+def test_a_column_of_lists_or_bytes_is_refused(tmp_path, value):
     path = tmp_path / "t.parquet"
     columns = {"a": [value] * 40, "x": [i / 4 for i in range(40)], "y": range(40)}
     parquet.write_table(pyarrow.table({name: list(v) for name, v in columns.items()}), path)
-    words = f"the column 'a' contains {kind}, which is neither numbers nor text.\n"
-    with pytest.raises(UserError, match=f"{words}Type 'dataset.ignore=.a.'\\.$"):
+    with pytest.raises(UserError, match="cannot be read as a table"):
         tables.csv(str(path), "y")
     assert tables.csv(str(path), "y", ignore=["a"]).in_shape == (1,)
 
@@ -695,7 +694,7 @@ def test_a_column_that_is_added_without_values_is_filled_in(table):
     with pytest.raises(UserError, match=r"trained on the column age: .* has no such column"):
         table(without, target="price", trained=about)
     unlabelled = "\n".join(line.rpartition(",")[0] for line in text.split("\n"))
-    with pytest.raises(UserError, match=r"no column 'price' to .*\n.* task=predict run=DIR input="):
+    with pytest.raises(UserError, match=r"dataset.target=price: .* has no such column"):
         table(unlabelled, target="price", trained=about)
     added = "age,city" + without.removeprefix("city").replace("\n", "\n,")
     found = table(added, target="price", missing="mean", trained=about)

@@ -161,7 +161,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         UserError, match="prompt: the training text of the run does not contain 'q'"
     ):
         texts.encode("the q", about)
-    for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
+    for key, value in (("classes", ["ab"]), ("tokens", "x"), ("kind", "other")):
         assert not is_description(about | {key: value})
     many = about | {"classes": [chr(0x4E00 + place) for place in range(3000)]}
     with pytest.raises(UserError, match=r"does not contain 'q'\.\nIt contains (., ){200}\.\.\.\.$"):

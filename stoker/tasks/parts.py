@@ -92,7 +92,7 @@ def building(
             data.prepare_as(about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
-    terminal.show(data_line(data, by_split(loaders), why, undivided=split == "all"))
+    terminal.show(data_line(data, by_split(loaders), why))
     if loader_line(data) and only is None:
         terminal.show(loader_line(data))
     if data.table is not None:
