@@ -358,9 +358,8 @@ def test_muon_trains_the_last_block_of_a_model_whose_head_is_its_embedding(is_ti
     model.tokens = torch.nn.Embedding(9, 4)
     model.widen = torch.nn.Linear(4, 6)
     model.shrink = torch.nn.Linear(6, 4)
-    model.head = torch.nn.Linear(4, 9)
-    if is_tied:
-        model.head.weight = model.tokens.weight
+    if not is_tied:
+        model.head = torch.nn.Linear(4, 9)
     groups = [{"params": list(model.parameters())}]
     matrices = muon(groups, LR, module=model).optimizers[0].param_groups
     assert {id(p) for group in matrices for p in group["params"]} == {

@@ -1,6 +1,8 @@
 """Combine several optimizers into one, such as Muon for hidden matrices and AdamW for the rest."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ class Combined(torch.optim.Optimizer):
         for optimizer in optimizers:
             self.state.update(optimizer.state)
         self.share()
+        self.steps = [bare_step(optimizer) for optimizer in optimizers]
 
     def share(self) -> None:
         """Let the optimizers share the groups and the state of this object."""
@@ -35,13 +38,21 @@ class Combined(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for step in self.steps:
+            step()
 
 
 def is_torchs(kind: type) -> bool:
     """Return whether this is one of torch's own optimizers."""
     return f"{kind.__module__}.".startswith("torch.optim.")
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return `optimizer.step` without torch's wrappers, which Combined.step already has."""
+    kind = type(optimizer)
+    if not is_torchs(kind):
+        return optimizer.step
+    return functools.partial(inspect.unwrap(kind.step), optimizer)
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -78,8 +89,14 @@ def muon(
     if module is not None:
         every_name = module.named_parameters(remove_duplicate=False)
         every_matrix = [parameter for _, parameter in every_name if parameter.ndim == 2]
-        others.update(m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding))
-        others.update(every_matrix[-1:])  # the last matrix computes the outputs
+        widths = set()
+        for child in module.modules():
+            if isinstance(child, torch.nn.Embedding):
+                others.add(child.weight)
+                widths.add(child.embedding_dim)
+        # The last matrix computes the outputs, unless it has as many rows as an embedding has
+        # columns. In that case, the embedding computes the outputs too, as in GPT-2.
+        others.update(matrix for matrix in every_matrix[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []
     for group in params:

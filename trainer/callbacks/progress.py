@@ -145,5 +145,5 @@ def place(trainer: "Trainer") -> tuple[dict[str, str], dict[str, str]]:
     if trainer.steps_per_epoch == trainer.max_steps:
         return step, {}
     done = round(trainer.step / trainer.steps_per_epoch, 2)
-    epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
-    return {"epoch": f"{done:,.10g}/{epochs:,.10g}"}, step
+    epochs = f"{round(trainer.total_steps / trainer.steps_per_epoch, 2):,.10g}"
+    return {"epoch": f"{done:{len(epochs)},.10g}/{epochs}"}, step
