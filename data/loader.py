@@ -104,6 +104,8 @@ def make_loaders(
             where = f"the {name} split of {data.name}"
             loaders[name] = make_loader(split, where, **reading, **options[name])
         return _by_use(loaders), ""
+    for name, split in splits.items():
+        check_first(data, name, split)
     held = dict(splits)  # the splits that can become resident
     transforms = None
     if only is None:
@@ -198,6 +200,26 @@ def bytes_to_decode(split: Split) -> int:
     if not isinstance(split, ImageSplit) or split.cache is None:
         return 0
     return split.nbytes * len(split.missing()) // len(split)
+
+
+def check_first(data: Data, name: str, split: Split) -> None:
+    """Read the first sample of a user-defined split, and check that it has the declared shape.
+
+    Data has already checked tensors in memory, and image files are checked when they are decoded.
+    """
+    if hasattr(split, "inputs") or hasattr(split, "missing"):
+        return
+    where = f"the {name} split of {data.name}"
+    match Reader(split, where).first():
+        case Tensor() as inputs, Tensor() as targets:
+            fits = inputs.shape == (1, *data.in_shape) and targets.shape[:1] == (1,)
+        case _:
+            fits = False
+    if not fits:
+        raise UserError(
+            f"{where}: split[[0]] must return a pair of tensors: inputs of shape "
+            f"{(1, *data.in_shape)} and one target."
+        )
 
 
 def normalizer(

@@ -87,7 +87,7 @@ class Data:
         self.std = _per_channel("std", self.std, self.in_shape[0])
         for name, part in self.parts().items():
             where = f"{self.name}, {name} split"
-            _check_part(where, part)
+            _check_part(where, part, self.kind)
             _check_tensors(where, part, self.in_shape)
             if self.kind == "classification":
                 _check_labels(where, part, self.num_classes, self.target_shape)
@@ -354,9 +354,21 @@ def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
     return [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
 
 
-def _check_part(where: str, part: Split) -> None:
-    """Check that a split has samples, and as many inputs as targets."""
+def _check_part(where: str, part: Split, kind: str) -> None:
+    """Check that this is a nonempty split."""
     targets = getattr(part, "targets", None)
+    needed = ["__len__", "nbytes"]
+    if kind == "classification" and not hasattr(part, "target_shape"):
+        needed.append("targets")
+    if not all(hasattr(part, name) for name in needed) or not isinstance(
+        targets, (Tensor, type(None))
+    ):
+        raise UserError(
+            f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
+            "Targets must be a tensor, and split[[0, 1]] must return (inputs, targets): see "
+            "examples/own_data.py.\n"
+            "stoker.data.datasets.DatasetSplit(dataset) makes a split from a torch Dataset."
+        )
     if len(part) == 0:
         raise UserError(f"{where}: there are no samples.")
     if targets is not None and len(targets) != len(part):

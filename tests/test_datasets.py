@@ -207,9 +207,49 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
     assert (data.val[[0, 1]][0][:, 0] > 100).long().tolist() == data.val.targets.tolist()
 
 
-def test_a_torch_dataset_without_samples_is_refused():
-    with pytest.raises(UserError, match="DatasetSplit: this list has no samples"):
-        DatasetSplit([])
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (lambda inputs, labels: Pairs(inputs, labels), "a Pairs needs __len__, nbytes, targets"),
+        (
+            lambda inputs, labels: TensorSplit(inputs, labels.tolist()),
+            "a TensorSplit needs .*\nTargets must be a tensor",
+        ),
+        (
+            lambda inputs, labels: TensorSplit(inputs, labels.numpy()),
+            "a TensorSplit needs .*\nTargets must be a tensor",
+        ),
+        (
+            lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels),
+            "a TensorDataset needs __len__, nbytes, targets",
+        ),
+        (lambda inputs, labels: iter(labels), "a tuple_iterator needs __len__, nbytes, targets"),
+        (
+            lambda inputs, labels: DatasetSplit(iter(labels)),
+            "DatasetSplit: this .* or has no length",
+        ),
+        (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
+        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "a sample is a dict, not"),
+        (lambda inputs, labels: DatasetSplit(inputs), "a sample is a Tensor, not"),
+        (lambda inputs, labels: DatasetSplit(["text"]), "is a str, not .input, target"),
+        (
+            lambda inputs, labels: DatasetSplit([("text", 1)]),
+            "the samples of .* cannot be stacked: .*str",
+        ),
+        (
+            lambda inputs, labels: DatasetSplit([(1.0, None)]),
+            "the samples of .* cannot be stacked: .*NoneType",
+        ),
+        (
+            lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]),
+            "samples of .* cannot be stacked: .*\n.*of equal shape",
+        ),
+    ],
+)
+def test_what_is_no_part_says_what_one_is(part, words):
+    with pytest.raises(UserError, match=words) as caught:
+        Data("mine", part(*pairs()), None, None, (3, 2, 2), 5)
+    assert "DatasetSplit" in str(caught.value) and str(caught.value).count("\n") <= 2
 
 
 @pytest.mark.parametrize(

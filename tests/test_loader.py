@@ -351,26 +351,69 @@ def test_refused(options, words):
 
 
 class Own:
-    """A split of the user's own."""
+    """A split of the user's own: what a list of indices gives is told."""
 
-    nbytes, targets = 100, torch.arange(20) % 2
+    nbytes = 100
+
+    def __init__(self, give):
+        self.give, self.targets = give, torch.arange(20) % 2
 
     def __len__(self):
         return 20
 
     def __getitem__(self, indices):
-        return torch.rand(len(indices), 3, 9, 8), self.targets[indices]
+        torch.rand(())
+        return self.give(indices)
 
 
-def test_a_users_own_split_is_streamed_unless_it_has_tensors():
-    state = torch.get_rng_state()
-    data = Data("own", Own(), None, None, (3, 9, 8), 2)
-    (train, _, _), why = make_loaders(data, batch_size=4, workers=0)
-    assert isinstance(train, HostLoader) and "workers, Own has no tensors(), which would" in why
-    with pytest.raises(
-        UserError, match=r"resident=true: Own has no tensors\(\).*\n.*resident=false"
-    ):
-        make_loaders(data, batch_size=4, resident=True)
+@pytest.mark.parametrize(
+    ("give", "error", "words"),
+    [
+        (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.zeros(len(indices))),
+            None,
+            None,
+        ),
+        (
+            lambda indices: (torch.zeros(len(indices), 1, 9, 8), torch.zeros(1)),
+            UserError,
+            r"a pair of tensors: inputs of shape \(1, 3, 9, 8\)",
+        ),
+        (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 9), torch.zeros(1)),
+            UserError,
+            r"of shape \(1, 3, 9, 8\)",
+        ),
+        (
+            lambda indices: (torch.zeros(3, 9, 8), torch.tensor([1])),
+            UserError,
+            "a pair of tensors",
+        ),
+        (lambda indices: torch.zeros(len(indices), 3, 9, 8), UserError, "a pair of tensors"),
+        (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.tensor(1)),
+            UserError,
+            "a pair of tensors",
+        ),
+        (
+            lambda indices: {}[0],
+            TrainingError,
+            r"Sample 0 of the train split of own cannot be read: KeyError: 0 \(.*\)",
+        ),
+    ],
+)
+def test_the_first_sample_of_a_users_own_split_is_looked_at(give, error, words):
+    data, state = Data("own", Own(give), None, None, (3, 9, 8), 2), torch.get_rng_state()
+    if error is None:
+        (train, _, _), why = make_loaders(data, batch_size=4, workers=0)
+        assert isinstance(train, HostLoader) and "workers, Own has no tensors(), which would" in why
+        with pytest.raises(
+            UserError, match=r"resident=true: Own has no tensors\(\).*\n.*resident=false"
+        ):
+            make_loaders(data, batch_size=4, resident=True)
+    else:
+        with pytest.raises(error, match=words):
+            make_loaders(data, batch_size=4, resident=False, workers=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
