@@ -1,6 +1,4 @@
-"""Train from a clone: `python train.py model=cnn` does what the command `stoker model=cnn` does
-anywhere.
-"""
+"""Train from a clone: `python train.py` does the same as the command `stoker`."""
 
 from stoker.__main__ import main
 

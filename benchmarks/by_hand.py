@@ -1,4 +1,4 @@
-"""Hand-written loops: that of the PyTorch tutorials, the fastest we know, and a captured step on a GPU."""
+"""Hand-written loops: the PyTorch tutorials', the fastest we know, and a captured step on a GPU."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from benchmarks import work
 
 
 def bare(job, clock):
-    """The loop of the PyTorch tutorials: torchvision and a DataLoader."""
+    """Train with the loop of the PyTorch tutorials, which uses torchvision and a DataLoader."""
     clock.begin()
     train, test = work.loaders(job)
     model = work.model(job).to(job.device)
@@ -49,7 +49,7 @@ def evaluate(job, model, batches):
 
 
 def ideal(job, clock):
-    """Train with the fastest loop we know: resident uint8 images, and one gather for 16 batches, which are then sliced.
+    """Train with the fastest loop we know: resident uint8 images, and one gather per 16 batches.
 
     Variants: channels_last, mallopt (keep freed pages), onednn (linear layers), fused (optimizer) and compile.
     """
@@ -172,7 +172,7 @@ def crop_and_flip(images, margin=4):
 
 
 def crop(padded, mirrored, margin):
-    """Crop each padded image at a random position, and mirror it if `mirrored` (N, 1) says so."""
+    """Crop each padded image at a random position, and mirror it if `mirrored` (N, 1) is true."""
     n, _, height, width = padded.shape
     device = padded.device
     offsets = torch.randint(0, 2 * margin + 1, (2, n, 1), device=device)

@@ -1,7 +1,7 @@
 """The recipe of experiment=cifar10_94 (Jordan 2024, arXiv 2404.00498), with Stoker and with a hand-tuned loop.
 
 Both train once to warm up (kernels, compilation, captures), then once per seed. The first steps of
-each training are not timed.
+each training run are not timed.
 """
 
 import time
@@ -17,7 +17,7 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import optimizers, seeding
 from stoker.trainer.callbacks import Callback
 
-UNTIMED = 10  # steps at the start of each training that are not timed
+UNTIMED = 10  # steps at the start of each training run that are not timed
 WHITENED = 5000  # images from which the whitening of the first layer is computed
 BIAS_EPOCHS = 3  # epochs after which the bias of that layer is frozen
 LOOKAHEAD = 5  # steps between updates of the slow weights
@@ -119,7 +119,7 @@ def hand(job, clock):
 
 
 def whitened(job, images, seed, dtype):
-    """Return the network, with a whitened first layer, and with its norms in fp32."""
+    """Return the network, with a whitened first layer and with its norm layers in fp32."""
     torch.manual_seed(seeding.mix_seed(seed, "model"))
     options = {"widths": TINY_WIDTHS} if job.tiny else {}
     model = WhitenedCNN(job.in_shape, 10, **options)
@@ -150,7 +150,7 @@ def fit(job, model, images, labels, seed, stopwatch):
     state = {}
     slow = {}
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():  # BatchNorm also counts batches
+        if tensor.is_floating_point():  # not BatchNorm's batch counters
             state[name] = tensor
             slow[name] = tensor.clone()
     orders = [permutation(len(images), seed, epoch) for epoch in range(job.epochs)]

@@ -1,4 +1,4 @@
-"""Run one contestant in this process, as the JSON job on the command line says, and print its numbers as JSON."""
+"""Run the contestant given as a JSON job on the command line, and print its numbers as JSON."""
 
 import importlib
 import json
@@ -33,5 +33,5 @@ def main():
     print("\nresult", json.dumps(result), flush=True)  # a progress bar may not have ended its line
 
 
-if __name__ == "__main__":  # DataLoader workers import this file if processes are spawned
+if __name__ == "__main__":  # spawned DataLoader workers import this file
     main()

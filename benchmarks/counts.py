@@ -49,7 +49,7 @@ def fit(job, callback=None):
 def memory(job, clock):
     """Return the memory in use before and during training, and what remains after the Trainer is closed.
 
-    A first training allocates what the libraries keep for the life of the process.
+    A first training run allocates the memory that libraries keep until the process exits.
     """
     device = torch.device(job.device)
     training = []

@@ -1,4 +1,4 @@
-"""Steps of a small GPT with Stoker, a tuned hand-written loop, and a loop like nanoGPT's train.py.
+"""Time the steps of a small GPT in Stoker, a tuned hand-written loop, and a loop like nanoGPT's.
 
 `python benchmarks/gpt.py` prints the time of each loop relative to ours, as the median over short
 turns. All loops run in one process, and the others take their turns inside a callback of our fit,
@@ -78,7 +78,7 @@ def nanogpt(job, data):
 
     Like nanoGPT, it opens a memory map for each batch, stacks random windows one by one, has
     micro-steps and a disabled scaler, fuses the optimizer only on CUDA, and reads the loss at each
-    step, as the CPU recipe logs it.
+    step, because the CPU recipe logs it at each step.
     """
     module = model(job, data.num_classes).train()
     optimizer = torch.optim.AdamW(groups(module), lr=RATE, weight_decay=DECAY)
@@ -114,7 +114,7 @@ def nanogpt(job, data):
 
 
 class Turns(Callback):
-    """Time `turn` steps of the fit, and then as many steps of each other loop, in alternating order."""
+    """Time `turn` steps of the fit, then as many of every other loop, in alternating order."""
 
     def __init__(self, loops, turn):
         self.loops = loops

@@ -1,9 +1,9 @@
 """Run all tests, runs and measurements that need a GPU with one command, the most valuable first.
 
 Each part is a separate process with a time limit. Its output is in DIR/log.txt, its numbers are a
-line in DIR/results.jsonl, and the tables are in DIR/gpu.md. Another call with the same DIR continues
-where the last one stopped and retries what failed; --steps repeats the given steps. This process
-does not import torch.
+line in DIR/results.jsonl, and the tables are in DIR/gpu.md. Running it again with the same DIR
+continues where the last run stopped and retries what failed; --steps repeats the given steps. This
+process does not import torch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MNIST = "MNIST/raw"
 TUNED = "ideal:channels_last+fused"
 GRAPH = "ours:compile=graph"
 COMPILED = ("compile", "compile=true")  # suffixes of the labels that compile the model
-SAME_ACCURACY = 0.001  # by how much a mean accuracy may be lower to count as the same
+SAME_ACCURACY = 0.001  # how much lower a mean accuracy may be and still count as the same
 RUNS = [
     "compile=graph",
     "precision=fp16",
@@ -59,9 +59,9 @@ class Step(typing.NamedTuple):
     compared: str = "step_us"
     precision: str = "fp32"
     epochs: int = 3  # the first of which is a warm-up
-    trainings: int = 1  # trainings in one process, each with its own seed
+    trainings: int = 1  # training runs in one process, each with its own seed
     seconds: int = 60  # time limit for each label
-    data: str = ""  # folder that must exist below DATA_ROOT
+    data: str = ""  # folder that must exist in DATA_ROOT
 
 
 STEPS = {
@@ -133,7 +133,7 @@ class Part(typing.NamedTuple):
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also kills the running part
     options = read_options()
     with tempfile.TemporaryDirectory() as scratch:
         environment = run.make_environment(options.device, options.threads, Path(scratch, "cache"))
@@ -154,11 +154,11 @@ def read_options(arguments=None):
     )
     parser.add_argument("--device", default="cuda", help="cuda, cpu, or another accelerator")
     parser.add_argument("--steps", nargs="+", choices=STEPS, help="default: all unfinished steps")
-    parser.add_argument("--limit", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rounds", type=run.positive, default=1, help="each has its own seed")
+    parser.add_argument("--limit", type=float, default=570, help="time limit in seconds")
+    parser.add_argument("--rounds", type=run.positive, default=1, help="each uses a new seed")
     parser.add_argument("--threads", type=run.positive, help="default: one per core, at most 8")
     parser.add_argument("--output", metavar="DIR", default="gpu_day")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes, to try the script")
     options = parser.parse_args(arguments)
     if options.threads is None:
         options.threads = 1 if options.dry_run else min(8, os.cpu_count() or 1)
@@ -171,7 +171,7 @@ def left_out(name, options):
     root = os.environ.get("DATA_ROOT", "")
     needs_data = bool(step.data) and not options.dry_run
     if needs_data and not Path(root, step.data).is_dir():
-        return dict.fromkeys(step.labels, f"there is no {step.data} below DATA_ROOT")
+        return dict.fromkeys(step.labels, f"there is no {step.data} in DATA_ROOT")
     reasons = run.missing_contestants(step.labels, options.device)
     for label in step.labels:
         if options.dry_run and label.endswith(COMPILED):
@@ -179,7 +179,7 @@ def left_out(name, options):
         if options.device == "cpu" and label.startswith("waits"):
             reasons[label] = "on a CPU, the host is the device"
     if name == "runs" and options.dry_run:
-        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run, which needs only two")
+        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run, which does only two runs")
     return reasons
 
 
@@ -208,7 +208,7 @@ def parts_of(name, options, scratch):
 
 
 def run_of(label, options, scratch):
-    """Return a run of train.py, whose numbers come from its result.json."""
+    """Return the Part for a run of train.py, whose numbers come from its result.json."""
     arguments = label.removeprefix("train.py").split()
     if options.dry_run:
         arguments = [text for text in arguments if not text.startswith("max_steps=")]

@@ -74,7 +74,7 @@ def accelerate(job, clock):
     model = work.model(job)
     optimizer = clock.watch(work.optimizer(job)(model.parameters()))
     model, optimizer = accelerator.prepare(model, optimizer)
-    if train.batch_size is not None:  # it rejects loaders of ready-made batches
+    if train.batch_size is not None:  # Accelerate rejects loaders of ready-made batches
         train, test = accelerator.prepare(train, test)
     by_hand.fit(job, clock, model, optimizer, train, test, backward=accelerator.backward)
 
@@ -121,7 +121,7 @@ def hf(job, clock):
         per_device_train_batch_size=job.batch_size,
         per_device_eval_batch_size=work.EVAL_BATCH,
         eval_strategy="epoch",
-        max_grad_norm=0.0,  # no clipping, like all other contestants
+        max_grad_norm=0.0,  # no clipping, as in all other contestants
         use_cpu=job.device == "cpu",
         bf16=job.precision == "bf16",
     )

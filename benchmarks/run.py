@@ -176,22 +176,22 @@ def read_options():
     parser.add_argument(
         "--work",
         choices=("linear", "mlp", "cnn", "cifar", "folder", "digits", "ballast"),
-        help="default: mlp, or --what's",
+        help="default: mlp, or the work that --what requires",
     )
     parser.add_argument(
         "--contestants",
         nargs="+",
         metavar="NAME[:VARIANT+VARIANT]",
-        help="ideal:channels_last, ...",
+        help="for example, ideal:channels_last",
     )
-    parser.add_argument("--rounds", type=positive, default=3, help="each has its own seed")
+    parser.add_argument("--rounds", type=positive, default=3, help="each uses a new seed")
     parser.add_argument(
-        "--epochs", type=positive, help="including a warm-up epoch (default 3; folder 10)"
+        "--epochs", type=positive, help="including a warm-up epoch (default: 3; 10 for folder)"
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, or another accelerator")
-    parser.add_argument("--output", metavar="FILE", help="also write the table there, as Markdown")
+    parser.add_argument("--output", metavar="FILE", help="also write the table to FILE in Markdown")
     options = parser.parse_args()
     what = WHATS[options.what]
     if what.work and options.work not in (None, what.work):
@@ -215,7 +215,7 @@ def read_options():
     if options.what not in ("startup", "checkpoints", "blocking"):
         needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
         if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():
-            parser.error(f"there is no {needed} below DATA_ROOT. Set DATA_ROOT=DIR.")
+            parser.error(f"there is no {needed} in DATA_ROOT. Set DATA_ROOT=DIR.")
     return options
 
 
@@ -227,7 +227,7 @@ def positive(text):
 
 
 def contestants(options):
-    """Return (names to run, {name: why it cannot run}), of the given names or of all. The base is always included."""
+    """Return (names to run, {name: why it cannot run}) for the given names, or for all. The base is always included."""
     what = WHATS[options.what]
     names = options.contestants
     if names is None:
@@ -267,7 +267,7 @@ def run_one(label, seed, options, folder):
     job |= {"workers": 2 if options.what == "folder" and job["name"] == "bare" else 0}
     job |= {"images": str(Path(folder, "images-10x" if "10x" in job["variants"] else "images"))}
     with tempfile.TemporaryDirectory() as scratch:
-        # Each process has its own scratch folder, so that it finds no files of an earlier one.
+        # Each process has its own scratch folder, so that it finds no files from an earlier one.
         environment = make_environment(options.device, options.threads, scratch)
         job |= {"scratch": scratch, "started": time.time()}
         command = contestant_command(job)

@@ -45,7 +45,7 @@ class Ticks(Callback):
 
 
 def default(job, clock):
-    """Train the job of `python train.py`, as its config builds it. Variant: saving (the checkpoints of the config)."""
+    """Run the default job, as `python train.py` builds it. Variant: saving (with the config's checkpoints)."""
     settings = [
         f"epochs={job.epochs}",
         f"seed={job.seed}",

@@ -1,6 +1,6 @@
 """The cost of ddp and fsdp: a table calculated from formulas, or measurements on this machine (`--measure`).
 
-docs/scale.md explains the formulas. The table is only calculated, and does not need torch.
+docs/scale.md explains the formulas. Calculating the table does not need torch.
 """
 
 import argparse

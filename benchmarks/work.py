@@ -35,7 +35,7 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2452, 0.2428, 0.2606)
 
 @dataclasses.dataclass
 class Job:
-    """One training of one contestant. `started` is the Unix time just before its process starts."""
+    """A training run of a contestant. `started` is the Unix time just before its process starts."""
 
     name: str
     variants: tuple = ()  # "ready": batches in memory; "one": a single random batch; others depend on the contestant
@@ -47,7 +47,7 @@ class Job:
     workers: int = 0  # workers of the DataLoader in the bare loop
     images: str = ""  # folder with train/CLASS/*.jpg and test/CLASS/*.jpg
     scratch: str = "."  # folder for files that a contestant writes
-    trainings: int = 1  # trainings in one process, each with its own seed
+    trainings: int = 1  # training runs in one process, each with its own seed
     tiny: bool = False  # a dry run, with small models and a little generated data
     started: float = 0.0
 
@@ -224,7 +224,7 @@ class Photographs(torch.utils.data.Dataset):
     """Turn an array into a PIL image and transform it, like torchvision.datasets.CIFAR10."""
 
     def __init__(self, inputs, targets, transform):
-        # PIL images in gray have no channel dimension.
+        # Grayscale PIL images have no channel dimension.
         self.images = inputs.permute(0, 2, 3, 1).squeeze(-1).numpy()
         self.targets = targets.tolist()
         self.transform = transform
@@ -252,7 +252,7 @@ class Clock:
         self.loss = None  # test loss of the last evaluation
 
     def begin(self):
-        """Call this before the data is read."""
+        """Start timing. Call this before the data is read."""
         self.ends.append(time.perf_counter())
 
     def watch(self, optimizer):

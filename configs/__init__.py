@@ -1,4 +1,4 @@
-"""The configs of the command line: one folder per group, one file per option."""
+"""Configs for the command line: one folder per group, one file per option."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def folders() -> list[Path]:
 def options(group: str) -> list[Path]:
     """Return the files of a group's options, sorted by name; [] if there is no such group."""
     files: dict[str, Path] = {}
-    for folder in reversed(folders()):  # if several folders have an option, the first one wins
+    for folder in reversed(folders()):  # if an option is in several folders, the first folder wins
         files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
     return [files[name] for name in sorted(files)]
 

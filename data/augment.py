@@ -1,5 +1,5 @@
-"""Batched augmentation on the device of the batch. Each sample gets its own random values, all
-drawn from one generator.
+"""Batched augmentation, on the batch's device. Each sample gets its own random values, all drawn
+from one generator.
 """
 
 import functools
@@ -45,8 +45,8 @@ class Augment:
        `(inputs, targets, generator) -> (inputs, targets)`, in the order of the list.
 
     `mixup` and `cutmix` turn class targets into soft targets of shape (N, num_classes). Masks
-    (N, H, W) are moved with their images. Mask pixels lost to a shift or cutout become -100, which
-    the loss ignores.
+    (N, H, W) get the same geometric augmentations as their images. Mask pixels lost to a shift or
+    cutout become -100, which the loss ignores.
 
     The generator is always on the CPU, so every device produces the same images.
     """
@@ -91,7 +91,7 @@ class Augment:
         if item != "flip":
             check_number(key, value, whole=True, least=1)
         elif value is not True and value != "alternate":
-            raise UserError(f"{key}={value}: not a valid flip. Type flip or {{flip: alternate}}.")
+            raise UserError(f"{key}={value}: expected flip or {{flip: alternate}}.")
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
@@ -178,7 +178,7 @@ class Augment:
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
         sources = []
-        shown = []  # masks of the rows, then of the columns, that a shift leaves inside the image
+        shown = []  # masks of the rows, then the columns, that stay inside the image after a shift
         cut_out = []
         for axis, size in enumerate((height, width)):
             place = torch.arange(size, device=inputs.device).expand(n, size)

@@ -36,7 +36,7 @@ def open_cache(
     `place` is "auto" (under ~/.cache), a folder, or False for no cache. `source` identifies the
     image folder and size, and `state` the current files; caches with the same source but a
     different state are deleted. If the cache cannot be created, for example because there is too
-    little space, return None and the reason; if `place` is a folder, raise UserError instead.
+    little disk space, return None and the reason; if `place` is a folder, raise UserError instead.
     """
     if isinstance(place, bool):
         return None, ""
@@ -76,10 +76,10 @@ class WrongSize(OSError):
 class PixelCache:
     """A file with a slot for each of `images` uint8 images (C, H, W), shared by all processes.
 
-    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. A partial write,
-    a killed process or a flipped bit is therefore detected when the slot is read. No lock is
+    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. Reading a slot
+    therefore detects a flipped bit, or a write that a killed process left unfinished. No lock is
     needed, because all processes write the same bytes to a slot. A forked worker inherits the file,
-    and a spawned worker reopens it. Raises OSError for a link, a pipe, or a file of another size.
+    and a spawned worker reopens it. Raises OSError for a link, a pipe, or a file of the wrong size.
     """
 
     def __init__(self, path: Path, images: int, shape: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class PixelCache:
         expected = images * (4 + self.size)
         with open_plain(path, os.O_RDWR) as file:
             if os.fstat(file.fileno()).st_size != expected:
-                raise WrongSize(f"{path} is not {expected:,} bytes long, as expected")
+                raise WrongSize(f"{path} does not have the expected size of {expected:,} bytes")
             self.map = mmap.mmap(file.fileno(), expected)
         self.sums = numpy.frombuffer(self.map, dtype=numpy.uint32, count=images)
         pixels = torch.frombuffer(self.map, dtype=torch.uint8, offset=4 * images)
@@ -105,7 +105,7 @@ class PixelCache:
         return torch.from_numpy(self.sums[slots.numpy()] == 0)
 
     def read(self, slots: list[int]) -> tuple[Tensor, list[int], list[int]]:
-        """Return pixels (N, C, H, W), and lists of the positions that are missing or damaged."""
+        """Return pixels (N, C, H, W), and lists of the missing and the damaged positions."""
         pixels = self.pixels.index_select(0, torch.tensor(slots))
         rows = pixels.numpy()
         missing = []
@@ -126,7 +126,7 @@ class PixelCache:
 
     def _release(self, count: int) -> None:
         """Count `count` more slots as mapped, and unmap everything once the limit is reached. The
-        pages stay in the page cache of the system.
+        pages stay in the system's page cache.
         """
         self.touched += count * (self.size + FAULT)
         if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
@@ -135,7 +135,7 @@ class PixelCache:
 
 
 def checksum(data: Any) -> int:
-    """Return the CRC32 of some bytes, or 1 if it is 0, because 0 marks an empty slot."""
+    """Return the CRC32 of `data`, or 1 if it is 0, because 0 marks an empty slot."""
     return zlib.crc32(data) or 1
 
 

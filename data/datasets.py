@@ -153,7 +153,7 @@ def _known(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Data:
-    """Make the Data of a standard data set. Its test split is fixed; its validation split is taken
+    """Make the Data for a standard data set. Its test split is fixed; its validation split is taken
     from the training samples.
     """
     fractions = check_fractions(val_fraction=val_fraction)

@@ -14,7 +14,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
-# The maximum number of values in a sample or a table, and of classes.
+# The maximum number of classes, and of values in a sample or a table.
 MOST_NUMBERS = 2**28
 
 Description = dict[str, Any]

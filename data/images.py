@@ -118,7 +118,7 @@ def image_folder(
         _, *wanted = trained["in_shape"] or (channels,)
         if len(wanted) == 2 and tuple(wanted) != shape:
             shape = (wanted[0], wanted[1])
-            form = True  # resized as in task=predict
+            form = True  # resize them, as task=predict does
     splits = {
         name: ImageSplit(files, targets, shape, channels, form)
         for name, (files, targets) in listed.items()
@@ -206,7 +206,8 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
         )
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
-        log.warning("%s: skipped: %s", printable(root), first_few(reasons, 8))
+        shown = first_few(reasons, 8)
+        log.warning("%s: some files or folders were skipped: %s", printable(root), shown)
     return classes, listed
 
 
@@ -309,7 +310,7 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
         except BrokenImage:
             if not skip:
                 raise
-    raise UserError(f"{printable(files.root)}: none of its images can be read.")
+    raise UserError(f"{printable(files.root)}: none of the images in this folder can be read.")
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
@@ -360,7 +361,7 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 
 @dataclasses.dataclass(eq=False)
 class Paths:
-    """File paths below a root. `files` is an array of (name, size, modification time) of each file.
+    """File paths below a root. `files` has the name, size and modification time of each file.
 
     The names are in one array of bytes, so that worker processes can share its memory. With a list
     of strings, each access would copy the memory page that holds the string's reference count.
@@ -547,7 +548,7 @@ def decode_image(
     with open_image(file) as image:
         height, width = size or (image.height, image.width)
         if resize is True:
-            # Decode a large JPEG at a reduced scale, but at least at twice the target size.
+            # Decode a large JPEG at a reduced scale, but no smaller than twice the target size.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "F":
@@ -577,7 +578,7 @@ def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
     from torchvision.transforms.v2 import functional
 
     if shorter * max(image.size) > 4 * MOST_SIZE * min(image.size):
-        raise ValueError(f"it has {image.height}x{image.width} pixels, which is too narrow")
+        raise ValueError(f"it is {image.height}x{image.width} pixels, which is too narrow")
     resized = functional.resize(image, [shorter])
     middle: Image = functional.center_crop(resized, [height, width])
     return middle

@@ -58,8 +58,8 @@ def make_loaders(
     `resident`: True, False, or "auto", which keeps the data on the device if all splits have a
     `tensors` method and fit in half of its free memory. If more than 64 MiB of images are not
     cached yet, "auto" streams them in this run and fills the cache.
-    `workers`: the number of processes that read data that is not resident; "auto" is one per core,
-    up to 8, and 0 for tensors.
+    `workers`: the number of processes that read data that is not resident; "auto" means one per
+    core, up to 8, or 0 for tensors.
     `timeout`: seconds to wait for a batch from a worker.
     `only`: the one split to load, for an evaluation.
     `limit_train`, `limit_val`: the fraction or number of samples to use per epoch or evaluation.
@@ -114,8 +114,9 @@ def make_loaders(
     if transforms is not None:
         if resident is True:
             raise UserError(
-                f"dataset.resident=true: {transforms.names} must transform samples as they are "
-                "read. Type dataset.resident=auto."
+                f"dataset.resident=true: {transforms.names} can only be applied as samples are "
+                "read, so the training split cannot be resident.\n"
+                "Type dataset.resident=auto."
             )
         del held["train"]
     # The test split is not counted here, because a run might not read it. Its images are decoded
@@ -281,7 +282,7 @@ class Loader(Ordered):
         self.dealt_late = bool(self.augment.rest)
         self.share = len(self._dealt(torch.empty(self.batch_size)))
         self.generator = torch.Generator()
-        # For each sample, whether `flip: alternate` flips it in even or in odd epochs.
+        # True for samples that `flip: alternate` flips in even epochs, False for odd epochs.
         self.flip_parity = torch.rand(self.split_size, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""The number and date formats of tables, which are parsed with pyarrow."""
+"""The number and date formats of tables, parsed with pyarrow."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ from pyarrow import compute
 from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
-FEW = 0.05  # in a column of numbers, up to this fraction of other values counts as typos
+FEW = 0.05  # in a column of numbers, up to this fraction of non-numbers counts as typos
 FEW_KINDS = 20  # up to this many distinct values can be categories, even in a small table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (
@@ -48,7 +48,7 @@ class Notation:
         check_choice("dataset.decimal", self.decimal, (".", ","))
         if set(self.marks) & set(f"0123456789+-{self.decimal}"):
             raise UserError(
-                f"dataset.marks={self.marks}: must not contain digits, + or -, or the decimal "
+                f"dataset.marks={self.marks}: must not contain digits, +, -, or the decimal "
                 "separator."
             )
 
@@ -94,7 +94,7 @@ def are_numbers(texts: Texts) -> bool:
     """Return whether nearly all of these distinct texts are numbers or dates in some notation.
 
     If there are more than FEW_KINDS texts, letters after a number count as a unit, as in 12 kg.
-    With fewer texts, they are part of a name, as in 1st and 2nd.
+    With fewer texts, such letters are part of a name, as in 1st and 2nd.
     """
     units = r"\pL\x{b0}\x{b2}\x{b3}/" if len(texts) > FEW_KINDS else ""
     pattern = f"{IN_SIGNS.replace('UNITS', units)}|{OTHER_DATE}"

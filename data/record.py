@@ -24,7 +24,7 @@ from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
-# The attributes in which Stoker's splits, torchvision's data sets and most others hold values.
+# The attributes that hold the values in Stoker's splits and in most data sets.
 IN_MEMORY = ("inputs", "targets", "data")
 LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash only its shape
 
@@ -33,8 +33,8 @@ LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash o
 class Data:
     """The splits of a data set, and the facts that models, losses and metrics need.
 
-    The constructor checks sizes, labels and numbers. `val` and `test` may be None; `more_val` has
-    additional validation splits by name. Classification targets are int64: one class per sample
+    The constructor checks sizes, labels and numbers. `val` and `test` may be None; `more_val` maps
+    names to additional validation splits. Classification targets are int64: one class per sample
     (N,), per token (N, T) or per pixel (N, H, W); in the last two, the loss and the metrics ignore
     -100. `mean` and `std` have one number per channel, for pixels in 0..1. They normalize uint8
     images; without them, such images are only scaled to 0..1. Floating-point inputs are not
@@ -105,7 +105,7 @@ class Data:
     def targets_are_uniform(self) -> bool:
         """Whether all training samples have the same number of targets, and none is ignored.
 
-        A split without `targets` can declare this with an attribute of the same name.
+        A split without `targets` can declare this with its own `targets_are_uniform` attribute.
         """
         if self.kind != "classification":
             return True
@@ -206,7 +206,7 @@ class Data:
         """Return the name of the split to evaluate: `split` if given, otherwise the test split, or
         the validation split if there is no test split.
 
-        "all" means the training split, if the data is not divided.
+        "all" means the training split, which must then be the only split.
         """
         parts = self.parts()
         if split == "all" and len(parts) == 1:
@@ -314,7 +314,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _values_of(part: Any) -> list[Any]:
-    """Return the tensors and arrays in which a split holds its values."""
+    """Return the tensors and arrays in which a split keeps its values."""
     # Other attributes may change while samples are read.
     values = [getattr(part, name, None) for name in IN_MEMORY]
     if isinstance(part, DatasetSplit):
@@ -364,7 +364,8 @@ def _check_part(where: str, part: Split, kind: str) -> None:
         targets, (Tensor, type(None))
     ):
         raise UserError(
-            f"{where}: a {type(part).__name__} needs {', '.join(needed)}.\n"
+            f"{where}: this {type(part).__name__} is not a valid split. A split needs "
+            f"{', '.join(needed)}.\n"
             "Targets must be a tensor, and split[[0, 1]] must return (inputs, targets): see "
             "examples/own_data.py.\n"
             "stoker.data.datasets.DatasetSplit(dataset) makes a split from a torch Dataset."
@@ -386,7 +387,7 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
             raise UserError(
                 f"{where}: inputs have shape {shape}, but should have shape {in_shape}."
             )
-        # A NaN anywhere makes both extremes NaN. Finding the extremes takes one pass and no memory.
+        # A NaN anywhere makes both extremes NaN. Finding them takes one pass and no extra memory.
         if tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             value = tensor[tuple(place)].item()

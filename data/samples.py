@@ -42,8 +42,8 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
     for key, part in given.items():
         if isinstance(part, type):
             raise UserError(
-                f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an object "
-                f"of this class: {part.__name__}(...)."
+                f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an "
+                f"instance of it: {part.__name__}(...)."
             )
         if not has_samples(part) and not hasattr(part, "__iter__"):
             raise UserError(

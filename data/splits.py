@@ -106,8 +106,8 @@ def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"DatasetSplit: the samples of this {type(dataset).__name__} cannot be stacked: "
-            f"{cause(error)}.\nReturn (input, target) from __getitem__, as tensors of equal shape "
-            "or numbers."
+            f"{cause(error)}.\nReturn (input, target) from __getitem__, as numbers or as tensors "
+            "of equal shape."
         ) from error
 
 
@@ -155,7 +155,7 @@ def divide(
     groups: Tensor | None = None,
     times: Tensor | None = None,
 ) -> list[Tensor]:
-    """Divide samples into [train, val, test] by `split_indices`, or by another rule.
+    """Divide samples into [train, val, test] with `split_indices`, or by folds, groups or times.
 
     `folds`: divide the samples outside the test split into this many folds of equal size, which are
     stratified if `targets` are classes; fold number `fold` is the validation split.
@@ -181,8 +181,8 @@ def divide(
     rest, test = split_indices(targets, fractions[1:], seed)
     if len(rest) < folds or folds == 1:
         raise UserError(
-            f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Choose "
-            f"from 2 to {len(rest)} folds."
+            f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Type "
+            f"a number from 2 to {len(rest)}."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)
@@ -228,12 +228,12 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
 
 
 def cut(inputs: Tensor, targets: Tensor, fractions: Sequence[float], seed: int) -> list[Any]:
-    """Return a TensorSplit for the rest and one for each fraction, with None for an empty one."""
+    """Return a TensorSplit for the rest and one for each fraction, or None if it is empty."""
     return tensor_splits(split_indices(targets, fractions, seed), inputs, targets)
 
 
 def tensor_splits(parts: Sequence[Tensor], *tensors: Tensor) -> list[Any]:
-    """Return a TensorSplit of these indices for each part, with None for an empty one."""
+    """Return a TensorSplit for each list of indices in `parts`, or None if the list is empty."""
     splits: list[Any] = []
     for part in parts:
         selected = [tensor[part] for tensor in tensors]

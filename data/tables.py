@@ -248,7 +248,7 @@ class Table:
             raise UserError(
                 f"{self.key}={self.shown}: cannot be read as a table "
                 f"({printable(error)[:300]}).\n"
-                "Expected a csv file in UTF-8 with a header line, or a parquet file. If its "
+                "Expected a csv file in UTF-8 with a header line, or a parquet file. If the "
                 "separator is not a comma, type 'dataset.delimiter=;' or dataset.delimiter=tab.\n"
                 "To convert another encoding, type iconv -f latin1 -t utf-8 OLD.csv > NEW.csv."
             ) from None
@@ -332,7 +332,7 @@ class Table:
                 fill = "" if name == self.target else "dataset.missing=mean to fill it in, or "
                 raise UserError(
                     f"{self.shown}, line {line + int(gaps.int().argmax())}: the column {name!r} "
-                    f"has no value.\nType {fill}dataset.missing=drop to drop these rows."
+                    f"has no value.\nType {fill}dataset.missing=drop to drop such rows."
                 )
         return is_used.nonzero().view(-1)
 
@@ -396,7 +396,7 @@ class Table:
         has_typos = is_few and len(odd) < present / 2
         if is_text and not has_typos and not are_numbers(odd.unique()):
             return
-        first = f"{str(odd[0])[:50]!r} in line {FIRST + int(is_odd.int().argmax())}"
+        first = f"{str(odd[0])[:50]!r} on line {FIRST + int(is_odd.int().argmax())}"
         raise UserError(
             f"{where}: {len(odd)} of {present} values cannot be read as a number; the first is "
             f"{first}.\nFor another notation, type dataset.decimal=',' or \"dataset.marks='%$'\" "

@@ -61,7 +61,7 @@ class TextSplit:
         return windows[:, :-1], windows[:, 1:]
 
     def feed(self, state: Any) -> None:
-        """Add the windows to a fingerprint; of a large text, add only evenly spaced pieces."""
+        """Add the windows to a fingerprint; for a large text, add only evenly spaced pieces."""
         state.update(f"{len(self.tokens)} {self.length} {self.stride} ".encode())
         for start in range(0, len(self.tokens), max(PIECE, len(self.tokens) // PIECES)):
             state.update(self.tokens[start : start + PIECE].astype(np.int64).data)
@@ -76,15 +76,15 @@ def text(
     test_fraction: float = 0.1,
     trained: Description | None = None,
 ) -> Data:
-    """Cut a text file into windows. The end is held out: first for validation, then for testing.
+    """Cut a text file into windows. The validation and test splits are at its end, in that order.
 
     Args:
         path: The file. Characters are read into memory; bytes and ids are memory-mapped.
         tokens: "characters" of UTF-8, "bytes", or the ids in a .npy file ("npy") or a raw file
             ("uint16", "uint32"); "auto" decides by the file extension.
-        length: Tokens in a window.
-        stride: Tokens from the start of one training window to the next. With None, it is `length`,
-            so an epoch reads each token once. Evaluations always use `length`.
+        length: Number of tokens in a window.
+        stride: Number of tokens from the start of one training window to the next. None means
+            `length`, so an epoch reads each token once. Evaluations always use `length`.
         val_fraction: Fraction of the text to use for validation.
         test_fraction: Fraction of the text to use for testing.
         trained: The description of the data that a run was trained on, whose vocabulary is used.

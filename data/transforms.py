@@ -26,12 +26,12 @@ def is_transform(item: Any) -> bool:
 
 
 class PerSample:
-    """Reads samples of a split and transforms each of them; a mask is moved with its image.
+    """Reads samples of a split and transforms each of them; a mask is transformed with its image.
 
     A sample's random numbers depend only on the seed, the epoch and the sample's index, not on its
     batch or process. The loss ignores mask pixels that come from outside the image. If the
     transforms include a RandomResizedCrop or a Resize, and the split has a method
-    `originals(indices)`, images are read with this method, in their original size.
+    `originals(indices)`, images are read with this method, at their original size.
     """
 
     def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:

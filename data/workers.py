@@ -83,7 +83,7 @@ class Workers:
             num_workers=count,
             pin_memory=device.type not in UNIFIED,  # on mps, host and device share memory
             persistent_workers=count > 0,
-            prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
+            prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches per worker
             # Without this generator, each epoch would draw a number from the global one.
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
@@ -120,8 +120,8 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Record the processes while signals are blocked: when a pending signal arrives, it
-                # must be known which processes to stop.
+                # Record the processes while signals are blocked: the handler of a pending signal
+                # must know which processes to stop.
                 # private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 WORKERS.update(self.processes)
@@ -163,11 +163,11 @@ class Workers:
                 end = f"exited with code {code}"
                 if code < 0:
                     end = f"was killed by {signal.Signals(-code).name}"
-                return TrainingError(f"A worker of the loader {end}{reading}.\n{FEWER}")
+                return TrainingError(f"A loader worker {end}{reading}.\n{FEWER}")
         if error is not None and not is_late(error):
             return TrainingError(
-                f"The loader's workers could not transfer {self.reader.where}: {cause(error)}.\n"
-                f"{FEWER}"
+                f"The loader's workers could not transfer a batch of {self.reader.where}: "
+                f"{cause(error)}.\n{FEWER}"
             )
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "

@@ -39,12 +39,12 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
 html_copy_source = False
-html_show_search_summary = False  # would fetch pages, which browsers refuse for local files
+html_show_search_summary = False  # would fetch pages, which browsers block for local files
 html_show_copyright = html_show_sphinx = False
 
 
 def as_plain_text(app, what, name, obj, options, lines):
-    """Escape stars, because docstrings are plain text without emphasis."""
+    """Escape asterisks, because docstrings are plain text without emphasis."""
     for i, line in enumerate(lines):
         parts = re.split(r"(`[^`]*`)", line)
         lines[i] = "".join(

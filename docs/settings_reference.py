@@ -1,7 +1,7 @@
 """A Sphinx extension that generates the tables of docs/settings.md from configs/.
 
 Each row has a key, its type, its default and its meaning. Defaults and meanings are the values and
-comments in the files of configs/; types are the limits in `stoker.command.settings.SETTINGS`.
+comments in the files of configs/; types come from `stoker.command.settings.SETTINGS`.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def keys_of(text: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def rows_of(group: str) -> list[Row]:
-    """Return the rows of a group. Each key has one row, however many options have the key."""
+    """Return the rows of a group. Each key has one row, however many options contain it."""
     rows: dict[str, Row] = {}
     files = configs.options(group)
     if group == "callbacks":
@@ -125,7 +125,7 @@ def type_of(row: Row) -> str:
 
 
 def joined(words: list[str]) -> str:
-    """Join words like `a, b or c`."""
+    """Join words as in `a, b or c`."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -138,7 +138,7 @@ def sentence(comment: str) -> str:
 
 
 def inline(text: str) -> list[nodes.Node]:
-    """Split text into nodes, formatting everything that a user types as code."""
+    """Split text into nodes; anything that a user would type is formatted as code."""
     parts: list[nodes.Node] = []
     for i, part in enumerate(CODE.split(text)):
         if part:
@@ -150,7 +150,7 @@ def inline(text: str) -> list[nodes.Node]:
 
 
 def paragraphs(texts: dict[str, list[str]], count: int, *, code: bool) -> list[nodes.Node]:
-    """Return a paragraph per text, with the options that have the text unless all of them do."""
+    """Return a paragraph per text, followed by its options unless all options have this text."""
     result: list[nodes.Node] = []
     for text, names in texts.items():
         children = [nodes.literal(text=text)] if code else inline(sentence(text))
@@ -171,7 +171,7 @@ def table(titles: list[str], widths: list[int], body: list[nodes.row]) -> nodes.
 
 
 class Settings(SphinxDirective):
-    """The base of the directives `keys` and `group`, which show a table of keys."""
+    """The base class of the directives `keys` and `group`, which show a table of keys."""
 
     required_arguments = 1
 

@@ -1,1 +1,1 @@
-"""Examples of your own parts and of complete tasks. Each file starts with the command to run it."""
+"""Examples of custom components and of complete tasks. Each file starts with the command to run."""

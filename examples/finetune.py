@@ -1,4 +1,4 @@
-"""Fine-tune a torchvision model: first only a new head, then also the body, at a lower rate.
+"""Fine-tune a torchvision model: first the new head alone, then the body too, at a lower rate.
 
 python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 optimizer.lr=1e-3 \
     'dataset.mean=[0.485,0.456,0.406]' 'dataset.std=[0.229,0.224,0.225]' \
@@ -14,7 +14,7 @@ from stoker.trainer.errors import UserError
 
 
 class FineTuned(nn.Module):
-    """(N, C, H, W) -> (N, num_classes): `body` with a new head instead of its last layer, `fc`.
+    """(N, C, H, W) -> (N, num_classes): `body` with its last layer, `fc`, replaced by a new head.
 
     One-channel images are repeated to three channels.
     """

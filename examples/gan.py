@@ -3,7 +3,7 @@
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
     optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20 precision=fp32 \
     'groups=[{match: "judge.*", scheduler: constant}]'
-Expect test/loss 1.00 ± 0.16 over 5 seeds: an energy distance, which is 5 after one epoch.
+Expect test/loss 1.00 ± 0.16 over 5 seeds. It is an energy distance; after one epoch, it is 5.
 """
 
 from torch import Size, cdist, nn, randn
@@ -14,7 +14,7 @@ from stoker.trainer.parallel import average_gradients
 
 
 class GAN(nn.Module):
-    """(N, *in_shape) -> N fakes of the same shape. The values of the inputs are not used."""
+    """(N, *in_shape) -> N fakes of the same shape. The input values are ignored."""
 
     def __init__(self, in_shape):
         super().__init__()
@@ -34,8 +34,8 @@ class GANTrainer(Trainer):
     def compute_loss(self, batch):
         """Return the energy distance between fake and real samples (Székely 2013, eq. 2.1).
 
-        Only evaluations use this distance, to measure progress. The judge's score would not work,
-        because it is best in the first epoch, before the judge has learned anything.
+        Only evaluations use this distance, to measure progress. The judge's score is no measure of
+        progress: it is best in the first epoch, before the judge has learned anything.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
         return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(

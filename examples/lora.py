@@ -2,7 +2,7 @@
 
 python train.py max_steps=20 run_dir=base
 python train.py model._target_=examples.lora.adapted +model.base=base +model.rank=4 epochs=5
-Expect test/acc 0.91 and 0.94; the base has 85,002 weights; a checkpoint of the second run has 4,392.
+Expect test/acc 0.91 and 0.94. The base model has 85,002 weights; the second run saves only 4,392.
 """
 
 import torch
@@ -14,8 +14,8 @@ import stoker
 class LoRA(nn.Module):
     """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`, which starts at zero.
 
-    The weights of the layer are buffers that are not saved in checkpoints or model.safetensors,
-    because the directory of the base run contains them.
+    The layer's own weights are buffers that are not saved in checkpoints or model.safetensors,
+    because the base run's directory already has them.
     """
 
     def __init__(self, linear, rank, alpha):

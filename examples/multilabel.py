@@ -17,8 +17,8 @@ def chords(n=3000, length=64, noise=1.0):
     """Return n sounds of `length` values, each a chord of random notes. Targets (n, NOTES) are 0 or 1.
 
     `Data` treats this as regression with NOTES targets. The default regression metrics are omitted,
-    because they are meaningless for logits. The first metric that you type decides which checkpoint
-    is best; if you type none, the loss does.
+    because they are meaningless for logits. The best checkpoint is chosen by the first metric that
+    you add, or by the loss if you add none.
     """
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(n, NOTES, generator=generator) < 0.3).float()

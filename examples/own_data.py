@@ -13,7 +13,7 @@ from stoker.data.datasets import Data, TensorSplit
 
 
 def spirals(n=1500, noise=0.2):
-    """Points (x, y) on three arms of a spiral: which arm is it?"""
+    """Points (x, y) on a spiral with three arms. The label is the arm."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(n) % 3
     radius = torch.rand(n, generator=generator).sqrt()
@@ -24,13 +24,13 @@ def spirals(n=1500, noise=0.2):
 
 
 def tones(n=3000, length=64):
-    """Noisy tones of four pitches: which pitch is it?"""
+    """Noisy tones at four pitches. The label is the pitch."""
     train, val, test = (Tones(range(n)[part], length) for part in parts(n))
     return Data("tones", train, val, test, in_shape=(length,), num_classes=4)
 
 
 class Tones:
-    """A split has a length, labels and a size in bytes, and returns the batch for some indices."""
+    """A split has a length, labels and a size in bytes, and returns the batch at given indices."""
 
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
@@ -45,7 +45,7 @@ class Tones:
         return torch.stack([self.tone(i) for i in indices]), self.targets[indices]
 
     def tensors(self):
-        """Return all samples, to be kept in memory. A split without this method is always streamed."""
+        """Return all samples, to keep in memory. A split without this method is always streamed."""
         return self[list(range(len(self)))]
 
     def tone(self, i):

@@ -1,4 +1,4 @@
-"""Your own metric: accuracy with the same weight for each class.
+"""Your own metric: accuracy with every class weighted equally.
 
 python train.py +metrics.balanced._target_=examples.own_metric.BalancedAccuracy monitor=val/balanced
 Expect test/balanced 0.972 ± 0.016 over 3 seeds.
@@ -13,8 +13,8 @@ class BalancedAccuracy(Sums):
     """The mean recall over the classes. Outputs are (N, C), targets are class indices (N,).
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
-    defines what to sum and how to compute the value. The sums stay on the device, and are
-    added up across all processes.
+    defines what to sum and how to compute the value from the sums. The sums stay on the device, and
+    are added up across all processes.
     """
 
     higher_is_better = True  # monitor=val/balanced keeps the checkpoint with the highest value

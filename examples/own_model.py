@@ -10,7 +10,7 @@ from stoker.trainer.errors import UserError
 
 
 class Mixer(nn.Module):
-    """(N, C, H, W) -> (N, num_classes); each `patch` x `patch` square becomes `width` numbers.
+    """(N, C, H, W) -> (N, num_classes); embeds each `patch` x `patch` square as `width` numbers.
 
     `in_shape` and `num_classes` come from the data set; the other arguments are settings.
     """
@@ -33,7 +33,7 @@ class Mixer(nn.Module):
 
 
 class Layer(nn.Module):
-    """(N, patches, width) -> the same shape; mixes the patches, then the numbers of each patch."""
+    """(N, patches, width) -> the same shape; mixes across patches, then within each patch."""
 
     def __init__(self, patches, width):
         super().__init__()

@@ -12,18 +12,18 @@ from stoker.trainer.errors import check_number
 
 
 class RDrop(Trainer):
-    """Adds `alpha` times the divergence between two passes over a batch, with different dropout."""
+    """Adds `alpha` times the divergence between two passes with different dropout masks."""
 
     def __init__(self, model, *, alpha=1.0, **settings):
         super().__init__(model, **settings)
         self.alpha = check_number("trainer.alpha", alpha, least=0)
 
     def compute_loss(self, batch):
-        """Return (mean loss, outputs). Evaluations have no dropout and use the plain loss."""
+        """Return (mean loss, outputs). Evaluation has no dropout, so it uses the plain loss."""
         if not self.model.training:
             return super().compute_loss(batch)
         inputs, targets = batch
-        # Make both passes in one call: with several processes, call the model only once per step.
+        # Run both passes in one call: with several processes, call the model only once per step.
         first, second = self.model(torch.cat([inputs, inputs])).chunk(2)
         loss = (self.loss(first, targets) + self.loss(second, targets)) / 2
         return loss + self.alpha * (

@@ -14,7 +14,9 @@ COLUMNS = ["x1", "x2", "x3", "x4", "x5", "colour", "id", "y"]
 
 
 def rows(n=2000, noise=1.0, seed=0):
-    """Yield n rows of COLUMNS. No model can have a lower error than the `noise` in `y`."""
+    """Yield n rows of COLUMNS. `noise` is the standard deviation of the noise in `y`, and so the
+    lowest RMSE that a model can reach.
+    """
     draw = random.Random(seed)
     for i in range(n):
         x = [draw.random() for _ in range(5)]

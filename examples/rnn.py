@@ -19,9 +19,9 @@ class RowReader(nn.Module):
 
     def forward(self, inputs):
         rows = inputs.transpose(1, 2).flatten(2)  # (N, H, C * W)
-        # Take the device and dtype of the inputs: torch.zeros alone is always on the CPU, and a
-        # tensor made in __init__ moves with the model only if it is a buffer (register_buffer).
-        # Use rows.shape[0]: in an export, len(rows) would fix the number of samples.
+        # Use the device and dtype of the inputs: a bare torch.zeros is on the CPU, and a tensor
+        # made in __init__ moves with the model only if it is a buffer (register_buffer).
+        # Use rows.shape[0], because len(rows) would fix the batch size of an exported model.
         hidden = torch.zeros(
             rows.shape[0], self.cell.hidden_size, device=rows.device, dtype=rows.dtype
         )

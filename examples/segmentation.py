@@ -11,8 +11,10 @@ from stoker.data.datasets import Data, TensorSplit, digits
 
 
 def scattered_digits(n=1200, size=16, each=2):
-    """Handwritten digits on a dark background. A pixel's class is 0 for the background and the digit
-    + 1 otherwise. The faint borders have the class -100, so the loss and the metrics ignore them.
+    """Handwritten digits on a dark background.
+
+    Background pixels have class 0, and pixels of digit d have class d + 1. The faint edges of the
+    digits have class -100, so the loss and the metrics ignore them.
     """
     generator = torch.Generator().manual_seed(0)
     digit, label = digits().train.tensors()

@@ -9,9 +9,9 @@ from stoker.trainer.errors import UserError
 
 
 class CNN(nn.Module):
-    """Map images (N, C, H, W) to (N, num_classes), with one block per number in `channels`.
+    """Map images (N, C, H, W) to (N, num_classes), with one block per entry of `channels`.
 
-    Each block halves the feature map, unless that makes it smaller than 2x2.
+    Each block halves the feature map, unless that would make it smaller than 2x2.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        # Each block adds two terms to the residual stream, so start with small ones, as GPT-2 does.
+        # Each block adds two terms to the residual stream, so start them small, as in GPT-2.
         for block in blocks:
             for last in (block.attention.out, block.shrink):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
@@ -82,7 +82,7 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the tokens (N, T) followed by `count` more, drawn one by one.
+        """Return the tokens (N, T) followed by `count` more, sampled one at a time.
 
         When the context is full, generation continues from the second half of the context.
 

@@ -45,7 +45,7 @@ class MLP(nn.Module):
         norm_layer = NORMS[norm]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in itertools.pairwise(sizes):
-            # The norm has an offset, so a bias before it would have no effect.
+            # The norm adds its own bias, so the linear layer does not need one.
             layers.append(nn.Linear(inputs, outputs, bias=norm_layer is None))
             if norm_layer is not None:
                 layers.append(norm_layer(outputs))

@@ -1,5 +1,5 @@
 """ResNet: ResNet-18 for CIFAR (He et al. 2016, arXiv 1512.03385). It starts with a 3x3 convolution
-of stride 1, without pooling.
+of stride 1 and no pooling.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Map images (N, C, H, W) to (N, num_classes); `widths` and `blocks` have one entry per stage.
 
-    Each stage except the first halves the feature map, unless that makes it smaller than 2x2.
+    Each stage except the first halves the feature map, unless that would make it smaller than 2x2.
     """
 
     def __init__(

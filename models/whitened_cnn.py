@@ -24,11 +24,11 @@ class WhitenedCNN(nn.Module):
     """Map images (N, C, H, W) of at least 3x3 pixels to (N, num_classes).
 
     This is the network of Jordan 2024 (arXiv 2404.00498). Each entry of `widths` adds a block of
-    two convolutions that halves the feature map, unless that makes it smaller than 2x2. In
+    two convolutions that halves the feature map, unless that would make it smaller than 2x2. In
     evaluation, the logits are averaged over six views of the image (section 3.5). Half of the
-    weight goes to the image and its mirror image. The other half goes to copies of these two,
-    shifted by one pixel up and left or down and right. The first layer is trained like the others
-    unless you add the Whiten callback.
+    weight goes to the image and its mirror image. The other half goes to copies of these two that
+    are shifted by one pixel, up and left or down and right. The first layer is trained like the
+    others unless you add the Whiten callback.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WhitenedCNN(nn.Module):
     def logits(self, inputs: Tensor) -> Tensor:
         """Compute the logits of a single view."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        # Use full precision, because in bf16 close logits would often be equal.
+        # Use full precision, because in bf16 close logits would often round to the same value.
         with torch.autocast(inputs.device.type, enabled=False):
             outputs: Tensor = self.head(features.to(self.head.weight.dtype))
             return outputs * LOGIT_SCALE
@@ -118,7 +118,7 @@ def offset_norm(channels: int) -> nn.BatchNorm2d:
 
 
 class Whiten(Callback):
-    """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze
+    """Whiten the first layer of a WhitenedCNN using the first `images` training images, and freeze
     its filters.
 
     The layer's bias is trained for `bias_epochs` epochs and then frozen too, so that the backward

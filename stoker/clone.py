@@ -1,5 +1,4 @@
-"""In a clone, the folders `trainer`, `models` and `data` are importable too: make them aliases of
-stoker's packages.
+"""Make the folders `trainer`, `models` and `data` of a clone aliases of stoker's packages.
 
 Without this, `import trainer` in a clone would load a second copy of every class. In an installed
 package, nothing imports this module.
@@ -32,7 +31,7 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def alias(package: str) -> None:
-    """Make `package` another name for `stoker.<package>`, including its modules."""
+    """Make `package` an alias of `stoker.<package>`, including its modules."""
     if not Alias.packages:
         sys.meta_path.insert(0, Alias())
     Alias.packages.add(package)

@@ -29,7 +29,7 @@ class Project:
 
 
 def current() -> Project:
-    """Return the project of the working directory; raise UserError if its file has a mistake."""
+    """Return the project of the working directory; raise UserError if its file is invalid."""
     return of_folder(Path.cwd())
 
 

@@ -254,7 +254,7 @@ def test_missing_data_is_said_at_once(tmp_path):
         [sys.executable, str(RUN)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "there is no MNIST/raw below DATA_ROOT" in done.stderr
+    assert "there is no MNIST/raw in DATA_ROOT" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_a_number_that_is_not_finite_is_never_the_best(tmp_path, caplog, value):
     assert stopping.best == saver.best == {"step": 2, "value": 0.25}
     assert trainer.step == 4
     assert caplog.messages == [
-        f"{name}: val/score is {value} at step 1, which is never the best value."
+        f"{name}: val/score is {value} at step 1, which cannot be the best value."
         for name in ("EarlyStopping", "Checkpoint")
     ]
 
@@ -291,7 +291,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 5. What happened first: in step 1, the loss is nan, and batch",
+        match="train/loss is nan at step 5. First non-finite value: in step 1, the loss is nan, and batch",
     ):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
     assert not checkpoint.files(tmp_path)
@@ -320,7 +320,7 @@ def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
     before = trainer.module.layer.weight.detach().clone()
     with pytest.raises(
         TrainingError,
-        match=r"is inf at step 3. What happened first: in step 1, the gradient of layer.bias has norm inf",
+        match=r"is inf at step 3. First non-finite value: in step 1, the gradient of layer.bias has norm inf",
     ):
         trainer.fit(*loaders())
     assert torch.equal(trainer.module.layer.weight, before)
@@ -340,7 +340,7 @@ def test_an_overflow_in_fp16_says_bf16():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 1. What happened first: in step 1, the loss is nan .*\n.*set .*precision=bf16",
+        match="train/loss is nan at step 1. First non-finite value: in step 1, the loss is nan .*\n.*set .*precision=bf16",
     ):
         trainer.fit(*loaders())
 
@@ -822,6 +822,6 @@ def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_is_explain
     val.inputs[:] = math.nan
     resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
     with pytest.raises(
-        TrainingError, match="all weights are finite.\nCheck the inputs and the targets of val"
+        TrainingError, match="all weights are finite.\nCheck the inputs and targets in the val data"
     ):
         resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

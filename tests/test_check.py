@@ -90,7 +90,7 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
     words = (
         "^loss=mse: another config file, such as your experiment's, sets "
         "loss._target_=torch.nn.L1Loss.\n"
-        "Remove that key there, or also type loss._target_=torch.nn.MSELoss."
+        "Remove the key from that file, or also type loss._target_=torch.nn.MSELoss."
     )
     with pytest.raises(UserError, match=words):
         processed(*typed)

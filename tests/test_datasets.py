@@ -210,20 +210,20 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (lambda inputs, labels: Pairs(inputs, labels), "a Pairs needs __len__, nbytes, targets"),
+        (lambda inputs, labels: Pairs(inputs, labels), "this Pairs .* __len__, nbytes, targets"),
         (
             lambda inputs, labels: TensorSplit(inputs, labels.tolist()),
-            "a TensorSplit needs .*\nTargets must be a tensor",
+            "this TensorSplit .* needs .*\nTargets must be a tensor",
         ),
         (
             lambda inputs, labels: TensorSplit(inputs, labels.numpy()),
-            "a TensorSplit needs .*\nTargets must be a tensor",
+            "this TensorSplit .* needs .*\nTargets must be a tensor",
         ),
         (
             lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels),
-            "a TensorDataset needs __len__, nbytes, targets",
+            "this TensorDataset .* needs __len__, nbytes, targets",
         ),
-        (lambda inputs, labels: iter(labels), "a tuple_iterator needs __len__, nbytes, targets"),
+        (lambda inputs, labels: iter(labels), "tuple_iterator .* needs __len__, nbytes, targets"),
         (
             lambda inputs, labels: DatasetSplit(iter(labels)),
             "DatasetSplit: this .* or has no length",

@@ -190,8 +190,8 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         assert torch.equal(part.tensors()[0], pixels)
     [record] = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: skipped: 6 of type '.txt', 1 folder next to train (unlabelled), "
-        "1 outside the class folders"
+        f"{tmp_path}: some files or folders were skipped: 6 of type '.txt', "
+        "1 folder next to train (unlabelled), 1 outside the class folders"
     )
 
 

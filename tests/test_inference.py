@@ -647,7 +647,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
             list(inference.predict(model, path))
     for output, message in (
         ("houses.csv", "this file already exists"),
-        ("no/o.csv", "the folder of this file does not exist"),
+        ("no/o.csv", "the folder for this file does not exist"),
         ("images", "this file already exists"),
         ("o.txt", "does not end in .csv or .jsonl"),
     ):
@@ -707,14 +707,14 @@ def test_a_key_is_for_its_task(forks, runs):
             "run=folder",
             "input=x",
             "dataset.missing=mean",
-        ): "dataset.missing: this key does not apply to the input of this run.",
+        ): "dataset.missing: this key does not apply to this kind of input.",
         (
             "task=predict",
             "run=prices",
             "input=x",
             "dataset.missing=mean",
             "dataset.on_bad_sample=skip",
-        ): "dataset.on_bad_sample: this key does not apply to the input of this run.",
+        ): "dataset.on_bad_sample: this key does not apply to this kind of input.",
         (
             "task=export",
             "run=prices",
@@ -920,7 +920,7 @@ def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
 def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
     """One row more, and other rows are its test split, of which the run was trained on most."""
     path = f"dataset.path={tmp_path / 'more.csv'}"
-    for count, says in ((300, ""), (301, "more: the model was trained on other data")):
+    for count, says in ((300, ""), (301, "more: the model was trained on different data")):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err

@@ -80,7 +80,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     guard = NaNGuard(tmp_path / "bad")
     first, second, third = failure(trainer(guard, Checkpoint(tmp_path / "run", every=2)), loader)
     assert first.endswith(
-        f". What happened first: in step {step}, the loss is nan, and batch[0] has non-finite values in 1 of {len(inputs)} rows "
+        f". First non-finite value: in step {step}, the loss is nan, and batch[0] has non-finite values in 1 of {len(inputs)} rows "
         f"(the first is row {row})."
     )
     assert second == "Check these samples, or remove them."
@@ -105,7 +105,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     again = trainer(NaNGuard(), Checkpoint(tmp_path / "again"))
     again.log_every = 1
     assert failure(again, loader, resume=path)[0] == (
-        f"train/loss is nan at step {step}. What happened first: {first.partition(': ')[2]}"
+        f"train/loss is nan at step {step}. First non-finite value: {first.partition(': ')[2]}"
     )
 
 
@@ -135,7 +135,7 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     trainer = make_trainer(optimizer=optimizer, scheduler=None, callbacks=callbacks)
     first, *_ = failure(trainer)
     assert first == (
-        "The weights of 0.weight are not finite at step 1. What happened first: in step 1, 0.weight is not finite "
+        "The weights of 0.weight are not finite at step 1. First non-finite value: in step 1, 0.weight is not finite "
         "after the update (learning rate 1e39)."
     )
 
@@ -198,7 +198,7 @@ def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
     trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=SGD)
     first, *_ = failure(trainer)
     assert first.startswith(
-        "train/loss is nan at step 8. What happened first: in step 6, 3.weight is not finite after the update "
+        "train/loss is nan at step 8. First non-finite value: in step 6, 3.weight is not finite after the update "
     )
 
 
@@ -307,4 +307,4 @@ def test_a_validation_that_is_not_finite_is_not_blamed_on_the_training():
     trainer = make_trainer(callbacks=[NaNGuard(), EMA(0.9)])
     first, second = failure(trainer, val_loader=DeviceLoader(data, "val", 8))
     assert first == "val/loss is nan at step 8, but all weights are finite."
-    assert second == "Check the inputs and the targets of val."
+    assert second == "Check the inputs and targets in the val data."

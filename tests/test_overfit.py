@@ -48,7 +48,7 @@ def test_evaluations_without_a_loss_are_refused():
 
     loader = DeviceLoader(make_data(), "train", 8, shuffle=True)
     trainer = Silent(make_model(), nn.CrossEntropyLoss(), torch.optim.AdamW, device="cpu")
-    with pytest.raises(UserError, match="overfit: evaluations of this Trainer have no loss"):
+    with pytest.raises(UserError, match="overfit: evaluations of this Trainer return no loss"):
         overfit.learn(trainer, loader, 1)
 
 

@@ -395,8 +395,8 @@ KINDS = {"single": (1, "single")} | {
 
 
 CHANGED = (
-    "The number of processes has changed from {} to {}: the weights will not be the same bit for "
-    "bit, and a loss or metric that compares the samples of a batch changes its scale.\n"
+    "The number of processes has changed from {} to {}: the weights will not match bit for "
+    "bit, and a loss or metric that compares the samples of a batch will be on a different scale.\n"
 )
 
 

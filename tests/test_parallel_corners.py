@@ -22,7 +22,7 @@ BYPASSED = (
     "each backward()."
 )
 GROUPS = {"same": SAME, "alike": [*ALIKE, "memory"], "refused": REFUSED}
-SHARDS = "Type strategy=ddp, or choose another optimizer if it causes the error. A step must call self.model as a whole, not parts of it."
+SHARDS = "Type strategy=ddp, or, if the optimizer causes the error, choose a different one. A step must call self.model as a whole, not parts of it."
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ REASONS = {
     (
         "diverging",
         "ddp",
-    ): "at step 3. What happened first: in step 3 on rank 0, the loss is inf (",
+    ): "at step 3. First non-finite value: in step 3 on rank 0, the loss is inf (",
     ("diverging", "fsdp"): "at step 3 (learning rate",
     ("two types", "fsdp"): SHARDS,
     ("0-dim", "fsdp"): "doesn't support scalar parameters",

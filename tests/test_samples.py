@@ -302,7 +302,7 @@ def test_samples_of_different_shapes_are_named(workers):
 
 
 def test_a_class_in_place_of_a_data_set_is_named():
-    with pytest.raises(UserError, match=r"Return an object of this class: Boxes\(...\)"):
+    with pytest.raises(UserError, match=r"Return an instance of it: Boxes\(...\)"):
         data_of("mine", {"train": Boxes})
 
 
@@ -400,7 +400,7 @@ def test_an_export_of_data_of_any_form_is_refused(forks, tmp_path):
         tmp_path, "task=export", "run=run", "format=torch_export", "trusted=[test_samples]"
     )
     assert refused.code == 2
-    assert "Use the run's model.safetensors, or export what stoker.load returns" in refused.err
+    assert "Use the run's model.safetensors, or call stoker.load and export" in refused.err
     card = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
     assert "## Limits\n- The test samples come from the same source" in card
 

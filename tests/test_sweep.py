@@ -794,7 +794,7 @@ def test_the_line_of_a_job_has_the_settings_that_vary(tmp_path):
     )
     assert lines[1] == f"2/2  val/loss 0.2500{' ' * 26}job 1 {shown}"
     failed = jobs.Job(
-        "2", [], "failed", note="The loss is 0.5 nan. What happened first: no.\nType x."
+        "2", [], "failed", note="The loss is 0.5 nan. First non-finite value: no.\nType x."
     )
     assert progress.outcome(failed) == "failed, The loss is 0.5 nan."
 

@@ -274,7 +274,7 @@ def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table
     text = "x|y|z|c\n" + "\n".join(lines)
     options = {"delimiter": "|", "val_fraction": 0, "test_fraction": 0}
     marks = settings.get("marks", "")
-    advice = r"in line \d\.\n.* dataset.decimal=',' .*\"dataset.marks='%\$'\" .*\n.*, or type "
+    advice = r"on line \d\.\n.* dataset.decimal=',' .*\"dataset.marks='%\$'\" .*\n.*, or type "
     with pytest.raises(UserError, match=f"target=y: .* the first is .*{advice}dataset.kind="):
         table(text, target="y", ignore=["z", "x"], **options)
     with pytest.raises(UserError, match=rf"^Column 'y': .*{advice}.*\[y\]'\.$"):
@@ -388,7 +388,7 @@ def test_dates_in_another_notation_are_no_categories(table, notation):
     with pytest.raises(UserError, match=r"300 of 300 .*\n.*\n.*dates as 2024-01-31 or 31.01.2024"):
         table("day,y\n" + "\n".join(lines), target="y")
     lines = [f"2024-02-{i % 28 + 1:02d},{'ab'[i % 2]}" for i in range(299)]
-    with pytest.raises(UserError, match=r"1 of 300 .*; the first is '2024-02-30' in line 301\."):
+    with pytest.raises(UserError, match=r"1 of 300 .*; the first is '2024-02-30' on line 301\."):
         table("day,y\n" + "\n".join([*lines, "2024-02-30,a"]), target="y")
 
 
@@ -623,7 +623,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(rows()),
             {"target": "city", "kind": "regression"},
-            "100 of 100 values cannot be read as a number; the first is 'a' in line 2.\n.*\n.*dataset.kind=classification",
+            "100 of 100 values cannot be read as a number; the first is 'a' on line 2.\n.*\n.*dataset.kind=classification",
         ),
         (HEADER, {}, "there are no rows"),
         ("", {}, r"cannot be read as a table \(Empty CSV file\)"),
@@ -709,17 +709,17 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         (
             "price",
             [7],
-            r"dataset.target=price: 1 of 400 values cannot be read as a number; the first is {} in line 9\.\n.*\n.*=classification\.$",
+            r"dataset.target=price: 1 of 400 values cannot be read as a number; the first is {} on line 9\.\n.*\n.*=classification\.$",
         ),
         (
             "price",
             [7, 3],
-            "dataset.target=price: 2 of 400 values cannot be read as a number; the first is {} in line 5",
+            "dataset.target=price: 2 of 400 values cannot be read as a number; the first is {} on line 5",
         ),
         (
             "rooms",
             [7],
-            r"Column 'rooms': 1 of 400 values cannot be read as a number; the first is {} in line 9.\n.*\n.*categorical=.rooms",
+            r"Column 'rooms': 1 of 400 values cannot be read as a number; the first is {} on line 9.\n.*\n.*categorical=.rooms",
         ),
     ):
         text = list(lines)
@@ -737,7 +737,7 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         about = table("rooms,price\n" + "\n".join(lines), target="price").description()
         with pytest.raises(
             UserError,
-            match=f"{re.escape(repr(wrong))} in (line|the column '{column}' is not a number)",
+            match=f"{re.escape(repr(wrong))} (on line|in the column '{column}' is not a number)",
         ):
             table(text, target="price", trained=about)
 
@@ -758,7 +758,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"${i}.00",
             "auto",
-            r"40 of 40 values cannot be read as a number; the first is '\$0.00' in line 2.\nFor ",
+            r"40 of 40 values cannot be read as a number; the first is '\$0.00' on line 2.\nFor ",
         ),
         (
             lambda i: f"c{i % 35}",
@@ -773,7 +773,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"2024-01-{1 + i % 30:02}",
             "regression",
-            "40 of 40 values cannot be read as a number; the first is '2024-01-01' in line 2",
+            "40 of 40 values cannot be read as a number; the first is '2024-01-01' on line 2",
         ),
         (
             lambda i: i / 2,
@@ -793,7 +793,7 @@ def test_a_target_of_too_many_classes_says_why(table, values, kind, words):
 )
 def test_two_decimal_signs_in_a_file_are_refused(table, values, decimal, line):
     lines = [f"{values[i % len(values)]};{i % 7};{'ab'[i % 2]}" for i in range(60)]
-    with pytest.raises(UserError, match=f"'x': .* cannot be read as a number; .* in line {line}"):
+    with pytest.raises(UserError, match=f"'x': .* cannot be read as a number; .* on line {line}"):
         table("x;z;y\n" + "\n".join(lines), target="y", delimiter=";", decimal=decimal)
 
 
@@ -918,7 +918,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"split_group": "citi", "split_time": "age"}, "dataset.split_group=citi: .* 'city'"),
         ({"split_time": "city"}, "dataset.split_time=city: .*dates such as 2024-01-31"),
         ({"split_time": "age", "folds": 3}, "split_time: cannot be combined with dataset.folds"),
-        ({"folds": 1}, "dataset.folds=1: .* Choose from 2"),
+        ({"folds": 1}, "dataset.folds=1: .* Type a number from 2"),
         (
             {"folds": 3, "fold": 3},
             "dataset.fold=3: expected a whole number of at least 0 and at most 2",

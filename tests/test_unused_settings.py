@@ -158,7 +158,7 @@ def test_a_setting_of_the_loader_is_no_argument_of_the_data_set(processed, tmp_p
         with pytest.raises(UserError) as error:
             check(processed(*typed, "device=cpu", "dataset.workers=1"))
     assert str(error.value) == (
-        "dataset.workers=1: this sets the loader, not the argument workers of reading.data. "
+        "dataset.workers=1: this key sets the loader, not the argument workers of reading.data. "
         "Rename the argument."
     )
 
@@ -173,7 +173,7 @@ def test_nor_is_one_in_a_config_file_of_its_own(processed, project, tmp_path, mo
         check(processed(*typed))
         project("dataset/mine", "_target_: in_a_file.data\nn: 20\nworkers: 1\n")
         files_of.cache_clear()
-        with pytest.raises(UserError, match=r"^dataset\.workers=1: this sets the loader, not the"):
+        with pytest.raises(UserError, match=r"^dataset\.workers=1: this key sets the loader"):
             check(processed(*typed))
 
 

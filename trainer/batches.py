@@ -211,7 +211,7 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
     """Return (number of samples in the batch, this rank's part of the batch).
 
     The part has the samples rank, rank + ranks and so on. If there are none, the part is a copy of
-    the first sample, because many models do not accept an empty batch. Do not count this copy.
+    the first sample, because many models do not accept an empty batch. Callers must not count it.
 
     Raises:
         UserError: It is unclear how to split the batch, or no entry has a sample dimension.

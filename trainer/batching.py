@@ -16,7 +16,7 @@ class Batching:
     """The part of a Trainer that measures and splits batches."""
 
     loss: Any
-    divisor: losses.Divisor | None = None  # maps targets to what the loss divides by
+    divisor: losses.Divisor | None = None  # maps targets to the denominator of the loss
     device: torch.device
     train_loader: Any
     splitter: Splitter
@@ -93,7 +93,7 @@ class Batching:
         """Split a step's batch into [(micro-batch, its fraction of the weight)]."""
         is_whole = self.splitter.parts == 1 and self.splitter.size is None
         if is_whole and not self.may_weigh_nothing and not isinstance(batch, batches.Accumulated):
-            return [(batch, None)]  # the usual case, without further calls
+            return [(batch, None)]  # a fast path for the usual case
         return self.with_fractions(self.splitter.split(batch))
 
     def with_fractions(self, parts: list[Any]) -> MicroBatches:

@@ -56,4 +56,4 @@ class Callback:
             setattr(self, name, copy.copy(state[name]))
 
     def loaded(self, trainer: "Trainer") -> None:
-        """Called after the trainer has loaded a state, in a fit or outside of one."""
+        """Called after the trainer has loaded a state, whether or not a fit is running."""

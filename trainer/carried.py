@@ -19,10 +19,10 @@ class Carried:
                 outputs, self.hidden = self.model(inputs, self.hidden)
                 return self.loss(outputs, targets), outputs
 
-    The value is None when a fit starts. Assign a tensor or a nested structure of tensors. They
-    are detached, so that the backward pass stays within the batch. An evaluation or a prediction
-    also starts with None, and leaves the training value unchanged. To reset the value after each
-    epoch, assign None in a callback's `on_epoch_end`.
+    The value is None when a fit starts. Assign a tensor or a nested structure of tensors,
+    which are detached so that the backward pass stays within the batch. An evaluation or a
+    prediction also starts with None, and leaves the training value unchanged. To reset the value
+    after each epoch, assign None in a callback's `on_epoch_end`.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

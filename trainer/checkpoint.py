@@ -1,7 +1,7 @@
 """Save, load and find checkpoints.
 
-A checkpoint is one safetensors file. Its metadata holds everything but the tensors as JSON, and a
-SHA-256 of the tensors and the JSON.
+A checkpoint is one safetensors file. Its metadata holds everything except the tensors as JSON, and
+a SHA-256 of the tensors and the JSON.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def load(path: str | Path) -> Any:
 
     Raises:
         UserError: The file does not exist.
-        DamagedCheckpoint: The file is not a checkpoint, or a bit has changed.
+        DamagedCheckpoint: The file is not a checkpoint, or its contents have changed.
         TrainingError: The file cannot be read.
     """
     metadata, tensors = read_tensors(path)
@@ -150,7 +150,7 @@ def values_in(header: bytes) -> int:
 
 
 def copy(state: Any, everywhere: bool = False) -> Any:
-    """Copy the state to contiguous CPU tensors, so that training can go on while it is saved.
+    """Copy the state to contiguous CPU tensors, so that training can continue while it is saved.
 
     Sharded tensors are gathered, so all processes must call this. Only rank 0 receives the copy
     unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
@@ -236,9 +236,9 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 @contextlib.contextmanager
 def matching(name: str) -> Iterator[None]:
-    """Context manager that raises UserError if the state of this part of a Trainer does not fit.
+    """Context manager that raises UserError if a state does not fit the object that loads it.
 
-    The state may have any form, and so may the error.
+    The state may have any form, so loading it may raise any exception.
     """
     try:
         yield
@@ -258,7 +258,7 @@ def restore(name: str, part: Any, state: Any) -> None:
     weights.
 
     Raises:
-        UserError: The state does not fit. The part, whose name this is, may be half loaded.
+        UserError: The state does not fit `part`, which may be half loaded.
     """
     with matching(name):
         if isinstance(part, torch.nn.Module):
@@ -277,7 +277,7 @@ def restore(name: str, part: Any, state: Any) -> None:
 
 
 def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Raise UserError for a difference between parameter groups that torch does not notice."""
+    """Raise UserError if parameter groups differ in a way that torch does not detect."""
     groups = optimizer.state_dict()["param_groups"]
     for i, (current, group) in enumerate(zip(groups, state["param_groups"], strict=False)):
         for key, value in current.items():
@@ -325,7 +325,8 @@ def digest(tensors: Tensors, tree: str) -> str:
 def go_back(folder: str | Path, step: int) -> None:
     """Remove the checkpoints after `step`, and the temporary files of an interrupted save.
 
-    A run that resumes from `step` writes these again, and the newest checkpoint must be its own.
+    A run that resumes from `step` writes these checkpoints again, and must not mistake the
+    old ones for its own.
     """
     for number, path in files(folder).items():
         if number > step:
@@ -401,7 +402,9 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
     if step not in (None, state["step"]):
-        raise DamagedCheckpoint(f"{path} contains the state after step {state['step']}.")
+        raise DamagedCheckpoint(
+            f"{path} contains the state after step {state['step']}, which does not match its name."
+        )
     return state
 
 

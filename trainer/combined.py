@@ -25,7 +25,7 @@ class Combined(torch.optim.Optimizer):
         self.steps = [bare_step(optimizer) for optimizer in optimizers]
 
     def share(self) -> None:
-        """Let the optimizers share the groups and the state of this object."""
+        """Make the optimizers share the groups and the state of this object."""
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]

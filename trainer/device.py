@@ -78,12 +78,12 @@ def choose(name: object = "auto") -> torch.device:
 def no_cuda() -> str:
     """Return the reason why torch cannot use a GPU on this machine."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs"
+        return "torch is a CPU-only build; for a GPU build, see https://pytorch.org/get-started"
     try:
         torch.cuda.init()
     except RuntimeError as error:  # for example, the driver is too old
         return f"torch says: {first_line(error).partition('.')[0]}"
-    return "torch finds no GPU"
+    return "torch does not find a GPU"
 
 
 def make_current(device: torch.device) -> None:
@@ -218,7 +218,7 @@ def calls_view(module: torch.nn.Module) -> bool:
 
 
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """Run `work(batch)` in the stream for capturing graphs, and return its result.
+    """Run `work(batch)` in the stream used to capture graphs, and return its result.
 
     Tensors that autograd has created in another stream cannot be part of a graph.
     """

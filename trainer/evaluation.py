@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """Evaluate a loader; return {"val/loss": ..., "val/acc": ...} over all of its samples.
 
-    There is no loss if `compute_loss` returns None for it.
+    The loss is omitted if `compute_loss` returns None for it.
 
     Raises:
         EvaluationInterrupted: A fit was interrupted during an evaluation.
@@ -51,7 +51,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                     raise EvaluationInterrupted
                 batch = transfer.move(batch, trainer.device)
                 results = trainer.eval_splitter.apply(compute_losses, batch)
-                if not parallel.has_samples(loader):  # do not count a copy of a sample
+                if not parallel.has_samples(loader):  # this rank has only a copy of a sample
                     continue
                 for part, loss, outputs in results:
                     if loss is not None:
@@ -88,7 +88,7 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
 
 
 def reset(trainer: "Trainer") -> None:
-    """Reset the metrics, and let them ignore the class that the loss ignores."""
+    """Reset the metrics, and make them ignore the class that the loss ignores."""
     ignored = losses.ignored_class(trainer.loss)
     for metric in trainer.metrics.values():
         metric.reset()

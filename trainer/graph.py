@@ -30,9 +30,9 @@ class Captured:
     A kind of step is captured when it occurs for the second time. A graph repeats its kernels on
     the same memory, so each kind of step needs its own graph. A kind is defined by the shapes and
     plain values in the batch, by which parameters are trained, and by the optimizer's settings. The
-    learning rate may change: it is a tensor (rounded to float32). With more than MOST kinds, the
-    others run without a graph. Each step seeds the device's generator, so a replay draws the same
-    random numbers as a normal step.
+    learning rate may change: it is a tensor (rounded to float32). At most MOST kinds are captured;
+    all others run without a graph. Each step seeds the device's generator, so a replay draws the
+    same random numbers as a normal step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The names of a window's numbers. The rates of further groups are train/lr/1 or train/lr/NAME.
+# The numbers that are logged for a window of steps. If parameter groups have different learning
+# rates, there are also entries such as train/lr/1 or train/lr/NAME.
 NUMBERS = (
     "train/loss",
     "train/lr",
@@ -27,7 +28,8 @@ class History(list[Row]):
     """The rows of a fit: {"step": ..., "epoch": ..., ...} for each step with logged numbers.
 
     The names are the same as in `on_log`, such as "train/loss" and "val/acc". The history of a
-    resumed fit starts at the step where it resumes. Lists of numbers are passed only to callbacks.
+    resumed fit starts at the step where it resumes. Logged lists of numbers are not kept here; only
+    callbacks receive them.
     """
 
     def add(self, row: Row) -> None:

@@ -24,7 +24,7 @@ SEVERAL = ("ddp", "fsdp")  # strategies with several processes
 
 # Holds a `store` for each thread, because a thread that waits for the store blocks its connection.
 connections = threading.local()
-waits = itertools.count()  # numbers the calls of `wait_for_ranks`
+waits = itertools.count()  # numbers the calls to `wait_for_ranks`
 timeout: float = 300  # seconds to wait for another rank
 
 
@@ -92,7 +92,7 @@ def whole_store() -> "Store":
 
 
 def connect() -> "Store":
-    """Connect to the store. While rank 0 has not started, a signal can interrupt the wait."""
+    """Connect to the store. A signal can interrupt the wait for rank 0 to start."""
     from torch.distributed import TCPStore
 
     address = os.environ.get("MASTER_ADDR", "localhost")
@@ -100,7 +100,7 @@ def connect() -> "Store":
     is_host = is_first() and not store_is_torchruns()
     try:
         if not is_host:
-            wait_for_port(address, port)  # TCPStore would ignore signals meanwhile
+            wait_for_port(address, port)  # TCPStore would ignore signals while it waits
         return TCPStore(
             address,
             port,
@@ -150,7 +150,7 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has exited.")
         if time.monotonic() > end:
-            raise LostContact(f"rank {by} did not answer: timed out after {timeout:g} s.")
+            raise LostContact(f"rank {by} did not respond: timed out after {timeout:g} s.")
         time.sleep(0.02)
     return json.loads(store().get(key))
 
@@ -158,7 +158,7 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
 def wait_for_ranks(name: str) -> None:
     """Wait until all ranks have called this with the same `name` as many times as this rank.
 
-    Unlike a collective operation, it lets a signal interrupt the wait.
+    Unlike in a collective operation, a signal can interrupt the wait.
     """
     number = next(waits)  # each call needs new keys, because keys stay in the store
     publish(f"{name}/{number}/{rank()}", True)

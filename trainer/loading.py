@@ -356,10 +356,10 @@ class IterableLoader(Seekable):
 
 @contextlib.contextmanager
 def children_do_not_interrupt() -> Iterator[None]:
-    """Keep the handler of SIGCHLD, which a DataLoader replaces when it starts workers.
+    """Keep the SIGCHLD handler, which a DataLoader replaces when it starts workers.
 
     When a worker dies, the DataLoader's handler raises an error at an arbitrary line of the main
-    thread. Without this handler, the error is raised where the next batch is awaited.
+    thread. Without this handler, the error is raised while waiting for the next batch.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     try:

@@ -41,7 +41,7 @@ def memory_info(device: torch.device) -> tuple[int | None, int | None]:
     ask = getattr(backend, "mem_get_info", torch.accelerator.get_memory_info)
     try:
         free, total = ask(device)
-    except (RuntimeError, ValueError):  # the backend does not count memory
+    except (RuntimeError, ValueError):  # the backend does not report memory
         return None, None
     return int(free), int(total)
 

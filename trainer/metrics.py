@@ -91,8 +91,8 @@ class Sums:
 
     Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and `value(sums)`. The
     sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
-    counts. Set `higher_is_better` in the subclass to select weights by the metric. It is None if
-    neither direction is better.
+    counts. To select the best weights by the metric, set `higher_is_better` in the subclass. None
+    means that neither direction is better.
     """
 
     higher_is_better: bool | None = None
@@ -115,7 +115,7 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric, or NaN without data. All processes must call this."""
+        """Return the metric, or NaN if there was no data. All processes must call this."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 

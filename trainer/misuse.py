@@ -46,8 +46,8 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of this package that use what compute_loss or train_step returned, and the messages of
-# Python and torch if it has the wrong form.
+# Functions of this package that use the return value of compute_loss or train_step, and messages
+# of Python and torch that mean that this value has the wrong form.
 AFTER_A_STEP = {"train_step", "accumulate", "scaled", "compute_losses", "compute_loss", "update"}
 MISRETURNED = re.compile(
     "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
@@ -84,13 +84,13 @@ def check_parts(
     callbacks: Any,
     groups: Any,
 ) -> None:
-    """Raise UserError for arguments that a Trainer would ignore or train incorrectly with."""
+    """Raise UserError for arguments that a Trainer would ignore or use incorrectly."""
     check_methods(type(trainer), ())
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     if type(model).__name__ in WRAPPERS:
         raise UserError(
-            "model: pass the module itself, which strategy=dp, ddp or fsdp, or compile=true wraps."
+            "model: pass the module itself; strategy=dp, ddp or fsdp, or compile=true wraps it."
         )
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
@@ -318,8 +318,8 @@ def raise_if_explained(
 ) -> None:
     """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
 
-    If torch raised the error, attach a note that describes the batch, which it calls `name`, and
-    says where the error occurred.
+    If torch raised the error, attach a note that says where the error occurred and describes the
+    batch. `name` is what the note calls the batch.
     """
     is_explained = isinstance(error, UserError) or explanation_of(error) is not None
     if is_explained or not isinstance(error, Exception):
@@ -359,7 +359,7 @@ def raise_if_explained(
 def unpaired(
     trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
 ) -> UserError | None:
-    """Return an error if a method that is not overridden received a batch that is not a pair."""
+    """Return an error if one of the default methods received a batch that is not a pair."""
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
     if is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None

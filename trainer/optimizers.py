@@ -183,7 +183,7 @@ def make_capturable(optimizer: Any, device: torch.device) -> None:
     """Make learning rates tensors, so that each replay reads them, and count steps on the GPU."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
-            f"compile=graph needs a fused optimizer, and {type(optimizer).__name__} is not fused.\n"
+            f"compile=graph needs a fused optimizer, but {type(optimizer).__name__} is not fused.\n"
             "Type optimizer=adamw or optimizer=sgd, and remove fused=false if you set it."
         )
     for group in optimizer.param_groups:
@@ -228,8 +228,8 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
 def zero_grad(optimizer: Any, unoptimized: Iterable[torch.Tensor] = ()) -> None:
     """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim.
 
-    Also drop those of `unoptimized`, the parameters without an optimizer, because their
-    gradients would accumulate from step to step.
+    Also drop those of `unoptimized`, the parameters without an optimizer, whose gradients would
+    otherwise accumulate from step to step.
     """
     for parameter in unoptimized:
         parameter.grad = None
@@ -270,8 +270,8 @@ def decoupled_sgd(
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, and momentum applies each gradient several times. The
-    # number of times is computed as in the paper.
+    # The loss is a mean over the batch, and momentum applies each gradient several times: in total,
+    # 1 + 1 / (1 - momentum) times, as in the paper.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:

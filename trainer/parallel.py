@@ -60,7 +60,7 @@ def start(strategy: str, device: torch.device) -> str:
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{exchange_for(strategy, device)}"
-        launch.wait_for_ranks("starts")  # init_process_group would ignore signals meanwhile
+        launch.wait_for_ranks("starts")  # init_process_group would ignore signals
         dist.init_process_group(
             backend,
             store=launch.store(),
@@ -169,7 +169,7 @@ def replicated(module: torch.nn.Module, device: torch.device) -> torch.nn.Module
         return module
     if device.type not in REPLICAS or is_compiled(module):
         raise UserError(
-            "strategy=dp: torch.nn.DataParallel needs CUDA, and an uncompiled model.\n"
+            "strategy=dp: torch.nn.DataParallel needs CUDA and an uncompiled model.\n"
             "Type strategy=single, or strategy=ddp."
         )
     # DataParallel gathers outputs on its first device, which must also hold the parameters.
@@ -289,7 +289,7 @@ def over_ranks(kind: Any) -> Any:
 
 
 def spread_norms(module: torch.nn.Module) -> None:
-    """Let each BatchNorm compute its statistics across all processes, in place.
+    """Make each BatchNorm compute its statistics across all processes, in place.
 
     Classes with their own `forward` are left unchanged.
     """
@@ -327,7 +327,7 @@ def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def follow_first(module: torch.nn.Module, _: Any) -> None:
-    """Copy rank 0's buffers to all processes before a forward, as DistributedDataParallel does."""
+    """Copy rank 0's buffers to all processes before a forward pass, as ddp does."""
     take_from_first(own_buffers(module))
 
 
@@ -338,7 +338,7 @@ def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def plain_text(module: torch.nn.Module) -> str:
-    """Return the module as Python prints it, without the class names that FSDP adds."""
+    """Return the module as Python prints it, without the prefixes that FSDP adds to class names."""
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
 
@@ -433,7 +433,7 @@ def add_up(value: Summable) -> Summable:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Return a list with the value of every rank: plain values, or tensors on the CPU."""
+    """Return the values of all ranks as a list: plain values, or tensors on the CPU."""
     if process_count == 1:
         return [value]
     if isinstance(value, torch.Tensor):

@@ -81,7 +81,7 @@ class Reporting(Stateful):
     def memory_report(self) -> dict[str, float]:
         """Return {use: MiB}. The peak is that of the device, or of the process on CPU and mps.
 
-        The gradients are those of a step, also after a fit, which frees them.
+        The gradients are counted as in a step, even after a fit, which frees them.
         """
         parameters = list(self.module.parameters())
         return {

@@ -176,8 +176,8 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
             part = build(one, optimizer, total_steps)
             if not (isinstance(schedule, Schedule) and isinstance(part, Schedule)):
                 raise UserError(
-                    "groups: a rule can have its own scheduler only if it and the run's scheduler "
-                    "both come from stoker.trainer.schedules."
+                    "groups: a rule can have its own scheduler only if both this scheduler and the "
+                    "run's scheduler come from stoker.trainer.schedules."
                 )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"
@@ -201,7 +201,7 @@ def named(given: Any) -> Callable[..., Any]:
 
 
 def check_state(scheduler: Any, state: dict[str, Any]) -> None:
-    """Raise UserError for the state of a scheduler with other settings or base rates.
+    """Raise UserError if the state is from a scheduler with different settings or base rates.
 
     The base rates are `given` in our Schedule, and `base_lrs` in torch's schedulers.
     """
@@ -238,7 +238,7 @@ def set_lr(
     rate: float | Sequence[float],
     in_fit: bool,
 ) -> list[float]:
-    """Do the work of `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
+    """Implement `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
 
     Outside of a fit, `scheduler` is the scheduler of the last fit.
     """

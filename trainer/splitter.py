@@ -1,4 +1,4 @@
-"""Micro-batches limit how many samples are processed at once; the size can adapt to memory."""
+"""Split batches into micro-batches, whose size can adapt to the available memory."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Splitter:
     """Splits batches into micro-batches.
 
     Args:
-        device: The device, to name it in messages and to free its memory.
+        device: The device that processes the batches.
         sample_dim: A function like `Trainer.sample_dim`.
         size: The maximum number of samples at once. "auto" starts with whole batches and halves the
             size when memory runs out. None splits into `parts`.
@@ -77,7 +77,7 @@ class Splitter:
             parts = math.ceil(samples / (parallel.process_count * self.size))
         if parts == 1:
             return [batch]
-        if self.global_samples is not None:  # so that every rank has a sample per micro-batch
+        if self.global_samples is not None:  # each rank needs a sample per micro-batch
             parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
 

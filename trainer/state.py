@@ -1,4 +1,4 @@
-"""Parts of a Trainer's state: options of optimizers, and frozen parameters."""
+"""Helpers for the state of a Trainer: optimizer options and frozen parameters."""
 
 import torch
 

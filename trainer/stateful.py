@@ -80,7 +80,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
-        """Return {name: parameter} for parameters in no optimizer, including frozen ones."""
+        """Return {name: parameter} for parameters without an optimizer, including frozen ones."""
         optimized: set[torch.Tensor] = set()
         for part in self.stateful().values():
             if isinstance(part, torch.optim.Optimizer):
@@ -111,7 +111,7 @@ class Stateful:
         """Load a checkpoint file, or the best one in a folder: weights, step, callbacks, ..."""
         begun = self.epochs_begun
         self.load_state_dict(checkpoint.loaded(path, checkpoint.best))
-        self.epochs_before = max(self.epochs_before, begun)  # so that the next fit repeats no epoch
+        self.epochs_before = max(self.epochs_before, begun)  # the next fit must not repeat epochs
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
         """Restore a state from `state_dict`, including the position of `loader` or `train_loader`.
@@ -143,7 +143,7 @@ class Stateful:
             callback.loaded(trainer)
 
     def check_state(self, state: Any) -> None:
-        """Raise UserError for what would not be noticed when the state is loaded."""
+        """Raise UserError for a mismatch that loading the state would not detect."""
         kinds: dict[str, type] = {**SAVED, "frozen": list, "callbacks": dict}
         problem = "The checkpoint does not match this Trainer:"
         with checkpoint.matching("Trainer"):

@@ -11,7 +11,7 @@ from stoker.trainer.errors import UserError
 # regular expression for an error message of torch -> what to do about it
 ADVICE = {
     "device-side assert": (
-        "An assertion inside a GPU kernel failed (device-side assert). Usually a class in the "
+        "An assertion inside a GPU kernel failed (device-side assert). Usually, a class in the "
         "targets or an index into an Embedding is out of range.\n"
         "Type device=cpu, where the same step fails with a clear message."
     ),
@@ -24,7 +24,7 @@ ADVICE = {
         "Type drop_last=true, or change batch_size or micro_batch."
     ),
     "view size is not compatible": (
-        "The model calls .view() on an image, but its memory format may be channels_last.\n"
+        "The model calls .view() on an image whose memory format may be channels_last.\n"
         "Use .flatten(1) or .reshape() instead, or type channels_last=false."
     ),
     r"InvalidCxxCompiler|No working C\+\+ compiler|TritonMissing|Cannot find a working triton": (
@@ -34,7 +34,7 @@ ADVICE = {
     ),
     "DTensor|FSDP|[Ss]harding (strategy|propagation)": (
         "strategy=fsdp: torch does not support this operation on sharded parameters.\n"
-        "Type strategy=ddp, or choose another optimizer if it causes the error. "
+        "Type strategy=ddp, or, if the optimizer causes the error, choose a different one. "
         "A step must call self.model as a whole, not parts of it."
     ),
     "mark a variable ready only once|marked as ready twice": (

@@ -11,8 +11,8 @@ from typing import TextIO
 
 INDENT = " " * 9  # aligned with the text of lines such as "model    MLP, 85,002 parameters"
 STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
-# Matches lines with a command, which are not wrapped, so that you can copy them. In a
-# command, a script, an option or a setting follows the program's name, perhaps after a task.
+# Matches lines with a command, which are not wrapped, so that you can copy them. In a command, the
+# program's name is followed by a script, an option or a setting, sometimes with a task in between.
 COMMAND = re.compile(
     r"(^|: |^(?:evaluate|resume|train|best) +)(\S*python[\d.]*|stoker|torchrun) "
     r"(?=-|['\"]|\S+(?:\.py\b|=)|\w+ \S+=)"

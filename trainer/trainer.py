@@ -35,7 +35,7 @@ from stoker.trainer.window import Window
 
 
 class Trainer(Predicting, Stoppable, Reporting):
-    """Trains, evaluates and applies a model.
+    """Trains and evaluates a model, and makes predictions with it.
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
     `fit`, in this order of preference. For what happens between steps, add a callback. One batch of
@@ -76,7 +76,7 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     # From the base classes:
     # - Predicting: predict. Its base Batching measures and splits batches: step_samples and
-    #   step_weight are those of this process's part, process_weight is the factor of its loss.
+    #   step_weight describe this process's part, whose loss is multiplied by process_weight.
     # - Stoppable: stop, interrupt, poll_interruption, stop_reason, failed (an error ended the fit)
     # - Reporting: call (a hook), log, check_and_log, history (the logged rows). Its base Stateful:
     #   is_due (every n steps and at the last one), epochs_before (of earlier fits), carried (state

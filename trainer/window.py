@@ -10,7 +10,7 @@ from stoker.trainer.metrics import Mean
 
 
 class Window:
-    """Collects the numbers of steps until the next logged row.
+    """Collects the loss, gradient norm and time of the steps until the next logged row.
 
     Attributes:
         loss: Mean loss over the window. Each step is weighted by the weight of its batch.
@@ -32,7 +32,7 @@ class Window:
             mean.reset()
 
     def start_clock(self) -> None:
-        """Start the clock."""
+        """Start measuring the time of the steps."""
         self.start = time.perf_counter()
 
     def add_norm(self, norm: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class Window:
         """Return the numbers of the window across all processes, and clear the window.
 
         `rates` and `labels` are the learning rates and the names of the parameter groups. If the
-        rates differ, the row has an entry for every further label.
+        rates differ, the row also has an entry for each label after the first.
 
         Reading the loss waits for the device, so the measured time is correct. If all targets were
         ignored, the row has no loss.

@@ -77,18 +77,18 @@ def choices(arguments: Sequence[str]) -> list[str]:
 def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in the form that Hydra expects.
 
-    `stoker plan` is short for `stoker task=plan`, and so on for each task. A task that takes a run
-    accepts `dataset.root=DIR` even if the default data set has no `root`. A plus before a key with
-    a dot adds or replaces a value. The project's experiment, its `configs/` and its
-    folder for runs are added. A prompt and settings such as `dataset.delimiter` are quoted, so that
-    Hydra keeps them as typed.
+    `stoker plan` is short for `stoker task=plan`, and likewise for every task. A task that takes a
+    run accepts `dataset.root=DIR` even if the default data set has no `root`. A plus before a
+    dotted key adds or replaces a value. The project's experiment, its `configs/` and its runs
+    folder are added. A prompt and settings such as `dataset.delimiter` are quoted, so that Hydra
+    keeps them as typed.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
     given = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        # `model=mlp` may have a key that your own model has too, so `+` may also replace a value.
+        # `model=mlp` may already set a key that your own model takes, so let `+` replace it.
         if re.match(r"\+\w+\.", key):
             argument = f"+{argument}"
         if re.fullmatch(AS_TYPED, argument):
@@ -114,7 +114,7 @@ def of_project(arguments: Sequence[str]) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return a list with the override that adds the project's `configs/` folders, if it has any."""
+    """Return a list of the override that adds the project's `configs/` folders; [] without any."""
     added = [quoted(f"file://{folder}") for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 

@@ -123,7 +123,7 @@ def build_dataset(node: dict[str, Any], **offered: Any) -> "Data":
 
 
 def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class weights of a torch loss, which are lists in a config, as tensors."""
+    """Return the class weights of a torch loss as tensors; in a config, they are lists."""
     import torch
 
     weights = {}
@@ -140,7 +140,7 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_arguments(key: str, target: str, given: Collection[str]) -> list[str]:
-    """Return the arguments that a target requires and that are not given."""
+    """Return the required arguments of a target that are not given."""
     names, _ = arguments_of(key, target)
     return [name for name in names if names[name] is REQUIRED and name not in given]
 

@@ -87,12 +87,12 @@ def check_choices(given: Mapping[str, Any]) -> None:
         if key not in typed and target != chosen_target:
             raise UserError(
                 f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
-                f"Remove that key there, or also type {key}={chosen_target}."
+                f"Remove the key from that file, or also type {key}={chosen_target}."
             )
 
 
 def check_length(given: Mapping[str, Any]) -> None:
-    """Raise UserError if `epochs` was typed although `max_steps` sets the length."""
+    """Raise UserError if `epochs` was typed but `max_steps` also sets the length of the run."""
     typed = arguments.typed_keys()
     if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
@@ -142,7 +142,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
-    """Replace resolved values in a message with what was typed: ${oc.env:...} may be a secret."""
+    """Show ${...} in a message instead of its value, because ${oc.env:...} may be a secret."""
     for key, value in given.items():
         if isinstance(value, str) and "${" in value:
             text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")

@@ -56,7 +56,7 @@ def explanation(error: BaseException) -> str:
         file = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         advice = ""
         if error.errno in FAILING:
-            advice = "Once the problem is solved, type the same command with run_dir=DIR to resume."
+            advice = "Once that is fixed, type the same command with run_dir=DIR to resume."
         return f"{file}{(error.strerror or str(error)).lower()}.\n{advice}"
     if isinstance(error, FileNotFoundError):  # pyarrow's message is only the path
         return f"{error}: no such file or directory."

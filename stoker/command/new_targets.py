@@ -1,4 +1,4 @@
-"""Remove from a config the arguments that are meant for a different target."""
+"""Remove arguments that are meant for a different target from a config."""
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -11,7 +11,7 @@ from stoker.trainer.errors import UserError
 
 
 def drop_leftovers(cfg: DictConfig) -> None:
-    """Remove the arguments that a file sets for a target that was replaced by another one.
+    """Remove the arguments that a file sets for a target that has been replaced.
 
     Typed arguments stay. So do arguments that refer to another setting (`${...}`), if the new
     target accepts them.

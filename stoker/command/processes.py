@@ -30,7 +30,7 @@ class JobFailed(TrainingError):
 
 
 def count(strategy: str, devices: int | str, device: str) -> int:
-    """Return how many processes to start; 1 means that this process trains by itself.
+    """Return how many processes to start; 1 means that this process trains on its own.
 
     Raises:
         UserError: `devices` or `strategy` cannot take effect.
@@ -80,7 +80,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // processes)))
-    # When a rank has failed, the agent waits this many seconds, then kills ranks that are blocked.
+    # After a rank fails, the agent waits this many seconds before it kills the other ranks.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "25")
     if of is not None:
         os.environ[JOB] = json.dumps(of)

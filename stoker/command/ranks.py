@@ -78,7 +78,7 @@ def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UserError on every rank unless all ranks have the same `parts`.
 
     `parts` has the form {kind: {name: value}}, with kinds such as code and config. Without this
-    check, ranks that differ would train together, and nobody would notice.
+    check, ranks that differ would train together unnoticed.
     """
     if world_size() == 1:
         return
@@ -137,7 +137,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
-    """Return (message, exit code) for the end of this rank; with None, print no message.
+    """Return (message, exit code) for the end of this rank; if the message is None, print nothing.
 
     `kind` is "error" for this rank's own error, "lost" if contact with another rank was lost, or
     "signal". The ranks agree through the store, so that each error is printed once.

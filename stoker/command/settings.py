@@ -100,7 +100,7 @@ FLAG = Choice((False, True))
 TEXT = Text()
 
 SETTINGS: Mapping[str, Setting] = {
-    # What the command does
+    # what the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
     "run": Setting(TEXT, WITH_RUN, "any"),
     "split": Setting(TEXT, ("evaluate", "predict"), "any"),
@@ -115,7 +115,7 @@ SETTINGS: Mapping[str, Setting] = {
     "profile": Setting(FLAG, ("train",), "any"),
     "overfit": Setting(COUNT_OR_NONE, ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
-    # the training
+    # training
     "epochs": Setting(resume="longer", aliases=("max_epochs",)),
     "max_steps": Setting(resume="longer"),
     "steps_per_epoch": Setting(),
@@ -251,9 +251,7 @@ def check_all(config: Mapping[str, Any]) -> None:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Raise UserError for settings that do not work with several processes or with sharded
-    weights.
-    """
+    """Raise UserError for settings that conflict, or that do not work with several processes."""
     strategy = values.get("strategy")
     devices = values.get("devices", "auto")
     started = 1  # processes that this process starts

@@ -27,7 +27,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
 
 
 def setting(key: str, value: str | Path) -> str:
-    """Return 'key=value' for Hydra, with quotes if the value has unusual characters."""
+    """Return 'key=value' for Hydra, with the value quoted if it has unusual characters."""
     text = str(value)
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"

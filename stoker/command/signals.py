@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def show_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Print an exception that a finalizer swallowed, except Interrupted, which is raised later."""
+    """Print an exception that a finalizer swallowed, unless it is Interrupted (raised later)."""
     if not isinstance(unraisable.exc_value, Interrupted):
         sys.__unraisablehook__(unraisable)
 
@@ -39,7 +39,7 @@ def for_script(resume: str) -> Iterator[None]:
     """Handle a script's signals within this context; the command `resume` resumes the script."""
     global can_raise, resume_command, has_advised
     if threading.current_thread() is not threading.main_thread() or can_raise:
-        yield  # only the main thread can handle signals; or the command already handles them
+        yield  # only the main thread can install handlers, and the command may already have done so
         return
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     install()

@@ -66,7 +66,7 @@ def freeze_imports() -> None:
 
 
 def spare_the_compiler() -> None:
-    """Build, save and load optimizers without importing torch's compiler, which takes a second.
+    """Keep optimizers from importing torch's compiler, which takes a second.
 
     The methods below import the compiler only to exclude themselves from compilation. This function
     marks them as already excluded for the whole process, so do not compile a function that calls
@@ -105,7 +105,7 @@ def few_threads(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Make operators on the CPU use one thread within this context."""
+    """Run CPU operators on one thread within this context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

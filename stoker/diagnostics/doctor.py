@@ -59,12 +59,12 @@ class Sample:
 class Doctor(Callback):
     """Warn about layers that keep a model from learning, and print a summary at the end.
 
-    The doctor samples the first steps and then every `every`-th step, or more steps in a short run,
-    to get FEWEST samples. In these steps, it inspects the gradient and the update of each
-    weight with two or more dimensions. A unit is dead if its whole gradient is zero, because no
-    sample activates its ReLU. If a whole layer is dead, its neighbors are dead too. Other steps
-    have no hooks, and the results do not change. A sampled step needs memory for a copy of the
-    weights.
+    The doctor samples the first steps and then every `every`-th step, or more often in a short run,
+    to get FEWEST samples. In these steps, it inspects the gradient and the update of each weight
+    with two or more dimensions. A unit is dead if its whole gradient is zero, for example because
+    no sample activates its ReLU. If a whole layer is dead, its neighbors are dead too. The doctor
+    does not change the results, and adds no hooks to the other steps. A sampled step needs memory
+    for a copy of the weights.
     """
 
     first_rank_only = True
@@ -115,7 +115,7 @@ class Doctor(Callback):
         print(self.summary(trainer))
 
     def look(self, trainer: Trainer) -> None:
-        """Sample the next step: copy the weights first, and add hooks to the gradients."""
+        """Prepare to sample the next step: copy the weights, and add hooks for the gradients."""
         self.before: dict[str, torch.Tensor] = {}
         self.rows: dict[str, torch.Tensor] = {}  # gradient norm of each unit
         for name, parameter in trainer.module.named_parameters():
@@ -164,7 +164,7 @@ class Doctor(Callback):
         return sample
 
     def add(self, sample: Sample, trainer: Trainer) -> None:
-        """Judge the sample along with those before it, unless its step was skipped."""
+        """Judge this sample together with the previous ones, unless its step was skipped."""
         sizes = sample.gradients.values()
         if trainer.scaler.is_enabled() and not all(map(math.isfinite, sizes)):
             return  # fp16 skips such a step

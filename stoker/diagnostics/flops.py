@@ -93,8 +93,8 @@ def counter() -> Any:
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s
 
-    # A wrapper excludes the counter's dispatch method from compilation by setting a mark on it. To
-    # do so, the wrapper imports the compiler, which takes 2 s, unless the mark is already there.
+    # A wrapper marks the counter's dispatch method as excluded from compilation. To do so, it
+    # imports the compiler, which takes 2 s, unless the method already has the mark.
     # private: _FlopCounterMode and __dynamo_disable, to start two seconds sooner, torch 2.15
     mode: Any = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
     dispatch = inspect.unwrap(mode.__torch_dispatch__)
@@ -106,9 +106,9 @@ def counter() -> Any:
 def peak(device: torch.device, dtype: torch.dtype | None) -> float:
     """Measure the FLOPs per second of a product of two large matrices of this type.
 
-    The matrices are random: with equal numbers, a GPU draws less power and is faster than in real
-    work (by 13% on an H200). On the CPU, the result is that of one thread: a short product in one
-    thread is likely to finish undisturbed by other programs.
+    The matrices are random, because a GPU draws less power and runs faster on constant matrices
+    than in real work (by 13% on an H200). On the CPU, this measures one thread, because a short
+    product in one thread is likely to finish undisturbed by other programs.
     """
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""model_summary=true: a table of the layers of a model."""
+"""The table of layers that model_summary=true prints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: boo
 
 
 def quantity(value: int) -> str:
-    """Return "1,234", or nothing for 0."""
+    """Return a number such as "1,234", or "" for 0."""
     return f"{value:,}" if value else ""
 
 

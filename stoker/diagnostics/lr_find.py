@@ -48,7 +48,7 @@ def lr_find(
     """Train for up to `steps` steps while the learning rate increases from `lowest` to `highest`.
 
     Training stops early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
-    1506.01186, section 3.3). Return the rates and the smoothed loss at each. Do not use the trainer
+    1506.01186, section 3.3). Return the rates and the smoothed losses. Do not use the trainer
     afterward. Raises UserError if there are too few steps for a curve.
     """
     initial = float(trainer.optimizer.param_groups[0]["lr"])

@@ -15,7 +15,7 @@ from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
-EVERY = 25  # steps between two evaluations
+EVERY = 25  # steps between evaluations
 GOOD = 0.99  # accuracy or r2 to reach; without either, the loss must fall by this fraction
 
 
@@ -35,8 +35,8 @@ class Watch(Callback):
         self.first = trainer.evaluate(self.given, "batch")
         if "batch/loss" not in self.first:
             raise UserError(
-                "overfit: evaluations of this Trainer have no loss, so it cannot be judged. Remove "
-                "overfit, and type max_steps=100 for a short run."
+                "overfit: evaluations of this Trainer return no loss, so Stoker cannot tell "
+                "whether the model learns. Remove overfit, and type max_steps=100 for a short run."
             )
 
     def on_step_end(self, trainer: Trainer) -> None:

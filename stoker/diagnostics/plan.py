@@ -39,7 +39,8 @@ class Estimate:
 class Watch(Callback):
     """Time a few steps after the first ones, and end the fit."""
 
-    # Copies of the state, as a run holds for its NaNGuard and while it writes a checkpoint.
+    # Copies of the state, like those that a run keeps for its NaNGuard and while it writes a
+    # checkpoint. They count toward the measured memory.
     first_state: Any
     state: Any
 
@@ -78,7 +79,7 @@ def look(
 ) -> Estimate:
     """Train a few steps and return the estimate.
 
-    The only callbacks that run are those that average weights, or freeze weights until the end. Do
+    The only callbacks that run are those that average weights or freeze them for the whole run. Do
     not use the trainer afterward, because these steps change its weights.
     """
     watch = Watch()

@@ -21,8 +21,8 @@ MOST = 10  # operators in the table
 class Profile(Callback):
     """Write a trace of ACTIVE steps and a table of the most expensive operators into `folder`.
 
-    The table is also printed. The first steps are skipped, but a run that is too short for that is
-    traced from its first step. Profiling slows these steps down, but does not change their results.
+    The table is also printed. The first steps are skipped, unless the run is too short for that.
+    Profiling slows these steps down, but does not change their results.
     Open the trace in chrome://tracing, ui.perfetto.dev or TensorBoard's profiler.
     """
 
@@ -61,7 +61,7 @@ class Profile(Callback):
         if profiler.step_num == 0:  # no step was completed
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard looks for this ending.
+        # TensorBoard looks for files with this suffix.
         trace = self.folder / f"step_{trainer.step}.pt.trace.json.gz"
         profiler.export_chrome_trace(str(trace))
         part = "device" if trainer.device.type == profiler.use_device else "cpu"

@@ -21,7 +21,7 @@ SOON = 10.0  # seconds; in a shorter run, advice would save little
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
-# The smallest share of the time at which a stage is reported, higher for useful work.
+# A stage is reported if it takes at least this share of the time. Useful work may take more.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -37,7 +37,7 @@ SENTENCES = {
         "DataLoader's num_workers; an IterableDataset must split its samples among workers), or "
         "dataset.resident=true"
     ),
-    "resident": (  # "data" if the data set is on the device
+    "resident": (  # replaces "data" if the data set is on the device
         "the {device} waited {share} for data: remove entries from dataset.augment, or set a "
         "larger batch_size"
     ),
@@ -110,9 +110,9 @@ class Timing(Callback):
         self.timed = dict.fromkeys(TIMED, 0.0)  # seconds
         self.within: list[str] = []  # the open spans in `timed`, innermost last
         self.turned = 0.0
-        # {stage: seconds} of each sampled step, by its kind
+        # {stage: seconds} of each sampled step, by kind of step
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
-        # samples with marks that the device has possibly not reached yet
+        # samples with marks that the device may not have reached yet
         self.unread: list[tuple[str, list[Mark]]] = []
         self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
@@ -144,13 +144,13 @@ class Timing(Callback):
         if starts:
             self.say(trainer)
         # Sample at random: a loader may, for example, do more work in every fourth step.
-        # First steps of epochs are rarer, so each of them is more likely to be sampled.
+        # First steps of epochs are rarer than other steps, so sample more of them.
         share = SHARE * trainer.steps_per_epoch if starts else SHARE
         if trainer.step - self.first_step < ALWAYS or self.random.random() < share:
             self.begin_sample(trainer, "epoch" if starts else "other")
 
     def say(self, trainer: Trainer) -> None:
-        """Print the sentence once, after the line of the first whole epoch."""
+        """Print the sentence once, below the line of the first full epoch."""
         is_whole = trainer.step - self.first_step >= trainer.steps_per_epoch
         if self.said is not None or not is_whole or trainer.step == trainer.total_steps:
             return

@@ -90,7 +90,7 @@ def facts(module: torch.nn.Module, about: Description, result: RunResult) -> dic
 
 
 def is_usual(outputs: Any, about: Description) -> bool:
-    """Return whether a model's outputs are one number per class or target for each sample."""
+    """Return whether a model outputs one number per class or target for each sample."""
     return isinstance(outputs, torch.Tensor) and outputs.shape[1:] == (about["num_classes"],)
 
 

@@ -64,7 +64,7 @@ class Examination:
         self.confusion: Confusion | None = None
         if self.data.kind == "classification" and 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes, IGNORED)
-        # Stays None if the outputs are not one row of numbers per sample.
+        # Stays None if the outputs do not have the usual shape.
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -144,7 +144,7 @@ class Highest:
         self.kept: Columns = {}
 
     def update(self, columns: Columns) -> None:
-        """Keep the highest among the samples kept so far and the samples of a batch."""
+        """Keep the highest of the samples kept so far and those of a batch."""
         parts = [self.kept, columns] if self.kept else [columns]
         self.kept = self.highest(joined(parts))
 
@@ -190,8 +190,8 @@ class Classes(Examination):
     def reset(self) -> None:
         super().reset()
         # Two pairs of histograms. The first pair is over the probability of the predicted class:
-        # all samples, and the correct ones. The second pair is over the probability of the last
-        # class: all samples, and the samples of the second class.
+        # all samples, and the correct ones. The second pair is only for binary classification, over
+        # the probability of the second class: all samples, and the samples of this class.
         self.bins: Tensor | None = None
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:
@@ -229,7 +229,8 @@ def add_counts(bins: Tensor, values: Tensor, selected: Tensor) -> None:
 class Positions(Examination):
     """Samples of a classification of tokens or pixels.
 
-    Sequences are cut to their first tokens, and masks are reduced to the size of a picture.
+    Sequences are truncated to MOST_TOKENS tokens, and masks are downsampled to at most SIDE pixels
+    per side.
     """
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:

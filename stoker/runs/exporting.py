@@ -75,7 +75,7 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
             source = f"{name} samples of {data.name}"
     except (UserError, OSError) as error:
         log.warning(
-            "The run's data cannot be read, so the outputs are compared on generated inputs: %s",
+            "Cannot read the run's data, so the outputs are compared on generated inputs. (%s)",
             first_line(error),
         )
         inputs = generated(about)
@@ -98,7 +98,7 @@ def export(
     whose: str,
     output: str | Path | None = None,
 ) -> tuple[Path, float, float]:
-    """Export a `Trained` model, and write path.md, which explains how to use it.
+    """Export a `Trained` model, and write `<path>.md`, which explains how to use it.
 
     The outputs for batches of 1, 3 and all `inputs` are compared with those of the eager model.
 
@@ -106,8 +106,8 @@ def export(
         The path, the largest difference between outputs, and the largest output.
 
     Raises:
-        TrainingError: the outputs differ by more than rounding errors, or the model does not have
-            the weights that the run tested. Nothing is written.
+        TrainingError: the outputs differ by more than rounding errors, or the weights are not those
+            that the run tested. Nothing is written.
         UserError: the model cannot be exported. Nothing is written.
     """
     check_tested(model, Path(folder))
@@ -258,7 +258,7 @@ def write_card(
     difference: float,
     outputs: Any,
 ) -> None:
-    """Write path.md, which explains what the file contains and how to use it."""
+    """Write `<path>.md`, which explains what the file contains and how to use it."""
     text = render(
         "export.md.jinja",
         **card.facts(model.module, model.about, RunResult.read(folder) or RunResult()),

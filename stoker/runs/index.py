@@ -56,7 +56,8 @@ def update(run: str | Path) -> None:
         return  # the jobs of a sweep, and runs that have not started, are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
-        # A sweep without a page may turn out to be invalid, and then leaves nothing behind.
+        # Do not create an index for a sweep that has no page yet: it may turn out to be invalid,
+        # and must then leave nothing behind.
         begins = names - {SWEEP} and folder == usual and not os.path.lexists(folder / NAME)
         if begins or is_index(folder):
             with contextlib.suppress(Exception):  # an index must never make a run fail
@@ -190,7 +191,7 @@ def shown(value: object) -> str:
 def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     """Return {metric: [steps, values]} for the losses and for `name`.
 
-    If spikes dwarf the other values, a third entry is the largest value to draw in a small curve.
+    If spikes dwarf the other values, a third entry gives the largest value that the plot shows.
     """
     from stoker.runs.plots import limit, thin
     from stoker.runs.report.curves import series
@@ -244,7 +245,7 @@ def entry_of_sweep(path: Path) -> Entry:
 
 
 def time_of(started: float | None, path: Path) -> float:
-    """Return when a run or sweep started, or when its folder changed if that is out of range."""
+    """Return when a run or sweep started; if `started` is not valid, when its folder changed."""
     return started if started and 0 < started < 1e11 else path.stat().st_mtime
 
 
@@ -262,7 +263,7 @@ def main(arguments: list[str]) -> int:
 
     def draw(folder: Path) -> None:
         if os.path.lexists(folder / NAME) and not is_index(folder):
-            raise UserError(f"{folder / NAME} is not an index of runs. Move the file away first.")
+            raise UserError(f"{folder / NAME} is not an index of runs. Move or rename it first.")
         print(f"index    {write(folder)}")
 
     usage = "python -m stoker.runs.index DIR, where DIR is a folder of runs."

@@ -322,15 +322,15 @@ def image_batches(
 
     if is_empty:
         raise UserError(
-            f"input={printable(path)}: no readable image was found "
-            f"({', '.join(images.IMAGE_ENDINGS)}). Type input=FOLDER or input=IMAGE."
+            f"input={printable(path)}: no readable image was found. Type input=FOLDER or "
+            f"input=IMAGE. Supported formats: {', '.join(images.IMAGE_ENDINGS)}."
         )
     if broken:
         log.warning("Skipped %d images that cannot be read, such as %s.", len(broken), broken[0])
 
 
 def images_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the images below a folder by name. Links to folders are not followed."""
+    """Yield the paths of the images below a folder, sorted. Links to folders are not followed."""
     for entry in sorted(os.scandir(folder), key=operator.attrgetter("name")):
         if entry.name.startswith("."):
             continue
@@ -391,7 +391,7 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     if os.path.lexists(path):
         raise UserError(f"{shown}: this file already exists. Choose a different output.")
     if not path.parent.is_dir():
-        raise UserError(f"{shown}: the folder of this file does not exist. Create it first.")
+        raise UserError(f"{shown}: the folder for this file does not exist. Create it first.")
     if endings and path.suffix not in endings:
         raise UserError(
             f"{shown}: the name does not end in {' or '.join(endings)}. "

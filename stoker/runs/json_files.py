@@ -10,7 +10,7 @@ from stoker.trainer import files
 from stoker.trainer.typed import typed
 
 T = TypeVar("T")
-MOST_BYTES = 2**24  # a result.json has 2 KB, and a confusion matrix of 1,000 classes 8 MB
+MOST_BYTES = 2**24  # result.json takes 2 KB; a confusion matrix of 1,000 classes takes 8 MB
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:

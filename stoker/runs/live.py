@@ -17,7 +17,7 @@ SHARE = 0.01  # maximum fraction of the time spent on updates, not counting the 
 class LiveReport(Callback):
     """Redraw the report of the run in `folder` when a row is logged and an update is due.
 
-    This happens between two steps, reads only the files in the folder, and uses no random numbers.
+    Redrawing happens between steps, reads only files in the folder, and uses no random numbers.
     """
 
     first_rank_only = True
@@ -25,7 +25,7 @@ class LiveReport(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_on = True
-        self.is_warm = False  # the first drawing compiles the templates
+        self.is_warm = False  # whether the first update has compiled the templates
 
     def on_fit_start(self, trainer: Trainer) -> None:
         print(f"report   {self.folder / directory.REPORT} (live)", flush=True)

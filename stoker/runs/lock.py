@@ -37,7 +37,7 @@ if hasattr(os, "register_at_fork"):
 def held(folder: Path) -> Iterator[None]:
     """Create the folder and lock it. Raise RunInUse if another process holds the lock.
 
-    The system releases the lock even if the process is killed, so a leftover file locks nothing.
+    The system releases the lock even if the process is killed, so a leftover lock file is harmless.
     """
     make(folder)
     for name in FOLDERS:
@@ -95,7 +95,7 @@ def locked_file(folder: Path) -> FileIO:
 
 
 def is_held(folder: str | Path) -> bool:
-    """Return whether a process, possibly this one, holds the lock of the folder."""
+    """Return whether a process, possibly this one, holds the lock on the folder."""
     try:
         with files.open_plain(Path(folder) / LOCK) as file:
             lock(file)  # closing the file releases the lock

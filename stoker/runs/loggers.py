@@ -36,8 +36,8 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 MLFLOW_PARAMS = 100  # maximum parameters in one call
-LONGEST_REASON = 300  # characters of an error message
-# What each tool calls an outcome; W&B's own hook uses 255 for Ctrl-C.
+LONGEST_REASON = 300  # maximum characters of an error message in a warning
+# The outcomes in W&B's and MLflow's terms; W&B itself reports 255 for Ctrl-C.
 WANDB_CODES = {"done": 0, "failed": 1, "stopped": 255}
 MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
@@ -72,7 +72,7 @@ class JSONL(Callback):
         self.rows = (self.rows or 0) + 1
 
     def keep_rows(self, step: int) -> int:
-        """Keep the rows up to this step in a new file, and return how many there are."""
+        """Rewrite the file with only the rows up to this step, and return how many there are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(self.path):
             return 0
@@ -94,11 +94,11 @@ class JSONL(Callback):
 
 
 class Logger(Callback):
-    """Send a run's metrics to an experiment tracker. If this fails, warn once and stop sending.
+    """Send a run's metrics to an experiment tracker. If sending fails, warn once and stop.
 
     A subclass implements `begin`, which is called just before the first row, `write`, which is
     called for each row, and `end`. It can also implement `add_result`, which receives the final
-    results. `begin` is not called earlier, because only then have all settings been checked.
+    results. `begin` waits for the first row, by which time all settings have been checked.
     """
 
     first_rank_only = True
@@ -110,7 +110,7 @@ class Logger(Callback):
     begun_at = 0  # the step at which the fit began
 
     def begin(self, trainer: Trainer) -> None:
-        """Start a run in the tool, or continue it if `begun_at` is above 0."""
+        """Start a run in the tracker, or resume it if `begun_at` is above 0."""
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         """Send a row of numbers."""
@@ -120,7 +120,7 @@ class Logger(Callback):
         self.write(numbers, step)
 
     def end(self, outcome: str) -> None:
-        """End the run in the tool. The outcome is "done", "stopped" or "failed"."""
+        """End the run in the tracker. The outcome is "done", "stopped" or "failed"."""
 
     def describe(self, config: dict[str, Any], group: str | None = None) -> None:
         """Receive the config and the sweep's name from the command, which later calls `finish`."""
@@ -149,7 +149,7 @@ class Logger(Callback):
             self.end_as("done")
 
     def end_as(self, outcome: str) -> None:
-        """End the run in the tool as "done", "stopped" or "failed", unless it has ended already."""
+        """End the tracker's run as "done", "stopped" or "failed", unless it has already ended."""
         if self.begun:
             self.begun = False
             self.attempt(self.end, outcome)
@@ -162,7 +162,7 @@ class Logger(Callback):
             self.end_as(outcome)
 
     def attempt(self, method: Callable[..., None], *args: Any) -> None:
-        """Call a method unless the tool has failed before. If it fails, warn and end the run."""
+        """Call a method unless an earlier call failed. If it fails, warn and end the run."""
         if self.failed:
             return
         try:
@@ -180,7 +180,7 @@ class Logger(Callback):
 
 
 def charted(row: Row) -> dict[str, float]:
-    """Return the numbers of a row that are plotted over the steps, without the epoch."""
+    """Return the numbers in a row to plot against the step. The epoch is left out."""
     numbers = {}
     for name, value in row.items():
         if isinstance(value, float) and name != "epoch":
@@ -189,7 +189,7 @@ def charted(row: Row) -> dict[str, float]:
 
 
 def chart_of(name: str) -> str:
-    """Return a metric's name in the tools, chosen so that the losses are sorted first."""
+    """Return the name of a metric in the trackers, chosen so that the losses come first."""
     split, _, metric = name.partition("/")
     if split in ("best", "test"):
         return f"result/{name}"
@@ -209,7 +209,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Hide the rows that a killed run wrote after its last checkpoint: they are written again.
+        # Hide the rows that a killed run wrote after its last checkpoint; they are logged again.
         self.writer = SummaryWriter(self.folder, purge_step=self.begun_at + 1)
         # The HParams tab has a column per setting, so only pass settings that change the result.
         shown = {}
@@ -250,7 +250,7 @@ class WandB(Logger):
         import wandb
 
         mode: Any = self.mode
-        if mode == "auto":  # wandb itself would wait for a login
+        if mode == "auto":  # wandb's own default would prompt for a login
             mode = os.environ.get("WANDB_MODE")
             if mode is None:
                 mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
@@ -292,7 +292,7 @@ class WandB(Logger):
 class MLflow(Logger):
     """Send the run to MLflow, under the name of `folder`. Requires the extra `mlflow`.
 
-    `uri` is a server or a database. "auto" uses MLFLOW_TRACKING_URI if set, else runs/mlflow.db.
+    `uri` names a server or database. "auto" uses MLFLOW_TRACKING_URI if set, else runs/mlflow.db.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ from stoker.trainer.number_format import brief
 
 Points = Sequence[tuple[float, float]]
 
-MOST_POINTS = 400  # points in a drawn curve
+MOST_POINTS = 400  # maximum points in a drawn curve
 MOST_MARKED = 30  # curves with at most this many points have dots
-MOST_DOTS = 800  # dots in a scatter plot
+MOST_DOTS = 800  # maximum dots in a scatter plot
 # The ends of the axes, in pixels of a 360 x 220 plot, which is about its size on a phone.
 LEFT = 70
 RIGHT = 346
@@ -47,7 +47,7 @@ class Axis:
 
 @dataclass
 class Plot:
-    """A plot: its axes and the marks drawn in them.
+    """A plot: its axes, and the marks drawn on it.
 
     The kind of a mark is a CSS class of the page, and its color is a CSS variable.
     """
@@ -101,7 +101,7 @@ class Plot:
         self.mark(f"dots {kind}", path, colour=colour)
 
     def svg(self) -> Markup:
-        """Return the plot as an <svg>."""
+        """Return the plot as an <svg> element."""
         ends = {"left": LEFT, "right": RIGHT, "foot": FOOT, "top": TOP}
         text = render("plot.html", plot=self, **ends)
         return Markup(text.replace("\n", ""))
@@ -163,7 +163,7 @@ def curves(
 ) -> Markup:
     """Draw named curves over the steps, with a mark at `best` and a band over the `warmup`.
 
-    The steps go from 0 to `end`, or further if a curve does.
+    The x axis runs from 0 to `end`, or to the last step of the longest curve if that is later.
 
     `colours` maps each curve to a CSS variable of the page. The axis is logarithmic if the largest
     value is over `far` times the smallest. `epochs` is the number of epochs per step. Spikes above

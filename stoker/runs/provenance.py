@@ -61,7 +61,7 @@ def packages() -> dict[str, str]:
 
 
 class Code:
-    """The state of a project's git repository, read by threads while the run is being built."""
+    """The state of a project's git repository, read by background threads."""
 
     def __init__(self, folder: Path) -> None:
         pool = ThreadPoolExecutor(2)
@@ -73,7 +73,7 @@ class Code:
 
     def revision(self) -> Revision | None:
         """Return the current revision, or None if there is none. Untracked files are ignored."""
-        # Wait for both commands, so that none is still running when training starts.
+        # Wait for both commands, so that neither is still running when training starts.
         diff = self.diff.result()
         commit = self.commit.result().strip()
         return Revision(commit, dirty=diff != "") if commit else None

@@ -52,7 +52,7 @@ class RunResult:
 
     overrides: list[str] | None = None  # the typed settings
     script: str | None = None  # the command line of the script that started the run
-    # why the run failed; if set, all other entries except those from `write_failure` are empty
+    # why the run failed; if set, only the entries that `write_failure` sets are filled in
     error: str | None = None
     code: int | None = None  # the exit code of a failed run
     will_repeat: bool | None = None  # whether the same command would fail at the same step again
@@ -75,7 +75,7 @@ class RunResult:
     flops_per_sample: float | None = None
     flops_per_second: float | None = None
     peak_flops: float | None = None
-    peak_threads: int | None = None  # on the CPU, the threads that `peak_flops` is for
+    peak_threads: int | None = None  # on the CPU, the number of threads behind `peak_flops`
     mfu: float | None = None
     # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -231,7 +231,7 @@ def write_failure(
 
 
 def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
-    """Yield the last lines that a run prints: its results, its time, and the next commands.
+    """Yield the last lines that a run prints: results, time, and the commands to type next.
 
     `packages` are the packages that the run trusts.
     """
@@ -269,7 +269,7 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
 
 
 def valid_overrides(value: Any) -> list[str] | None:
-    """Return an entry in a file if it is a valid list of typed settings, or else None."""
+    """Return the value if it is a valid list of typed settings, otherwise None."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
         return None
     if not all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value):

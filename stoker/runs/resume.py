@@ -14,7 +14,7 @@ from stoker.runs.saved_config import SCRIPT, for_reading, load_config
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed, first_few
 
-MOST_SHOWN = 5  # differences in one message
+MOST_SHOWN = 5  # maximum differences in one message
 
 
 def to_resume(
@@ -79,7 +79,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def check_beginning(folder: Path, cfg: Any) -> None:
-    """Check a folder without checkpoints: it has no run yet, or the run stopped very early."""
+    """Check a folder without checkpoints, which may hold a run that stopped very early."""
     result = RunResult.read(folder) or RunResult()
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
@@ -134,8 +134,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     now = dotted.flat(now)
     if (SCRIPT in before) != (SCRIPT in now):
         raise UserError(
-            f"{name} holds a run that was started in a different way: one of the two runs was "
-            "started by a script, the other from the command line. Choose a different run_dir."
+            f"{name} holds a run that was started differently: a script started one of the two "
+            "runs, and the command started the other. Choose a different run_dir."
         )
     followed_before = for_reading(before)
     followed_now = for_reading(now)

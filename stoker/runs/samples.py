@@ -65,7 +65,8 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        # Weights whose loss is nan cannot generate text, and no process has all sharded weights.
+        # If the loss is nan, the weights cannot generate text. If they are sharded, no process has
+        # all of them.
         if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         try:

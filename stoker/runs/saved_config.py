@@ -25,17 +25,17 @@ from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
 
 # Limits on a config.yaml: its bytes, levels of nesting, and characters of a value with ${...}.
-# The files that Stoker writes have 3 KB, 4 levels and 100 characters.
+# The files that Stoker writes have about 3 KB, 4 levels and 100 characters.
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000
-# digits in a number: Python refuses to print more than 4,300, but reads 0x... of any length
+# Maximum digits in a number. Python refuses to print over 4,300, but reads 0x... of any length.
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
 # The setting for the folder of Stoker's own data sets; the folder differs between machines.
 DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
-ROWS = f"{LOGGERS}JSONL"  # the logger of every run
+ROWS = f"{LOGGERS}JSONL"  # the logger that every run has
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8 times as fast
 KEY_PATH = r"\$\{([A-Za-z_][\w.]*)\}"
 
@@ -188,7 +188,7 @@ def check_parts(config: Config) -> None:
 
 @contextlib.contextmanager
 def naming_run(folder: str | Path) -> Iterator[None]:
-    """Start each UserError with the name of the run."""
+    """Begin the message of each UserError with `run=FOLDER`."""
     try:
         yield
     except UserError as error:
@@ -278,7 +278,7 @@ def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
     """Return a saved config, or `parts` of it, with each ${key.path} replaced by the key's value.
 
     Raises UserError for any other ${...} except `DATA_ROOT`, because a resolver such as
-    ${oc.env:NAME} would copy data of this machine into somebody else's config. OmegaConf is not
+    ${oc.env:NAME} would copy data from this machine into somebody else's config. OmegaConf is not
     used, because it follows chains of any length.
     """
     values = dotted.flat(config)

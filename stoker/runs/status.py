@@ -16,12 +16,12 @@ from stoker.runs.result import RunResult
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-ENDINGS = ("asked", "early_stopping")  # reasons to stop after which there is nothing to resume
+ENDINGS = ("asked", "early_stopping")  # stop reasons that leave nothing to resume
 
 
 @dataclasses.dataclass
 class Status:
-    """The contents of status.json. Times are in seconds since 1970."""
+    """The contents of status.json. `started`, `resumed` and `ended` are Unix times."""
 
     started: float | None = None
     resumed: float | None = None  # when this process began training, at `step`
@@ -43,7 +43,7 @@ class Status:
 
 
 def begin(folder: Path, trainer: "Trainer") -> None:
-    """Record that training starts or resumes."""
+    """Record that training has started or resumed."""
     if trainer.step == trainer.total_steps:  # the run is only being tested again
         return
     from stoker.data.description import samples_in

@@ -12,7 +12,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, printable
 
-SHOWN = 3  # names shown in each line
+SHOWN = 3  # maximum names shown in each line
 SOURCES = "a checkpoint, a run directory or a safetensors file"
 
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +25,8 @@ class Loaded:
     Attributes:
         origin: The file that the tensors come from.
         loaded: Names of the tensors that were loaded.
-        reshaped: "name (10, 64) for (5, 64)" for each tensor with a different shape in the file.
+        reshaped: "name (10, 64) for (5, 64)" for each tensor whose shape in the file, given first,
+            differs from its shape in the model.
         missing: Names of tensors that the file lacks; these keep their values.
         unused: Names of tensors in the file that the model lacks.
     """
@@ -118,7 +119,7 @@ def read(path: Path) -> tuple[Tensors, str]:
 def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
     """Return the weights that the run of a checkpoint evaluates, and where they come from.
 
-    Of the callbacks that evaluate with other weights, only `EMA` is supported here.
+    Of the callbacks that evaluate with different weights, only `EMA` is supported here.
     """
     weights = entry(state, "model")
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)

@@ -68,7 +68,7 @@ def settings_of(overrides: list[str]) -> dict[str, str]:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep, by name."""
+    """Read the jobs of a sweep, sorted by name."""
     folders = {path.parent for name in (JOB, RESULT) for path in folder.glob(f"*/{name}")}
     return [read_job(path) for path in sorted(folders, key=lambda path: natural(path.name))]
 

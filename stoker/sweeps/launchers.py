@@ -34,7 +34,7 @@ EXTRAS = {
 SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers that run sweep.at_once jobs in parallel
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
-# Submitit's signal to a job that times out or is preempted; not on Windows.
+# Submitit sends this signal to a job that times out or is preempted. Windows does not have it.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
 apart = False  # whether a launcher started this process to run jobs of a sweep
@@ -59,7 +59,7 @@ def check_installed(launcher: str) -> None:
 
 
 def count_gpus(device: str) -> int:
-    """Return how many GPUs there are for jobs with this `device`."""
+    """Return the number of GPUs that jobs with this `device` can use."""
     if device == "cpu" or ":" in device:
         return 0
     from stoker.trainer.device import available
@@ -71,7 +71,7 @@ def count_gpus(device: str) -> int:
 
 
 def jobs_at_once(at_once: int | str, device: str) -> int:
-    """Return how many jobs run at once; `auto` is one per GPU, or one per core without a GPU."""
+    """Return how many jobs run at once. "auto" means one per GPU or, without GPUs, one per core."""
     if at_once == "auto":
         return count_gpus(device) or cores()
     return int(at_once)
@@ -92,7 +92,7 @@ def device(name: str, names: list[str]) -> str:
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
     """Lock and return the first free slot for the job; the process keeps the slot until it ends.
 
-    Jobs do not end in the order in which they start. If the job number alone decided, two jobs
+    Jobs do not end in the order in which they start. If the job number alone set the slot, two jobs
     could share a GPU while another GPU is idle. If all slots are taken, wait for a free one, unless
     `go_on` raises an exception.
     """
@@ -189,7 +189,7 @@ class Jobs(Callback):
             print(f"jobs     {self.jobs} at once; threads per job: {self.threads}", flush=True)
 
     def look_for_ends(self) -> bool:
-        """Print a line for each new result; a failure raises a signal if sweep.on_error=stop."""
+        """Print a line for each new result. With sweep.on_error=stop, a failure raises a signal."""
         for job in progress.ends.show_new() if progress.ends else []:
             if job.status == "failed" and self.on_error == "stop" and not failed:
                 failed.append(job)
@@ -308,7 +308,7 @@ def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:
 
 
 def hand_back(before: Any) -> None:
-    """Give the signal back to submitit, which requeues a job that this signal stopped."""
+    """Restore submitit's signal handler, and let it requeue the job if the signal stopped it."""
     assert USR2 is not None
     signal.signal(USR2, before)
     if stopping.received == USR2:

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
-from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, which parses ranges, 1.4
+from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: it parses ranges, Hydra 1.4
     create_optuna_distribution_from_override,
 )
 from omegaconf import DictConfig
@@ -76,7 +76,7 @@ class OptunaSearch(Sweeper):
         count = search_settings.at_once(cfg)
         space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
         parsed = OverridesParser.create().parse_overrides([*space, *arguments])
-        last = {override.key_or_group: override for override in parsed}  # what was typed wins
+        last = {override.key_or_group: override for override in parsed}  # typed overrides win
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
         example = self.define(searched)

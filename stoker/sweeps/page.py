@@ -22,9 +22,9 @@ from stoker.trainer.errors import printable
 from stoker.trainer.number_format import counted, number
 from stoker.trainer.typed import is_number
 
-MOST_SETTINGS = 24  # settings in the plots
-MOST_POINTS = 20_000  # points in all curves together
-BINS = 5  # a numeric setting with more values is grouped into this many bins
+MOST_SETTINGS = 24  # maximum settings in the plots
+MOST_POINTS = 20_000  # maximum points in all curves together
+BINS = 5  # if a numeric setting has more values, they are grouped into this many bins
 
 
 def of_sweep(sweep: Sweep, counts: str, best: str | None, typed: str, is_over: bool) -> str:
@@ -52,7 +52,7 @@ def of_sweep(sweep: Sweep, counts: str, best: str | None, typed: str, is_over: b
 
 
 def link_of(sweep: Sweep, job: Job) -> str | None:
-    """Return the link to the report of a job; None without a report, or if the folder is a link."""
+    """Return the link to a job's report; None if there is no report or the folder is a symlink."""
     folder = sweep.folder / job.name
     if folder.is_symlink() or not (folder / report.NAME).is_file():
         return None
@@ -103,7 +103,7 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
 
 
 def axis(key: str, values: list[str]) -> dict[str, Any]:
-    """Return the record of a setting. `numbers` is None unless all values are numbers."""
+    """Return the data for a setting's axis. `numbers` is None unless all values are numbers."""
     numbers = list(map(table.as_number, values))
     return {
         "name": printable(key),

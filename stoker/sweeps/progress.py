@@ -26,7 +26,7 @@ OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for l
 class Ends:
     """The jobs of a sweep that have ended, and a line to print for each new one.
 
-    `total` is the number of all jobs, or None if it is not known. `keys` are the settings in which
+    `total` is the total number of jobs, or None if it is unknown. `keys` are the settings in which
     the jobs differ.
     """
 
@@ -99,7 +99,7 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 def announce(
     folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
 ) -> None:
-    """Record and print what this process is about to run. Check the directory first."""
+    """Record and print what this process will run. Call this after checking the directory."""
     global ends
     added = arguments.search_path()
     typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]

@@ -50,7 +50,7 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
-    """Raise UserError if the folder has a search over other keys, or trials with other settings."""
+    """Raise UserError unless the search in the folder has the same keys and fixed settings."""
     before = SweepRecord.read(folder).searched
     if before is not None and before != searched:
         reason = f"this search varies {', '.join(searched)}, but the earlier one varied "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra.utils
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: the jobs of a grid
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: it lists the jobs
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,7 +33,7 @@ from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
 PLACE = "hydra.sweep.dir"
-MOST_CHECKED = 20  # jobs whose settings are checked before the sweep is announced
+MOST_CHECKED = 20  # maximum jobs whose settings are checked before the sweep is announced
 
 holding = contextlib.ExitStack()  # holds the lock of a running grid
 
@@ -62,12 +62,12 @@ class SweepCallback(Callback):
         make(folder, PLACE)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
-            # Hydra knows only the sweepers in hydra_plugins.
+            # On its own, Hydra only finds the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
             varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
             check_goes_on(folder, planned, varied)
-            if not lock.is_held(folder):  # a running sweep is shown as running in the index
+            if not lock.is_held(folder):  # this shows the sweep as running in the index
                 holding.enter_context(lock.held(folder))
             progress.announce(folder, len(planned) or None, varied)
 
@@ -123,8 +123,9 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
 def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
     """Exit before the sweep is announced if no job has valid settings.
 
-    One job with valid settings is enough, so usually only the first job is checked. A sweep whose
-    first MOST_CHECKED jobs are all invalid goes on, because checking a job takes about 0.1 s.
+    One job with valid settings is enough, so usually only the first job is checked. No more than
+    MOST_CHECKED jobs are checked, because each takes about 0.1 s: a sweep with more jobs goes on
+    even if all of these are invalid.
     """
     hydra_config = HydraConfig.instance()
     before = hydra_config.cfg
@@ -134,7 +135,7 @@ def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
         with open_dict(cfg):  # as Hydra does for a job
             cfg.hydra.job.num = number
             cfg.hydra.job.id = f"job_id_for_{number}"
-        hydra_config.set_config(cfg)  # where the checks find what was typed
+        hydra_config.set_config(cfg)  # the checks read the typed settings from here
         try:
             with open_dict(cfg):
                 del cfg["hydra"]

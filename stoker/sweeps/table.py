@@ -25,8 +25,8 @@ from stoker.trainer.number_format import number
 from stoker.trainer.typed import is_number
 
 ENDED = ("done", "pruned", "failed")
-MOST_ROWS = 40  # in the printed table
-MOST_NAMES = 5  # jobs, or their seeds, named in a row
+MOST_ROWS = 40  # maximum rows in the printed table
+MOST_NAMES = 5  # jobs named in a row
 
 
 class Sweep:
@@ -114,7 +114,7 @@ def tests_of(sweep: Sweep) -> list[str]:
 
 
 def list_in_index(sweep: Sweep) -> None:
-    """Record in sweep.json what the indexes of runs show for the sweep, and update them."""
+    """Record in sweep.json what the indexes of runs show for the sweep, and update the indexes."""
     record = SweepRecord.read(sweep.folder)
     record.total = len(sweep.jobs) + sweep.missing
     record.ended = sum(job.status in ENDED for job in sweep.jobs)
@@ -165,7 +165,7 @@ def lines(sweep: Sweep) -> list[str]:
 
 
 def few(names: Iterable[str]) -> str:
-    """Return the different names: '0,2,4', or '0,1,2,3,4,...' for many."""
+    """Return the distinct names: '0,2,4', or '0,1,2,3,4,...' for many."""
     different = list(dict.fromkeys(names))
     text = ",".join(different[:MOST_NAMES])
     return f"{text},..." if len(different) > MOST_NAMES else text

@@ -62,10 +62,11 @@ def leave_uncut(config: DictConfig) -> None:
 
 
 def warn_of_other_data(data: Any, state: dict[str, Any]) -> None:
-    """Warn if the model was trained on other data."""
+    """Warn if the model was trained on different data."""
     from stoker.data.record import fingerprint
 
     if resume.about(state).get("data") not in (None, fingerprint(data)):
         log.warning(
-            "%s: the model was trained on other data, or the data has changed since.", data.name
+            "%s: the model was trained on different data, or the data has changed since then.",
+            data.name,
         )

@@ -21,7 +21,7 @@ def export(cfg: DictConfig) -> None:
     if model.about["kind"] == "other":
         raise UserError(
             f"run={cfg.run}: format={cfg.format} needs the shape of the inputs, which is unknown.\n"
-            "Use the run's model.safetensors, or export what stoker.load returns with torch."
+            "Use the run's model.safetensors, or call stoker.load and export the model with torch."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

@@ -14,7 +14,7 @@ def generate(cfg: DictConfig) -> None:
     model = inference.load(cfg.run, device=cfg.device)
     if model.about.get("tokens") is None:
         raise UserError(
-            f"run={cfg.run}: the model was trained on {model.about['dataset']}, not text."
+            f"run={cfg.run}: the model was trained on {model.about['dataset']}, not on text."
         )
     if not hasattr(model.module, "generate"):
         raise UserError(

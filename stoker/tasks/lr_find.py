@@ -26,6 +26,6 @@ def lr_find(cfg: DictConfig) -> None:
     )
     terminal.show(f"curve    {path}")
     typed = typed_for_run()
-    if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # the length of the search
+    if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # length of the search
         typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
     terminal.show(f"train    {shell.command(typed, f'optimizer.lr={suggestion:.2g}')}")

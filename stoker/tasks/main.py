@@ -175,7 +175,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     """Record in the run directory why a run failed after its first step, and write its report.
 
-    For a job of a sweep, do this even if it failed before its training began.
+    For a job of a sweep, do this even if the job failed before training began.
     """
     folder = running.begun
     if processes.job() is not None or current_job.in_sweep():

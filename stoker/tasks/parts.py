@@ -67,7 +67,7 @@ def building(
     The data is built first, since it determines the shapes of the model.
 
     Args:
-        cfg: The config, checked.
+        cfg: The checked config.
         more_callbacks: Callbacks in addition to those of the config.
         resumes: Whether the weights come from a checkpoint instead of `init_from`.
         state: The state of a checkpoint to evaluate. Raises UserError if the data has different
@@ -155,7 +155,7 @@ def build_loaders(
     only: str | None,
     loading: Mapping[str, Any],
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Return the (train, val, test) loaders, and the reason why the data is on its device."""
+    """Return the (train, val, test) loaders, and a phrase that says where the data is held."""
     from stoker.data.loader import make_loaders
 
     (train, val, test), why = make_loaders(
@@ -212,7 +212,7 @@ def build_model(
 
 
 def sizes(data: "Data") -> dict[str, Any]:
-    """Return the arguments that the data offers to models and metrics; {} if sizes are unknown."""
+    """Return the arguments that the data offers to models and metrics; {} if they are unknown."""
     if data.kind == "other":
         return {}
     return {"in_shape": data.in_shape, "num_classes": data.num_classes}
@@ -251,7 +251,7 @@ def build_metrics(
 
 
 def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Callback"]:
-    """Return the callback that writes sample texts for the report of a language model."""
+    """Return the callbacks that write sample texts for the report of a language model."""
     writes = data.tokens is not None and hasattr(model, "generate")
     if not writes or cfg.run_dir is None or not draws_report(cfg):
         return []

@@ -52,7 +52,7 @@ def for_input(cfg: DictConfig) -> Iterator[Any]:
 def for_split(cfg: DictConfig) -> Iterator[Any]:
     """Yield the predictions for a split of the run's own data, computed one batch at a time.
 
-    Each prediction has the number of its sample in the split, and the sample's file or line if
+    Each prediction has the index of its sample in the split, and the sample's file or line if
     known.
     """
     from stoker.runs import examine, inference
@@ -81,6 +81,6 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     unused = "on_bad_sample" if takes_table else next(iter(options), "")
     if f"dataset.{unused}" in typed:
         raise UserError(
-            f"dataset.{unused}: this key does not apply to the input of this run. Remove it."
+            f"dataset.{unused}: this key does not apply to this kind of input. Remove it."
         )
     return options

@@ -38,7 +38,7 @@ def again(cfg: DictConfig) -> DictConfig:
 
 
 def compare(before: Path, now: Path) -> None:
-    """Print whether two runs are the same bit for bit, or what differs."""
+    """Print whether two runs match bit for bit or, if not, what differs."""
     new = outcome(now)
     differences = list(differing(outcome(before), new))
     if not differences:

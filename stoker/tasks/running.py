@@ -35,7 +35,7 @@ class Run:
         started: The `time.perf_counter()` from which the time of the run is measured.
         draws: Whether to draw the report.
         script: The command of the script that trains; None if the command `stoker` trains.
-        code: The code that trains.
+        code: The state of the project's code.
         loggers: The loggers that receive the result.
         state: The contents of the checkpoint that the run resumes from; None at step 0.
         processes: The numbers of processes that the run has used so far, in order.
@@ -75,8 +75,8 @@ class Run:
         if before != now and finished(self.folder) is None:
             launch.warn(
                 f"The number of processes has changed from {before} to {now}: the weights will not "
-                "be the same bit for bit, and a loss or metric that compares the samples of a "
-                "batch changes its scale."
+                "match bit for bit, and a loss or metric that compares the samples of a batch will "
+                "be on a different scale."
             )
             self.processes = [*self.processes, now]
 
@@ -212,9 +212,7 @@ class Run:
         return result
 
     def load_best(self) -> bool:
-        """Load the best weights and return True; if their file is damaged, load the newest and
-        return False.
-        """
+        """Load the best weights. If their file is damaged, load the newest and return False."""
         from stoker.trainer import checkpoint
 
         trainer = self.parts.trainer
@@ -256,7 +254,7 @@ class Run:
             draw_report(self.folder, "stopped")
 
     def close(self) -> None:
-        """Draw the report, then send the result to the loggers, because sending may be slow."""
+        """Draw the report, and only then send the result to the loggers, which may be slow."""
         if self.result is None:
             return
         if self.draws:

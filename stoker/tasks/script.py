@@ -51,8 +51,8 @@ def fit(
     files.
 
     Raises:
-        UserError: The directory holds a run with other settings, or another process is using it.
-        TrainingError: The training failed. result.json says why, as for any other error after the
+        UserError: The directory holds a run with different settings, or is in use.
+        TrainingError: Training failed. result.json says why, as for any other error after the
             first step.
         SystemExit: A signal stopped the run.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
     collects = gc.isenabled()
-    gc.disable()  # as in __main__, because torch is the slowest import
+    gc.disable()  # speeds up importing torch, as in __main__
     try:
         from stoker.command import tuning
 
@@ -71,7 +71,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     callbacks = [*pruning(cfg), *run.files(text)]
     with building(cfg, callbacks, resumes=run.state is not None) as parts:
         check_unused(cfg, parts)
-        run.code.revision()  # git has finished by now; this leaves no git process during training
+        run.code.revision()  # wait for git, so that it does not run during training
         data = parts.data
         config = dotted.plain(cfg)  # unresolved, so that it contains no values from the environment
         del config["run_dir"]

@@ -64,7 +64,7 @@ def check_own_function(cfg: DictConfig) -> None:
         key = f"dataset.{name}"
         if name in LOADER_KEYS and name in arguments_given("dataset", target):
             raise UserError(
-                f"{key}={OmegaConf.select(cfg, key)}: this sets the loader, not the argument "
+                f"{key}={OmegaConf.select(cfg, key)}: this key sets the loader, not the argument "
                 f"{name} of {target}. Rename the argument."
             )
 
@@ -76,7 +76,7 @@ def warn_of_own_loss(kind: type) -> None:
     """
     from stoker.trainer import misuse
 
-    # loss.ignore_index also takes effect in the metrics.
+    # loss.ignore_index also affects the metrics.
     given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
     if given and not misuse.uses_loss(kind):
         launch.warn(
@@ -125,7 +125,7 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         "callbacks.lookahead.every": (steps, in_steps),
         "callbacks.freeze.thaw_at": (steps - 1, in_steps),
     }
-    if steps > per_epoch:  # then eval_every replaces the evaluation in each epoch
+    if steps > per_epoch:  # then eval_every replaces the evaluation after each epoch
         del beyond["eval_every"]
     for key, (most, length) in beyond.items():
         value = OmegaConf.select(cfg, key)

@@ -27,7 +27,7 @@ class Monitor(Callback):
 
     state_attributes: ClassVar[tuple[str, ...]] = ("best", "epoch")
     name: str  # the monitored number, set by `on_fit_start`
-    sign: int  # 1 if high is good, -1 if low is good
+    sign: int  # 1 if higher is better, -1 if lower is better
     warned: bool  # whether a warning about a non-finite number was logged
     is_missing: bool = False  # whether the number has not been logged yet
 
@@ -110,7 +110,7 @@ class Monitor(Callback):
             if not self.warned:
                 launch.warn(
                     f"{type(self).__name__}: {self.name} is {value} at step {trainer.step:,}, "
-                    "which is never the best value."
+                    "which cannot be the best value."
                 )
             self.warned = True
             return False
@@ -151,7 +151,7 @@ class EarlyStopping(Monitor):
         super().__init__(monitor, mode)
         self.patience = settings.check("patience", patience)
         self.min_delta: float = check_number("min_delta", min_delta, least=0)
-        self.waited = 0  # evaluations since the best
+        self.waited = 0  # number of evaluations since the best one
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         super().on_fit_start(trainer)
@@ -175,7 +175,7 @@ class EarlyStopping(Monitor):
 class TimeLimit(Callback):
     """Stop after `minutes`. The schedule keeps its full length; resume the run to complete it."""
 
-    end: float  # by the clock of `trainer.agreement`
+    end: float  # on the clock of `trainer.agreement`
 
     def __init__(self, minutes: float) -> None:
         self.minutes = settings.check("max_minutes", minutes)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class NaNGuard(Callback):
     """Raise NotFinite at the first logged loss or gradient norm that is not finite.
 
-    `fit` then replays the steps since a good checkpoint to find the first bad step, and whether its
-    batch, its loss or its gradients were not finite. It saves the batch of this step in `folder`,
-    with a checkpoint of the state before the step. Until a Checkpoint callback has saved a state of
-    the fit, a copy of the first state is kept in CPU memory, unless the weights are sharded.
+    `fit` then replays the steps since the last good state to find the first bad step, and
+    whether its batch, loss or gradients were not finite. It saves the batch of this step in
+    `folder`, with a checkpoint of the state before the step. Until a Checkpoint callback has saved
+    a state, a copy of the initial state is kept in CPU memory, unless the weights are sharded.
     """
 
     finite_until: int  # the step of the last row with finite training numbers
@@ -59,7 +59,7 @@ class NaNGuard(Callback):
             if split in by_name(trainer.val_loader) and is_trained:
                 raise NotFinite(
                     f"{symptom}, but all weights are finite.\n"
-                    f"Check the inputs and the targets of {split}."
+                    f"Check the inputs and targets in the {split} data."
                 )
             raise NotFinite(f"{symptom}{rates(trainer)}.\n{ADVICE}", symptom)
         if "train/loss" in row:
@@ -79,8 +79,8 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     """Replay the steps to find the first bad one; return an error that explains it.
 
     Return the given error if the replay does not find the cause. Otherwise, the Trainer is left in
-    the state before the bad step, and NaNGuard's folder gets a checkpoint of this state and the
-    batch.
+    the state before the bad step, and a checkpoint of this state and the batch are saved in
+    NaNGuard's folder.
     """
     guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
     if guard is None or not error.symptom:
@@ -91,7 +91,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
             return error
         text, batch, state = first
         trainer.resume_from(state)
-        text = f"{error.symptom}. What happened first: {text}"
+        text = f"{error.symptom}. First non-finite value: {text}"
         if guard.folder is None:
             return NotFinite(text)
         path = keep(trainer, batch, state, guard.folder)
@@ -107,7 +107,8 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     """Replay the steps since a good state; return (text, batch, state) of the first bad step.
 
     The state is the one before the step. Return None if there is no good state, or if all numbers
-    are finite in the replay. Callbacks see a new fit: `on_fit_end` is called before `on_fit_start`.
+    are finite in the replay. To callbacks, the replay looks like a new fit: their `on_fit_end` is
+    called, and then `on_fit_start`.
     """
     last = trainer.step
     # Skip callbacks that run only on the first rank: they only print or write files.
@@ -150,7 +151,7 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
 def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
     """Return (path, state) of the newest checkpoint after `first_step` with only finite numbers.
 
-    The weights in a checkpoint are always finite, but the loss since the last row may not be.
+    The weights in a checkpoint are always finite, but the losses since the last row may not be.
     """
     for saver in savers(trainer):
         saver.wait()
@@ -163,7 +164,7 @@ def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] |
 
 
 def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
-    """Yield the batches of the steps up to `last`. The caller takes a step with each batch."""
+    """Yield the batches of the steps up to `last`. The caller must take a step with each one."""
     while trainer.step < last:
         epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
         trainer.train_loader.seek(trainer.epochs_before + epoch, position)
@@ -178,8 +179,8 @@ def examine(
 ) -> str | None:
     """Describe the first non-finite value in a step and what to do; return None if there is none.
 
-    A batch may have non-finite values on purpose, as in a mask, so it is named only if the step has
-    a non-finite value too.
+    A batch may contain non-finite values on purpose, for example in a mask, so it is reported only
+    if the loss, a gradient or a weight is also non-finite.
     """
     gradient = next((name for name, norm in norms.items() if not norm.isfinite()), None)
     weight = checkpoint.first_nonfinite(trainer.module)

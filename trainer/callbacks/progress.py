@@ -28,7 +28,7 @@ class Progress(Callback):
 
     first_rank_only = True
     table: "Table | None" = None  # only on a terminal
-    monitor: Monitor | None = None  # the callback that knows the best row
+    monitor: Monitor | None = None  # the callback that tracks the best row
     last_line: float  # time at which the last line was printed
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -86,7 +86,7 @@ class Progress(Callback):
         is_due = ends_epoch or self.is_evaluated or is_silent
         if is_due:  # also shows what callbacks logged in `on_epoch_end`
             self.line(trainer)
-        # If the run is a single epoch, start new means after each line.
+        # If the run is a single epoch, restart the means after each line.
         is_one_epoch = trainer.steps_per_epoch == trainer.max_steps
         if ends_epoch or (is_due and is_one_epoch):
             self.start_epoch()

@@ -62,9 +62,9 @@ class Table:
         return time.monotonic() > self.drawn + EVERY
 
     def draw(self, step: int, cells: Cells, more: Cells) -> None:
-        """Draw the line of the current step: as a row, or without a table as names and values.
+        """Draw the current step's line: a row, or names and values if no row was printed yet.
 
-        `more` is appended as names and values, as far as they fit.
+        As many values of `more` as fit are appended, each after its name.
         """
         self.drawn = time.monotonic()
         text = self.aligned(cells)
@@ -86,5 +86,5 @@ class Table:
 
 
 def room() -> int:
-    """Return the number of columns to the left of the time."""
+    """Return the number of terminal columns to the left of the remaining time."""
     return terminal.width() - LEFT

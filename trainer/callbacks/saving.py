@@ -15,7 +15,7 @@ from stoker.trainer.loading import IterableLoader
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-# What to do if the weights become too large.
+# What to do if training diverges.
 ADVICE = (
     "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1, or precision=bf16 "
     "instead of fp16."
@@ -88,15 +88,15 @@ class Checkpoint(Monitor):
         is_file = self.folder.exists() and not self.folder.is_dir()
         if is_file or self.folder.is_symlink():  # a link may point anywhere
             raise UserError(
-                f"{self.folder} is not a folder, so no checkpoints can be saved there. Remove it, "
-                "or move it away."
+                f"{self.folder} is not a folder, so checkpoints cannot be saved there. Move or "
+                "delete it."
             )
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if self.improved(trainer, row):
             self.due = True
         numbers = {**self.metrics, **row}
-        # These numbers are not results of a run.
+        # These numbers are bookkeeping, not results.
         for name in ("train/seconds", "train/samples", "device/memory_mib"):
             numbers.pop(name, None)
         self.metrics = dict(sorted(numbers.items()))
@@ -122,7 +122,7 @@ class Checkpoint(Monitor):
     def on_fit_end(self, trainer: "Trainer") -> None:
         if trainer.failed:
             self.save_after_error(trainer)
-        # Save if the run was interrupted after this callback's `on_step_end`, or in an evaluation.
+        # Save if the run was interrupted in an evaluation, or after this callback's `on_step_end`.
         elif trainer.interrupted and trainer.step != self.saved:
             with trainer.spans["checkpoint"]:
                 self.save(trainer)
@@ -134,7 +134,8 @@ class Checkpoint(Monitor):
     def save_after_error(self, trainer: "Trainer") -> None:
         """Save if the fit failed between two steps: in an evaluation, or while loading a batch.
 
-        In a step, the state may be half updated. With several processes, the others may be gone.
+        Within a step, the state may be half updated. With several processes, the others may have
+        exited.
         """
         error = sys.exc_info()[1]
         if self.writer is None or not isinstance(error, Exception) or isinstance(error, NotFinite):
@@ -146,12 +147,12 @@ class Checkpoint(Monitor):
             self.save(trainer)
             self.wait()
         except Exception as failure:  # must not hide the error that ended the fit
-            log.warning("After the error, no checkpoint was saved: %s", cause(failure))
+            log.warning("No checkpoint could be saved after the error: %s", cause(failure))
 
     def save(self, trainer: "Trainer") -> None:
         """Copy the state, and write the copy in a thread. There is only one copy at a time.
 
-        All processes must call this, because each may hold a part of the state. Rank 0 writes.
+        All processes must call this, because each may hold only part of the state. Rank 0 writes.
 
         Raises:
             NotFinite: A weight is not finite.
@@ -191,7 +192,7 @@ class Checkpoint(Monitor):
 
 
 def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
-    """Return whether the training loader raised this error, and its position can still be saved."""
+    """Return whether the training loader raised this error and can still save its position."""
     loader = trainer.train_loader
     if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
         return False  # the loader may have read part of the next step

@@ -1,8 +1,8 @@
 """The report of a run: report.html, built only from the files in its directory.
 
-`python -m stoker.runs.report DIR` redraws the page. templates/report.html has its parts in order,
-and names the functions that most of the parts come from. The directory is untrusted, so all of its
-contents are escaped as text.
+`python -m stoker.runs.report DIR` redraws the page. templates/report.html contains the sections in
+order, and calls the functions that most of them come from. The directory is untrusted, so all of
+its contents are escaped as text.
 """
 
 import time
@@ -21,7 +21,7 @@ from stoker.trainer import files
 from stoker.trainer.errors import UserError, cause, log, printable
 
 NAME = "report.html"
-MOST_PAGE = 1_000_000  # bytes
+MOST_PAGE = 1_000_000  # maximum bytes of the page
 RELOAD = 30  # seconds after which an open page reloads itself during training
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
@@ -37,7 +37,7 @@ def write(folder: str | Path, state: str | None = None) -> Path:
 
 
 def html(folder: str | Path, state: str | None = None) -> str:
-    """Return the page. If its evaluation.json is malformed, omit what it would show."""
+    """Return the page. If evaluation.json is malformed, leave out the evaluation."""
     run = inputs.read_run(folder, state)
     try:
         return page_of(run)
@@ -60,7 +60,7 @@ def page_of(run: inputs.Run) -> str:
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:
-    """Return what the template shows in addition to the contents of `run`."""
+    """Return the variables of the template."""
     now = time.time()
     shown = {
         "run": run,
@@ -79,7 +79,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
 
 
 def facts_of(seen: Evaluation | None) -> dict[str, Any]:
-    """Return what the template shows about an evaluation."""
+    """Return the variables of the template that describe an evaluation."""
     if seen is None:
         seen = Evaluation("test", "regression", 0)  # an empty evaluation
     classes = classes_of(seen)
@@ -94,7 +94,7 @@ def facts_of(seen: Evaluation | None) -> dict[str, Any]:
 
 
 def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
-    """Return {name: value} for the names with a positive value: the parts of a bar."""
+    """Return {name: value} for the names with a positive value: the segments of a bar."""
     known = {name: (values or {}).get(name) or 0 for name in names}
     return {name: value for name, value in known.items() if value > 0}
 

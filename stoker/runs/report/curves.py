@@ -10,8 +10,8 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # maximum metrics drawn besides the loss, and maximum other numbers
-LOSS_FAR = 30  # ratio of losses above which the axis is logarithmic
+MOST_METRICS = 6  # maximum number of metrics drawn besides the loss, and of other numbers
+LOSS_FAR = 30  # the axis is logarithmic if the largest loss is over this many times the smallest
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
     "train/lr": "learning rate",
@@ -48,7 +48,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
 
 
 def others(names: list[str], validated: list[str]) -> list[str]:
-    """Return all other names: your own numbers, more validation sets, and parameter groups."""
+    """Return the remaining names: logged numbers, extra validation sets and parameter groups."""
     drawn = {*NUMBERS, *validated}
     drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
     rest = [name for name in names if "/" in name and name not in drawn]

@@ -9,19 +9,19 @@ from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 
-MOST_TARGETS = 4  # targets of a regression that are drawn
-MOST_NUMBERS = 8  # target values shown per sample
-MOST_PICTURES = 200_000  # characters in all pictures together
-MOST_TOKENS = 200  # tokens shown per sequence
-FEWEST = 5  # minimum number of samples in a bin of the calibration
+MOST_TARGETS = 4  # maximum number of regression targets drawn
+MOST_NUMBERS = 8  # maximum target values shown per sample
+MOST_PICTURES = 200_000  # maximum characters of all pictures together
+MOST_TOKENS = 200  # maximum tokens shown per sequence
+FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
-MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # samples in each list
+MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # maximum samples in each list
 
 Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return two groups of samples: highest loss and random.
+    """Return the worst samples and a random selection of samples, as two groups.
 
     Each group is {"title", "samples", "table", "has_index"}.
     """
@@ -55,7 +55,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what the template shows about a sample. "cells" is the sample's row in a table."""
+    """Return a sample as the template needs it. "cells" is the sample's row in a table."""
     place = one_line(sample.file)
     if not place:
         place = f"index {sample.index}" if sample.line is None else f"line {sample.line}"
@@ -152,7 +152,7 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def regression(evaluation: Evaluation) -> list[Figure]:
-    """Return a scatter plot and an error histogram for each of the first targets."""
+    """Return a scatter plot and an error histogram for each of the first MOST_TARGETS targets."""
     figures = []
     targets = evaluation.targets if evaluation.points else 0
     for i in range(min(targets, MOST_TARGETS)):

@@ -1,4 +1,4 @@
-"""How to repeat and use a run: its settings, and commands."""
+"""The settings of a run, and the commands to repeat and use it."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from stoker.runs.result import command_for
 from stoker.trainer.number_format import significant
 from stoker.trainer.typed import is_number
 
-MOST_ENTRIES = 300  # settings shown
+MOST_ENTRIES = 300  # maximum settings shown
 OF_TEXT = "stoker.data.text."
 
 
@@ -21,7 +21,7 @@ def settings(run: Run) -> list[tuple[str, Any, bool]]:
     typed = {override.lstrip("+").partition("=")[0] for override in run.overrides or []}
     rows = []
     for key, value in itertools.islice(run.config.items(), MOST_ENTRIES):
-        if not re.fullmatch(r"\$\{\w+\}", str(value)):  # another key, which has its own line
+        if not re.fullmatch(r"\$\{\w+\}", str(value)):  # refers to another key
             rows.append((key, value, key in typed))
     return rows
 
@@ -75,5 +75,5 @@ def commands(run: Run) -> list[tuple[str, str]]:
 
 
 def trusted(run: Run) -> list[str]:
-    """Return the packages that the user trusted for this run, except our own."""
+    """Return the packages that are trusted only because the user typed them for this run."""
     return [name for name in own_packages(run.overrides or []) if name]

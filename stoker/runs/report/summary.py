@@ -11,7 +11,7 @@ from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.number_format import brief
 from stoker.trainer.typed import is_number
 
-MOST_ERROR = 1000  # characters in an error, whose last line says what to type
+MOST_ERROR = 1000  # maximum characters of an error, whose last line says what to type
 
 
 def about(run: Run) -> str:
@@ -114,7 +114,7 @@ def moment(run: Run, row: Row) -> str:
 
 
 def scores(run: Run) -> dict[str, float]:
-    """Return "acc", "r2" and "mae" of the evaluated weights, except unknown ones.
+    """Return those of "acc", "r2" and "mae" that are known for the evaluated weights.
 
     "luck" is the highest accuracy that guessing might reach: two standard errors above chance.
     """
