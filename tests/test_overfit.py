@@ -37,7 +37,7 @@ def test_a_model_that_can_learn_does(capsys):
     assert said.startswith(f"the model has learned after {trainer.step} steps on 8 samples: loss ")
     assert said.endswith(" -> 1.0000") and ", acc 0." in said
     out = capsys.readouterr().out
-    assert "plan     1,000 epochs of 1 step = 1,000 steps" in out and "lr 0.01" in out
+    assert "plan     1,000 epochs of 1 step, batch size" in out and "lr 0.01" in out
 
 
 def test_evaluations_without_a_loss_are_refused():

@@ -146,8 +146,8 @@ def test_a_script_and_the_command_write_the_same_result(forks, tmp_path):
     own = {"script", "overrides", "git", "versions"}  # of the two folders
     measured = {"time", "speed", "flops_per_sample", "flops_per_second", "peak_flops", "mfu"}
     measured.add("peak_threads")
-    assert by_script.keys() - own == by_command.keys() - own - measured
-    for name in by_script.keys() - own:
+    assert by_script.keys() == by_command.keys()
+    for name in by_script.keys() - own - measured:
         assert by_script[name] == by_command[name], name
 
 
@@ -194,7 +194,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
     with pytest.raises(UserError, match=r"run_dir=.* different settings: epochs=4 "):
         stoker.fit(begun(max_steps=2, epochs=4), *loaders(), run_dir=made)
     page = report.html(made)
-    assert "Started by a script" in page and "<h2>Settings</h2>" not in page
+    assert "Started by a script" in page
     for typed in (["task=evaluate", f"run={made}"], [f"run_dir={made}"]):
         done = forks.run(tmp_path, *typed)
         assert done.code == 2 and len(done.err.splitlines()) <= 3, done.err

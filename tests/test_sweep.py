@@ -323,7 +323,7 @@ def test_the_result_of_a_job_is_written_once(swept):
     assert sorted(name for name in written if name.endswith("/result.json")) == sorted(
         f"{job}/result.json" for job in range(12)
     )
-    assert all(job["git"] for job in swept.jobs if job["best"])
+    assert all(job["flops_per_sample"] for job in swept.jobs if job["best"])
 
 
 def test_the_learning_rate_finder_takes_no_more_than_max_steps(forks, tmp_path):
@@ -331,7 +331,7 @@ def test_the_learning_rate_finder_takes_no_more_than_max_steps(forks, tmp_path):
     assert done.code == 0, done.err
     curve = (tmp_path / "found" / "lr_find.csv").read_text().splitlines()
     assert len(curve) == 13 and curve[-1].startswith("1,")  # it still ends at the highest rate
-    assert "max_steps=12" in line_of(done.out, "train")
+    assert "max_steps" not in line_of(done.out, "train")
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
@@ -564,11 +564,12 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
 def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
     assert sweep.main([str(tmp_path)]) == 2
     assert sweep.main([str(tmp_path / "sweep")]) == 2
-    for folder, answer in zip(
-        (tmp_path, tmp_path / "sweep"), capsys.readouterr().err.splitlines(), strict=True
-    ):
-        words = "this folder does not contain a sweep. Type the directory of a sweep."
-        assert answer == f"error: {folder}: {words}"
+    first, second = capsys.readouterr().err.splitlines()
+    assert (
+        first
+        == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
+    )
+    assert second.endswith("no such folder.")
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

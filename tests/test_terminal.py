@@ -213,7 +213,7 @@ def test_a_run_that_ends_within_an_epoch_counts_a_part_of_it():
     shown = []
     for place.step in (1, 148, 150):
         shown.append(progress.place(place)[0]["epoch"])
-    assert shown == ["0.25/37.5", "37/37.5", "37.5/37.5"]
+    assert shown == ["0.25/37.5", "  37/37.5", "37.5/37.5"]
 
 
 @pytest.mark.slow

@@ -14,10 +14,16 @@ def run(
     act: Callable[[Path], Any],
 ) -> int:
     """Call `act(folder)` and return the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        print(usage)
+        return 0
     try:
         if len(arguments) != 1 or arguments[0].startswith("-"):
             raise UserError(f"Type {usage}")
-        act(Path(arguments[0]))
+        folder = Path(arguments[0])
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder.")
+        act(folder)
     except (UserError, OSError) as error:
         return report(error)
     return 0

@@ -144,8 +144,7 @@ def locate(key: str, target: str) -> Any:
     listed = tuple(f"{package}." for package in TRUSTED)
     if not is_trusted_by_user(target) and not target.startswith(listed):
         raise UserError(
-            f"{place}: this target is not trusted.\n"
-            f"If it is your own code, type {advice_to_trust(target)}."
+            f"{place}: not trusted.\nIf it is your own code, type {advice_to_trust(target)}."
         )
     try:
         located = hydra.utils.get_object(target)
