@@ -59,8 +59,8 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     names = list(block_names("", model))
     if not names:
         raise UserError(
-            f"activation_checkpointing: {type(model).__name__} has no repeated blocks: items of "
-            "the same class in a Sequential or ModuleList.\nRemove this setting."
+            f"activation_checkpointing: {type(model).__name__} has no repeated blocks (items of "
+            "the same class in a Sequential or ModuleList).\nRemove this setting."
         )
     for name in names:
         block = model.get_submodule(name)

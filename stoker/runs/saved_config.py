@@ -29,7 +29,8 @@ from stoker.trainer.typed import typed
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000
-# Maximum digits in a number. Python refuses to print over 4,300, but reads 0x... of any length.
+# Maximum number of digits in a number. Python refuses to print an integer of more than 4,300
+# digits, but parses a hexadecimal one (0x...) of any length.
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
 # The setting for the folder of Stoker's own data sets; the folder differs between machines.
