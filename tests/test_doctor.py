@@ -56,7 +56,7 @@ def test_a_layer_that_is_dead_is_named(caplog, capsys):
     assert dead.startswith(
         "doctor: dead units at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16"
     )
-    assert capsys.readouterr().out == "doctor   24 of 24 steps: dead units in 3 layers\n"
+    assert capsys.readouterr().out == "doctor   checked 24 of 24 steps: dead units in 3 layers\n"
 
 
 class Functional(nn.Module):
@@ -133,7 +133,7 @@ def test_healthy_trainings_on_the_digits_get_no_warning(make, capsys, caplog):
     )
     trainer.fit(train, val)
     assert not doctor.said and not caplog.messages
-    assert "doctor   23 of 100 steps: no warnings" in capsys.readouterr().out
+    assert "doctor   checked 23 of 100 steps: no warnings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

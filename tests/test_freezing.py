@@ -269,7 +269,9 @@ def test_an_average_of_weights_that_were_changed_since_is_not_used(tmp_path, cap
     trainer.module.load_state_dict(other.state_dict())
     assert_same(evaluated(trainer), dict(other.state_dict()))
     (message,) = caplog.messages
-    assert message.startswith("EMA: the weights have changed since the fit or checkpoint")
+    assert message.startswith(
+        "EMA: the weights have changed since the fit, or since the checkpoint"
+    )
     assert trainer.state_dict()["callbacks"]["EMA"]["average"] is None
     trainer.load_state_dict(state)  # brings its average
     assert_same(evaluated(trainer), average)

@@ -194,7 +194,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
     with pytest.raises(UserError, match=r"run_dir=.* different settings: epochs=4 "):
         stoker.fit(begun(max_steps=2, epochs=4), *loaders(), run_dir=made)
     page = report.html(made)
-    assert "Started by a script" in page
+    assert "Started by this script" in page
     for typed in (["task=evaluate", f"run={made}"], [f"run_dir={made}"]):
         done = forks.run(tmp_path, *typed)
         assert done.code == 2 and len(done.err.splitlines()) <= 3, done.err

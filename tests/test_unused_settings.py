@@ -158,8 +158,8 @@ def test_a_setting_of_the_loader_is_no_argument_of_the_data_set(processed, tmp_p
         with pytest.raises(UserError) as error:
             check(processed(*typed, "device=cpu", "dataset.workers=1"))
     assert str(error.value) == (
-        "dataset.workers=1: this key sets the loader, not the argument workers of reading.data. "
-        "Rename the argument."
+        "dataset.workers=1: this key configures the loader and is not passed to reading.data, "
+        "which has an argument of the same name. Rename the argument."
     )
 
 
@@ -173,7 +173,7 @@ def test_nor_is_one_in_a_config_file_of_its_own(processed, project, tmp_path, mo
         check(processed(*typed))
         project("dataset/mine", "_target_: in_a_file.data\nn: 20\nworkers: 1\n")
         files_of.cache_clear()
-        with pytest.raises(UserError, match=r"^dataset\.workers=1: this key sets the loader"):
+        with pytest.raises(UserError, match=r"^dataset\.workers=1: this key configures the loader"):
             check(processed(*typed))
 
 

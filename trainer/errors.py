@@ -17,27 +17,18 @@ PLAIN_ITEM = r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_/.*-]*"
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Exit code 2.
+    """A mistake that the user can fix.
 
     The message has one to three lines. It names the key, file or class, and says what to type.
     """
 
-    exit_code = 2
-
 
 class RunInUse(UserError):
-    """Another process is using this run directory.
-
-    Exit code 75, which sysexits.h defines as "try again later".
-    """
-
-    exit_code = 75
+    """Another process is using this run directory."""
 
 
 class TrainingError(RuntimeError):
-    """Training failed, for example because the loss is not finite. Exit code 3."""
-
-    exit_code = 3
+    """Training failed, for example because the loss is not finite."""
 
 
 class NotFinite(TrainingError):

@@ -81,8 +81,8 @@ class Trainer(Predicting, Stoppable, Reporting):
     # - Reporting: call (a hook), log, check_and_log, history (the logged rows). Its base Stateful:
     #   is_due (every n steps and at the last one), epochs_before (of earlier fits), carried (state
     #   kept from batch to batch, as in an RNN), unoptimized (parameters without an optimizer)
-    # `fitting.prepare` sets what belongs to one fit: train_loader, val_loader, steps_per_epoch,
-    # total_steps, scheduler, history, evaluation_due, stop_reason and failed.
+    # `fitting.prepare` sets what belongs to one fit: step, train_loader, val_loader,
+    # steps_per_epoch, total_steps, scheduler, history, evaluation_due, stop_reason and failed.
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -121,7 +121,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         if compile is True:
             self.module.compile()
         self.model = parallel.wrap(self.module, self.strategy, self.device)
-        self.replica_indices = parallel.replica_indices(self.model)
+        self.replica_indices = parallel.replica_indices(self.model)  # of DataParallel
         misuse.check_layout(self.module, channels_last)
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
@@ -140,7 +140,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
         self.step = 0
-        self.rates = (0.0,)
+        self.rates = (0.0,)  # the learning rates of the current step
         self.window = Window()  # the loss, gradient norm and time since the last logged row
         self.spans = silent_spans()  # a callback such as Timing replaces them
 
@@ -162,7 +162,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)  # in case a callback changed only rank 0's
                 self.window.start_clock()
-                if self.evaluation_due:  # resumed at an interrupted evaluation: repeat only that
+                if self.evaluation_due:  # resumed from an interrupted evaluation: end its step
                     self.end_step(self.val_loader is not None)
                 while self.step < self.total_steps and self.stop_reason is None:
                     epoch, position = divmod(self.step, self.steps_per_epoch)

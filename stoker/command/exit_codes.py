@@ -28,10 +28,10 @@ from stoker.trainer.errors import (
 # docs/exit-codes.md explains each code. For a signal, such as Ctrl-C, see `signals.exit_code`.
 OK = 0
 INTERNAL_ERROR = 1
-USER_ERROR = UserError.exit_code
-TRAINING_ERROR = TrainingError.exit_code
+USER_ERROR = 2
+TRAINING_ERROR = 3
 DIFFERENT = 4
-IN_USE = RunInUse.exit_code
+IN_USE = 75  # sysexits.h defines it as "try again later"
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
 codes: list[int] = []  # exit codes of the errors reported so far
 
@@ -157,8 +157,14 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
 
 def code_of(error: BaseException) -> int:
     """Return the exit code of an error."""
-    if isinstance(error, (UserError, TrainingError)):
+    if isinstance(error, processes.JobFailed):
         return error.exit_code
+    if isinstance(error, RunInUse):
+        return IN_USE
+    if isinstance(error, UserError):
+        return USER_ERROR
+    if isinstance(error, TrainingError):
+        return TRAINING_ERROR
     if isinstance(error, OSError) and error.errno in FAILING:
         return TRAINING_ERROR
     # An OSError that Hydra or Stoker raises may lack an errno.

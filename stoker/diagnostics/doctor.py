@@ -192,7 +192,7 @@ class Doctor(Callback):
     def summary(self, trainer: Trainer) -> str:
         """Return the line to print at the end of the run."""
         kinds = [f"{kind} in {counted(len(layers), 'layer')}" for kind, layers in self.said.items()]
-        steps = f"{self.count} of {trainer.step - self.begun_at:,} steps"
+        steps = f"checked {self.count} of {trainer.step - self.begun_at:,} steps"
         return f"doctor   {steps}: {'; '.join(kinds) or 'no warnings'}"
 
 

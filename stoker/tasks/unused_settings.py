@@ -64,8 +64,8 @@ def check_own_function(cfg: DictConfig) -> None:
         key = f"dataset.{name}"
         if name in LOADER_KEYS and name in arguments_given("dataset", target):
             raise UserError(
-                f"{key}={OmegaConf.select(cfg, key)}: this key sets the loader, not the argument "
-                f"{name} of {target}. Rename the argument."
+                f"{key}={OmegaConf.select(cfg, key)}: this key configures the loader and is not "
+                f"passed to {target}, which has an argument of the same name. Rename the argument."
             )
 
 

@@ -76,8 +76,8 @@ class ShadowWeights(Callback):
         self.shadow = None
         self.step = 0
         launch.warn(
-            f"{type(self).__name__}: the weights have changed since the fit or checkpoint, "
-            f"so the {self.key} weights were discarded."
+            f"{type(self).__name__}: the weights have changed since the fit, or since the "
+            f"checkpoint was loaded, so the {self.key} weights were discarded."
         )
 
     def update(self, trainer: "Trainer") -> None:

@@ -30,7 +30,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs: how the run was started, and how to continue it."""
     script = saved_config.script_of(run.config)
     if script is not None:
-        return [("Started by a script, which also resumes the run", script)]
+        return [("Started by this script; run it again to resume", script)]
     if run.overrides is None:
         return []
     again = command(run.overrides, setting("run_dir", run.folder))
