@@ -213,7 +213,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
             or optimizer._optimizer_step_post_hooks  # private: the same
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            # private: whether a profiler is running, torch 2.15
+            # private: tells whether a profiler is running, torch 2.15
             or torch.autograd._profiler_enabled()
             or "step" in vars(optimizer)
         ):

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def results(folder):
     """{job: its result} of the jobs that are done."""
     read = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/result.json")}
-    return {name: result for name, result in read.items() if not result["error"]}
+    return {name: result for name, result in read.items() if not result.get("error")}
 
 
 def rate_of(result):

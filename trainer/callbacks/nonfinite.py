@@ -42,7 +42,8 @@ class NaNGuard(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
         self.first_step = trainer.step
-        if not any(map(parallel.is_shard, trainer.module.parameters())):  # too large to gather
+        # A sharded state may be too large to gather.
+        if not any(map(parallel.is_shard, trainer.module.parameters())):
             self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
