@@ -715,6 +715,8 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
         "stale": ["../victim"],
     }
     assert "jsonl" in again("usual").callbacks
+    cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / 'job', sweep__gone=1)}")
+    assert saved_config.to_train_again(cfg, str(tmp_path / "again")).sweep == {}
     assert "jsonl" not in again("removes", jsonl=removes).callbacks
 
 
