@@ -74,6 +74,7 @@ def test_a_group_of_your_own_sets_the_keys_of_a_run_and_no_others(processed, pro
         processed("experiment=override")
     answer = messages.explanation(caught.value).splitlines()
     assert answer[0].startswith("In 'experiment/override': Invalid Defaults List override")
+    assert answer[2] == "Files in this group must begin with '# @package _global_'."
 
 
 def test_a_variable_of_your_own_that_another_key_follows_is_accepted(processed, project):

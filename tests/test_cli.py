@@ -335,7 +335,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate run=nope", "error: run=nope: no such folder.", "Type run=DIR."),
     (
         f"task=evaluate run={TRAIN}",
-        f"error: run={TRAIN}: no such folder.",
+        f"error: run={TRAIN}: this is not a folder.",
         "Type run=DIR.",
     ),
     (
@@ -464,7 +464,11 @@ LATE = [
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type +metrics.a._target_=..."),
     ("+metrics.a._target_=", "_target_=: expected the dotted name of a class", "as in mine.Name."),
-    ("metrics.a=3", "error: metrics.a: no such key.", "Type --help to see the keys."),
+    (
+        "metrics.a=3",
+        "error: metrics.a: no such key.",
+        "Type +metrics.a._target_=... to add",
+    ),
     (
         "groups={match:a}",
         "error: Error merging override groups={match:a}",
@@ -888,7 +892,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: no such folder. Type run=DIR."
+    assert refusal(file) == f"run={file}: this is not a folder. Type run=DIR."
     assert refusal(tmp_path / "mien").endswith("mien: no such folder. Type run=DIR.")
     assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
 

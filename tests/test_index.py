@@ -117,8 +117,11 @@ def test_the_index_and_the_table_of_a_sweep_name_the_same_best(runs):
             result = json.loads((sweep / str(i) / "result.json").read_text())
             result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
             (sweep / str(i) / "result.json").write_text(json.dumps(result))
-    (sweep / "sweep.json").write_text('{"jobs": 8}')
-    list_in_index(Sweep(sweep))
+    malformed = '{"typed": ["-m", "seed=1,2"], "jobs": "x"}'
+    for text in (malformed, '{"jobs": 8}'):
+        (sweep / "sweep.json").write_text(text)
+        list_in_index(Sweep(sweep))
+        assert ((sweep / "sweep.json").read_text() == malformed) == (text == malformed)
     entry = index.entry_of_sweep(sweep)
     best = Sweep(sweep).groups[0]
     assert entry["jobs"] == [job.name for job in best] == ["2", "3"]

@@ -41,7 +41,7 @@ def left(folder):
 
 
 def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
-    done = train(tmp_path, "task=plan", "callbacks=doctor", "ema=0.99")
+    done = train(tmp_path, "task=plan", "callbacks=doctor", "ema=0.99", "~checkpoint.keep")
     assert (done.code, done.err) == (0, "") and not left(tmp_path)
     names = [line[:9].strip() for line in done.out.splitlines()]
     wanted = [
@@ -59,7 +59,10 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
     assert "plan     10 epochs of 20 steps" in done.out
     assert re.search(r"for 200 steps \([\d.]+ m?s each\)", done.out)
     assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
-    assert done.out.splitlines()[-1].strip() == f"{PROGRAM} callbacks=doctor ema=0.99 device=cpu"
+    assert (
+        done.out.splitlines()[-1].strip()
+        == f"{PROGRAM} callbacks=doctor ema=0.99 '~checkpoint.keep' device=cpu"
+    )
 
 
 @pytest.mark.slow

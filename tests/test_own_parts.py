@@ -216,6 +216,10 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     hint = messages.hint_for("loss.ignore_index", config)
     assert hint.startswith(" To pass your own argument, type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
+    assert messages.hint_for("metrics.top3", {"top_k": None, "metrics": {"acc": None}}) == (
+        " Type +metrics.top3._target_=... to add your own."
+    )
+    assert messages.hint_for("hydra.sweeper.direction", {"precision": "auto"}) == ""
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )

@@ -117,7 +117,8 @@ def test_a_mistake_that_a_step_finds_ends_the_run_as_failed(forks, tmp_path):
 
 def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whole, tmp_path):
     file = checkpoint.path_of(whole / "run" / "checkpoints", 40)
-    command = (*JOB, "run_dir=run", f"resume={file}")
+    shutil.copy(file, tmp_path / "file.ckpt")
+    command = (*JOB, "run_dir=run", "resume=file.ckpt")
     (tmp_path / "stop").write_text("47")
     stopped = forks.run(tmp_path, *command)
     assert stopped.code == 143 and "resume" not in stopped.err.splitlines()[-1]
@@ -136,6 +137,11 @@ def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whol
         "seconds",
         "time",
     }  # it has only looked at it
+    (tmp_path / "file.ckpt").rename(tmp_path / "moved.ckpt")
+    moved = forks.run(tmp_path, *JOB, "run_dir=run", "resume=moved.ckpt")
+    assert moved.code == 0 and "continued at step 60" in moved.out
+    shutil.copy(checkpoint.path_of(whole / "run" / "checkpoints", 60), tmp_path / "file.ckpt")
+    assert "did not start from file.ckpt" in refused(forks, tmp_path, *command)
 
 
 def test_a_step_back_within_the_run(forks, whole, tmp_path):

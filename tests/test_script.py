@@ -199,8 +199,8 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
         done = forks.run(tmp_path, *typed)
         assert done.code == 2 and len(done.err.splitlines()) <= 3, done.err
     elsewhere = begun(Checkpoint(tmp_path / "mine"))
-    stoker.fit(elsewhere, *loaders(), run_dir=tmp_path / "run")
-    assert not (tmp_path / "mine").exists() and list((tmp_path / "run/checkpoints").iterdir())
+    with pytest.raises(UserError, match="the Checkpoint among the callbacks saves to"):
+        stoker.fit(elsewhere, *loaders(), run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,14 @@ def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
             sys.excepthook(type(error), error, None)
         assert end.value.code == code
         assert capsys.readouterr().err == f"error: {error}\n"
+    with pytest.raises(TypeError) as unknown:
+        stoker.Trainer(torch.nn.Linear(2, 2), max_step=3)
+    with pytest.raises(SystemExit):
+        sys.excepthook(TypeError, unknown.value, None)
+    assert capsys.readouterr().err.startswith(
+        "error: Trainer has no argument max_step. Did you mean 'max_steps'?\n"
+        "Its arguments are: model, loss, "
+    )
     error = KeyError("x")
     sys.excepthook(KeyError, error, None)
     assert seen == [(KeyError, error, None)]

@@ -306,6 +306,15 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
     assert sorted(path.name for path in (tmp_path / "s").glob("[0-9]*")) == ["2"]
 
 
+def test_a_default_range_of_an_argument_that_the_optimizer_lacks_is_left_out():
+    space = {"optimizer.lr": "a", "optimizer.weight_decay": "b", "batch_size": "c"}
+    for target, left_out in (("AdamW", []), ("Rprop", ["optimizer.weight_decay=b"])):
+        cfg = {"optimizer": {"_target_": f"torch.optim.{target}"}, "sweep": {"space": space}}
+        ranges = search_settings.space_of(OmegaConf.create(cfg))
+        wanted = [f"{key}={value}" for key, value in space.items()]
+        assert ranges == [one for one in wanted if one not in left_out]
+
+
 @pytest.mark.slow
 @needs_fork
 @needs_optuna
@@ -325,10 +334,14 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
             ["sweep/pruner=mediann"],
             "error: sweep/pruner=mediann: not a valid choice. Did you mean 'median'?",
         ),
+        (
+            ["hydra/sweeper=optuna"],
+            "error: hydra/sweeper=optuna: sweep=optuna has its own sweeper. Remove this setting.\n",
+        ),
         (["hydra/sweeper/sampler=grid"], "type sweep=grid instead.\n"),
         (
             ["hydra.sweeper.direction=maximize"],
-            "error: hydra.sweeper.direction: no such key",
+            "error: hydra.sweeper.direction: no such key.\nType --help to see the keys.\n",
         ),
         (
             ["hydra.sweeper.storage=nowhere"],

@@ -321,6 +321,20 @@ def test_the_answer_to_a_second_package_keeps_the_first(typed):
         trust.locate("model", "other.Net")
 
 
+def test_a_target_for_another_part_is_not_a_matter_of_trust():
+    with pytest.raises(UserError) as caught:
+        trust.locate("model", "torch.optim.AdamW")
+    assert str(caught.value) == (
+        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module."
+    )
+
+
+def test_a_key_that_only_begins_like_the_augmentation_is_the_data_sets():
+    keys = ("dataset.augment", "dataset.augment.0", "dataset.augmenter", "metrics.top3")
+    parts = ["dataset.augment", "dataset.augment", "dataset", "metrics"]
+    assert [trust.part_of(key) for key in keys] == parts
+
+
 def test_what_is_typed_is_ones_own(typed):
     with pytest.raises(UserError, match="json.dumps: not trusted"):
         trust.locate("loss", "json.dumps")
@@ -701,6 +715,8 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
         "stale": ["../victim"],
     }
     assert "jsonl" in again("usual").callbacks
+    cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / 'job', sweep__gone=1)}")
+    assert saved_config.to_train_again(cfg, str(tmp_path / "again")).sweep == {}
     assert "jsonl" not in again("removes", jsonl=removes).callbacks
 
 

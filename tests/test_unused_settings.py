@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from stoker.command import arguments, build, trust
 from stoker.command.defaults import files_of
 from stoker.tasks import parts, unused_settings
+from stoker.tasks.overfit import overfit
 from stoker.tasks.unused_settings import check_decided, check_unused
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
@@ -175,6 +176,15 @@ def test_nor_is_one_in_a_config_file_of_its_own(processed, project, tmp_path, mo
         files_of.cache_clear()
         with pytest.raises(UserError, match=r"^dataset\.workers=1: this key configures the loader"):
             check(processed(*typed))
+
+
+def test_a_step_of_your_own_is_not_judged_by_its_loss(processed, tmp_path, monkeypatch):
+    (tmp_path / "stepping.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with trust.trusting(["stepping"]):
+        cfg = processed(*SMALL, "overfit=1", "trainer._target_=stepping.Ignores")
+        with pytest.raises(UserError, match="overfit=1: Ignores overrides train_step"):
+            overfit(cfg)
 
 
 def test_a_transform_of_torchvision_needs_no_trust_and_nothing_else_is_let_in():

@@ -65,6 +65,8 @@ def explanation(error: BaseException) -> str:
         if text is not None:
             return text
     text = re.sub(r"\n +(full_key: *|object_type=.*)(?=\n|$)", "", str(error))
+    if re.search(r"No earlier Group Default for '\S+@experiment\.", text):
+        text += f"\n{FOR_EXPERIMENT}"
     return text
 
 
@@ -146,6 +148,11 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
+    takes_more = group in ("metrics", settings.GROUP_OF_MANY)
+    if takes_more:
+        to_add = f" Type +{key}._target_=... to add your own."
+    if takes_more or group.startswith("hydra"):
+        anywhere = siblings
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
@@ -154,4 +161,4 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) else ""
+    return to_add if f"{group}._target_" in flat(config) or takes_more else ""

@@ -164,6 +164,8 @@ def locate(key: str, target: str) -> Any:
     part = part_of(key)
     if not is_trusted_by_user(target) and not builds(part, located):
         wanted = with_article(PART_CLASSES[part][0])
+        if any(builds(other, located) for other in PART_CLASSES):  # trusted, but for another part
+            raise UserError(f"{place}: this does not return {wanted}.")
         raise UserError(
             f"{place}: this does not return {wanted}, or is not trusted.\n"
             f"If you trust it, type {advice_to_trust(target)}."
@@ -194,7 +196,8 @@ def failing_line(error: BaseException) -> str | None:
 def part_of(key: str) -> str:
     """Return the part of a run that a key belongs to, such as "metrics" for "metrics.top3"."""
     augment = "dataset.augment"
-    return augment if key.startswith(augment) else key.partition(".")[0]
+    is_augment = key == augment or key.startswith(f"{augment}.")
+    return augment if is_augment else key.partition(".")[0]
 
 
 def builds(part: str, located: Any) -> bool:

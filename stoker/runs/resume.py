@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, JOB, RESULT, WRITTEN
+from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import SCRIPT, for_reading, load_config
@@ -22,9 +23,9 @@ def to_resume(
 ) -> tuple[Path, dict[str, Any], str | None] | None:
     """Return the checkpoint to resume from as (file, state, origin), or None to start at step 0.
 
-    If `resume=FILE` started the run, the origin is the path of FILE. If it matches the FILE of this
-    command, the run resumes instead of starting over from FILE. Raises UserError if the settings
-    differ.
+    If `resume=FILE` started the run, the origin is the SHA-256 of FILE. If it matches the FILE of
+    this command, the run resumes instead of starting over from FILE. Raises UserError if the
+    settings differ.
     """
     from stoker.trainer import checkpoint
 
@@ -40,7 +41,7 @@ def to_resume(
     if resume != "auto":
         settings.check_resume(resume)
         given = Path(resume).resolve()
-        origin = str(given)
+        origin = sha256_of(given)
         if newest is None or about(newest[1]).get("origin") != origin:
             if newest is not None and given.parent != (folder / "checkpoints").resolve():
                 raise UserError(
@@ -153,3 +154,20 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             "To train that run for longer, choose a different run_dir and set resume=FILE to one "
             "of its checkpoints."
         )
+
+
+def sha256_of(path: str | Path) -> str | None:
+    """Return the SHA-256 in the header of a checkpoint, or None if the header has none.
+
+    The SHA-256 identifies the contents; loading the checkpoint verifies them.
+    """
+    from stoker.trainer import checkpoint
+
+    try:
+        with files.open_plain(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = parsed(file.read(min(length, checkpoint.MAX_HEADER))) or {}
+        sha256: str = header["__metadata__"]["sha256"]
+        return sha256
+    except (OSError, KeyError, TypeError):
+        return None

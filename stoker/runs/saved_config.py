@@ -83,6 +83,7 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
         config = changed(cfg, changes)
         if config["resume"] == "never":
             config["resume"] = "auto"
+        config["sweep"] = {}  # the run is not a job of a sweep
         check.check_keys(config, defaults.defaults())
         check_parts(config)
         adapt_downloads(config["dataset"])
@@ -216,7 +217,7 @@ def load_config(key: str, folder: str | Path) -> Config:
     if not path.is_file():
         reason = "this is not a run directory, because it has no config.yaml"
         if not os.path.isdir(folder):
-            reason = "no such folder"
+            reason = "this is not a folder" if os.path.exists(folder) else "no such folder"
         raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
     try:
         text = files.read(path, MOST_YAML).decode()

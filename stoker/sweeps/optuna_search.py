@@ -74,8 +74,8 @@ class OptunaSearch(Sweeper):
         self.trials = settings.check("sweep.trials", cfg.sweep.trials)
         self.maximize = search_settings.maximizes(cfg)
         count = search_settings.at_once(cfg)
-        space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
-        parsed = OverridesParser.create().parse_overrides([*space, *arguments])
+        ranges = [*search_settings.space_of(cfg), *arguments]
+        parsed = OverridesParser.create().parse_overrides(ranges)
         last = {override.key_or_group: override for override in parsed}  # typed overrides win
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
         self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]

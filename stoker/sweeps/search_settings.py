@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
+from stoker.command.new_targets import takes
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
@@ -24,6 +25,17 @@ def at_once(cfg: DictConfig) -> int:
     if launcher == "joblib":
         return node.n_jobs
     return launchers.jobs_at_once(cfg.sweep.at_once, cfg.device)
+
+
+def space_of(cfg: DictConfig) -> list[str]:
+    """Return the ranges of `sweep.space`, except those of arguments that the optimizer lacks."""
+    kept = []
+    for key, values in cfg.sweep.space.items():
+        group, _, name = key.partition(".")
+        target = OmegaConf.select(cfg, f"{group}._target_")
+        if group != "optimizer" or takes(group, target, name):
+            kept.append(f"{key}={values}")
+    return kept
 
 
 def maximizes(cfg: DictConfig) -> bool:

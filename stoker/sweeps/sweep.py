@@ -58,9 +58,14 @@ class SweepCallback(Callback):
         settings.check("sweep.on_error", config.sweep.on_error)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
+        sweeper = str(config.hydra.sweeper.get("_target_"))
+        if "trials" in config.sweep and not sweeper.startswith("stoker."):
+            chosen = config.hydra.runtime.choices["hydra/sweeper"]
+            raise UserError(
+                f"hydra/sweeper={chosen}: sweep=optuna has its own sweeper. Remove this setting."
+            )
         folder = Path(config.hydra.sweep.dir)
         make(folder, PLACE)
-        sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             # On its own, Hydra only finds the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))

@@ -116,6 +116,8 @@ def tests_of(sweep: Sweep) -> list[str]:
 def list_in_index(sweep: Sweep) -> None:
     """Record in sweep.json what the indexes of runs show for the sweep, and update the indexes."""
     record = SweepRecord.read(sweep.folder)
+    if record == SweepRecord():  # keep a malformed file, which may contain the sweep's command
+        return index.update(sweep.folder)
     record.total = len(sweep.jobs) + sweep.missing
     record.ended = sum(job.status in ENDED for job in sweep.jobs)
     record.failed = len(sweep.of("failed"))

@@ -25,7 +25,7 @@ def lr_find(cfg: DictConfig) -> None:
         f"({len(rates)} steps, with rates from {rates[0]:.1g} to {rates[-1]:.1g})"
     )
     terminal.show(f"curve    {path}")
-    typed = typed_for_run()
+    typed = [one for one in typed_for_run() if one != "~optimizer.lr"]
     if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # length of the search
         typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
     terminal.show(f"train    {shell.command(typed, f'optimizer.lr={suggestion:.2g}')}")

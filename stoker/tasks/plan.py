@@ -26,7 +26,7 @@ def plan(cfg: DictConfig) -> None:
         with parts.threads(cfg):
             estimate = look(parts.trainer, *parts.loaders)
     evaluations = 0 if parts.loaders[1] is None else math.ceil(estimate.steps / every)
-    text = lines(estimate, startup, evaluations, cfg.checkpoint.keep, cfg.max_minutes)
+    text = lines(estimate, startup, evaluations, cfg.checkpoint.get("keep", 2), cfg.max_minutes)
     terminal.show("\n".join(text))
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"
     terminal.show(

@@ -24,6 +24,7 @@ from stoker.tasks import running
 from stoker.tasks.parts import Parts
 from stoker.trainer import launch, misuse
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import length_of
 from stoker.trainer.state import WAYS
@@ -47,7 +48,7 @@ def fit(
     checkpoint after the current step, and end the process.
 
     To choose when to save and which weights are best, add a `Checkpoint` to the Trainer's
-    callbacks; its folder becomes `run_dir`/checkpoints. With several processes, rank 0 writes the
+    callbacks; its folder must be `run_dir`/checkpoints. With several processes, rank 0 writes the
     files.
 
     Raises:
@@ -114,10 +115,15 @@ def command() -> str:
 
 
 def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
-    """Return the Checkpoint among the callbacks, or a new one, set to save in the run directory."""
+    """Return the callbacks' Checkpoint, or a new one; raise UserError if its folder is wrong."""
+    place = folder / "checkpoints"
     savers = (callback for callback in trainer.callbacks if isinstance(callback, Checkpoint))
-    saver = next(savers, Checkpoint(folder))
-    saver.folder = folder / "checkpoints"
+    saver = next(savers, Checkpoint(place))
+    if saver.folder.resolve() != place.resolve():
+        raise UserError(
+            f"run_dir={folder}: the Checkpoint among the callbacks saves to {saver.folder}. "
+            f"Set its folder to {str(place)!r}, or remove it."
+        )
     return saver
 
 

@@ -106,7 +106,8 @@ def main(arguments: list[str]) -> int:
         try:
             path = write(folder)
         except UserError as error:  # the error names a setting that the user did not type
-            raise UserError(str(error).replace("run_dir=", "")) from None
+            text = str(error).removesuffix(" Type run_dir=DIR.")
+            raise UserError(text.replace("run_dir=", "")) from None
         print(f"report   {path}")
 
     return subcommand.run(
