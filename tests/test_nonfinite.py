@@ -13,8 +13,8 @@ from stoker.data.loader import DeviceLoader
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead, NaNGuard
 from stoker.trainer.callbacks.saving import ADVICE
-from stoker.trainer.number_format import brief
 from stoker.trainer.errors import NotFinite
+from stoker.trainer.number_format import brief
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
