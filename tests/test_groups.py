@@ -322,7 +322,10 @@ def test_an_unknown_argument_of_a_schedule_of_a_rule_is_a_mistake():
 
 
 def test_mistakes_in_what_is_frozen_are_named():
-    for match, message in (("9.*", "matches 9"), ("*", "depends on trainable parameters")):
+    for match, message in (
+        ("9.*", "matches 9"),
+        ("*", "the patterns match all parameters, so nothing is left to train"),
+    ):
         with pytest.raises(UserError, match=message):
             trainer = make_trainer(make(), callbacks=[Freeze(match)])
             trainer.fit(batches())
