@@ -320,6 +320,7 @@ def test_several_loaders_are_no_loader():
 @pytest.mark.parametrize(
     "named, message",
     [
+        ({}, "val_loader is an empty dict"),
         ({"train": loader()}, "'train' is not a valid name"),
         ({"a/b": loader()}, "'a/b' is not a valid name"),
         ({"a": {"b": loader()}}, "this dict is not a loader"),

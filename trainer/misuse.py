@@ -141,7 +141,10 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     """Raise UserError if something that `fit` needs is missing."""
     check_loader(trainer, train_loader, "fit")
-    for name, loader in by_name(val_loader).items():
+    named = by_name(val_loader)
+    if val_loader is not None and not named:
+        raise UserError("fit: val_loader is an empty dict. Remove it, or pass {name: loader}.")
+    for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
                 f"fit: {name!r} is not a valid name for a validation loader, whose loss is logged "
