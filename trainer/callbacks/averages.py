@@ -215,4 +215,10 @@ def copy_into(tensors: Tensors, values: Tensors) -> None:
     Assigning to `.data` instead has no effect on sharded modules.
     """
     for name, tensor in tensors.items():
-        tensor.copy_(parallel.like(values[name], tensor))
+        value = parallel.like(values[name], tensor) if name in values else None
+        if value is None or value.shape != tensor.shape:  # copy_ would broadcast it
+            raise UserError(
+                f"The checkpoint does not match this model: the average of {name} is missing or "
+                "has a different shape."
+            )
+        tensor.copy_(value)
