@@ -382,6 +382,14 @@ def test_an_average_of_another_shape_is_refused(averages):
     )
 
 
+def test_a_callback_in_a_state_does_not_replace_a_part_of_its_name():
+    made = make_trainer(model())
+    state = copy.deepcopy(made.state_dict())
+    state["callbacks"]["model"] = {"0.weight": torch.zeros(16, 6)}
+    made.load_state_dict(state)
+    assert_same(made.module.state_dict(), state["model"])
+
+
 def test_a_state_gives_a_scheduler_of_torch_no_attributes():
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
     made = make_trainer(scheduler=scheduler, epochs=1)

@@ -235,7 +235,7 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 
 @contextlib.contextmanager
-def matching(name: str) -> Iterator[None]:
+def state_fits(name: str) -> Iterator[None]:
     """Context manager that raises UserError if a state does not fit the object that loads it.
 
     The state may have any form, so loading it may raise any exception.
@@ -260,7 +260,7 @@ def restore(name: str, part: Any, state: Any) -> None:
     Raises:
         UserError: The state does not fit `part`, which may be half loaded.
     """
-    with matching(name):
+    with state_fits(name):
         if isinstance(part, torch.nn.Module):
             current = part.state_dict()
             state = {key: parallel.like(value, current.get(key)) for key, value in state.items()}

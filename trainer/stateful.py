@@ -146,7 +146,7 @@ class Stateful:
         """Raise UserError for a mismatch that loading the state would not detect."""
         kinds: dict[str, type] = {**SAVED, "frozen": list, "callbacks": dict}
         problem = "The checkpoint does not match this Trainer:"
-        with checkpoint.matching("Trainer"):
+        with checkpoint.state_fits("Trainer"):
             for name, kind in kinds.items():
                 if type(state.get(name)) is not kind:
                     raise UserError(f"{problem} {name} is {state.get(name)!r:.60}.")
