@@ -319,6 +319,18 @@ def test_a_mistake_in_a_rule_is_named(rules, message):
         make_trainer(optimizer=functools.partial(SGD, lr=LR), groups=rules)
 
 
+def test_a_decay_of_rates_needs_a_rate():
+    def without(groups):
+        return SGD(groups, lr=LR)
+
+    with pytest.raises(UserError) as error:
+        make_trainer(optimizer=without, groups=[{"match": "*", "lr_decay": 0.5}])
+    assert str(error.value) == (
+        "groups: lr_decay of * needs a learning rate. Add an lr to the rule, because the optimizer "
+        "has none."
+    )
+
+
 def test_mistakes_in_what_is_frozen_are_named():
     for match, message in (
         ("9.*", "matches 9"),

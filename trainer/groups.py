@@ -148,6 +148,11 @@ def scale_rates(groups: Groups, usual: Any) -> None:
     """
     for group in groups:
         if "lr_scale" in group:
+            if group.get("lr", usual) is None:
+                raise UserError(
+                    f"groups: lr_decay of {rule_of(group)} needs a learning rate. Add an lr to "
+                    "the rule, because the optimizer has none."
+                )
             group["lr"] = group.get("lr", usual) * group.pop("lr_scale")
 
 
