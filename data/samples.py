@@ -45,7 +45,8 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
                 f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an "
                 f"instance of it: {part.__name__}(...)."
             )
-        if not has_samples(part) and not hasattr(part, "__iter__"):
+        is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
+        if is_batch or not (has_samples(part) or hasattr(part, "__iter__")):
             raise UserError(
                 f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
                 "IterableDataset or a loader."

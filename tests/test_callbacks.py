@@ -553,6 +553,11 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
     )
 
 
+def test_the_plan_of_less_than_an_epoch_counts_its_steps(capsys):
+    make_trainer(callbacks=[Progress()], max_steps=3).fit(loaders()[0])
+    assert "plan     3 of 8 steps, batch 8, " in capsys.readouterr().out
+
+
 def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", -1)  # seconds: after each step
     make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])

@@ -275,6 +275,10 @@ def test_an_average_of_weights_that_were_changed_since_is_not_used(tmp_path, cap
     assert trainer.state_dict()["callbacks"]["EMA"]["average"] is None
     trainer.load_state_dict(state)  # brings its average
     assert_same(evaluated(trainer), average)
+    trainer.module.load_state_dict(other.state_dict())
+    trainer.load_state_dict(state)
+    assert caplog.messages == [message]  # nothing is discarded, so nothing is said
+    assert_same(evaluated(trainer), average)
     with torch.no_grad():
         trainer.module[0].bias.data[0] += 1e-6
     assert_same(evaluated(trainer), dict(trainer.module.state_dict()))

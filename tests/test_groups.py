@@ -12,7 +12,7 @@ from stoker.trainer import checkpoint, schedules, summary
 from stoker.trainer.callbacks import Callback, Checkpoint, Freeze
 from stoker.trainer.combined import Combined, muon
 from stoker.trainer.errors import UserError
-from stoker.trainer.groups import parameter_groups
+from stoker.trainer.groups import labels, parameter_groups
 
 STEPS = 12  # of 4 an epoch
 LR = 0.05
@@ -305,6 +305,10 @@ def test_schedule_free_of_its_own_package(tmp_path):
             "scheduler=cosin: not a valid choice. Did you mean 'cosine'",
         ),
         ([{"match": "*", "scheduler": {}}], "scheduler={}: not a valid choice"),
+        (
+            [{"match": "*", "scheduler": {"cosine": {"warmpu": 1}}}],
+            "groups: scheduler.cosine=warmpu: not a valid choice. Did you mean 'warmup'",
+        ),
         ([{"match": "*", "name": "all"}], "expected a list of rules, each"),
         ([{"lr": 1}], "expected a list of rules, each with a name pattern"),
         ([{"match": "*"}], "expected a list of rules, each"),
@@ -315,14 +319,23 @@ def test_a_mistake_in_a_rule_is_named(rules, message):
         make_trainer(optimizer=functools.partial(SGD, lr=LR), groups=rules)
 
 
-def test_an_unknown_argument_of_a_schedule_of_a_rule_is_a_mistake():
-    rules = [{"match": "*", "scheduler": {"cosine": {"x": 1}}}]
-    with pytest.raises(UserError, match="scheduler: .* has incorrect arguments"):
-        make_trainer(groups=rules).fit(batches())
+def test_a_decay_of_rates_needs_a_rate():
+    def without(groups):
+        return SGD(groups, lr=LR)
+
+    with pytest.raises(UserError) as error:
+        make_trainer(optimizer=without, groups=[{"match": "*", "lr_decay": 0.5}])
+    assert str(error.value) == (
+        "groups: lr_decay of * needs a learning rate. Add an lr to the rule, because the optimizer "
+        "has none."
+    )
 
 
 def test_mistakes_in_what_is_frozen_are_named():
-    for match, message in (("9.*", "matches 9"), ("*", "depends on trainable parameters")):
+    for match, message in (
+        ("9.*", "matches 9"),
+        ("*", "the patterns match all parameters, so nothing is left to train"),
+    ):
         with pytest.raises(UserError, match=message):
             trainer = make_trainer(make(), callbacks=[Freeze(match)])
             trainer.fit(batches())
@@ -340,6 +353,9 @@ def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=rules, scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.5, "train/lr/rest": 0.25}
+    names = ["*.bias", "bias*", "rest", "*.bias", "bias*"]
+    labelled = labels([{"name": name} for name in names])
+    assert labelled == ["bias", "bias_1", "rest", "bias", "bias_1"]
 
 
 def test_wsd_stays_and_goes_down_by_the_root():

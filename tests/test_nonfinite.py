@@ -14,6 +14,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead, NaNGuard
 from stoker.trainer.callbacks.saving import ADVICE
 from stoker.trainer.errors import NotFinite
+from stoker.trainer.number_format import brief
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -78,12 +79,13 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     row = inputs.isnan().any(1).nonzero().item()
 
     guard = NaNGuard(tmp_path / "bad")
-    first, second, third = failure(trainer(guard, Checkpoint(tmp_path / "run", every=2)), loader)
+    guarded = trainer(guard, Checkpoint(tmp_path / "run", every=2))
+    first, second, third = failure(guarded, loader)
     assert first.endswith(
-        f". First non-finite value: in step {step}, the loss is nan, and batch[0] has non-finite values in 1 of {len(inputs)} rows "
+        f". First non-finite value: in step {step}, the loss is nan (learning rate {brief(guarded.lr)}), and batch[0] has non-finite values in 1 of {len(inputs)} rows "
         f"(the first is row {row})."
     )
-    assert second == "Check these samples, or remove them."
+    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}"
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
         third == f"The batch was saved in {tmp_path / 'bad'}. To replay the step, "
@@ -168,11 +170,13 @@ def test_entries_that_are_not_finite_in_good_steps_are_no_problem():
         (torch.randn(4, 6, generator=generator), torch.arange(4) % 2, mask) for _ in range(9)
     ]
     trainer = make_trainer(kind=Masked, callbacks=[NaNGuard()], epochs=1)
-    first, *_ = failure(trainer, batches)
+    first, second = failure(trainer, batches)
+    rate = brief(*set(trainer.rates))
     assert first.endswith(
-        ": in step 7, the loss is inf, and batch[2] has non-finite values in 1 of 3 rows "
-        "(the first is row 2)."
+        f": in step 7, the loss is inf (learning rate {rate}), and batch[2] has non-finite values "
+        "in 1 of 3 rows (the first is row 2)."
     )
+    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}"
 
 
 def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
@@ -185,7 +189,8 @@ def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # the first are skipped
     first, *_ = failure(trainer, loader)
     assert (
-        f": in step {step}, the loss is nan, and batch[0] has non-finite values in 1 of " in first
+        f": in step {step}, the loss is nan (learning rate {brief(trainer.lr)}), and batch[0] has non-finite values in 1 of "
+        in first
     )
 
 

@@ -202,6 +202,28 @@ def test_an_optimizer_of_closures_and_one_for_sparse_gradients_are_built(kind):
     assert isinstance(optimizers.build(kind, parameters(), CPU), kind)
 
 
+class Named(torch.optim.AdamW):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+
+
+class Fixed(torch.optim.AdamW):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay"),
+    [(Named, 0.01), (functools.partial(Named, weight_decay=0.1), 0.1), (Fixed, 0.1)],
+)
+def test_a_weight_decay_that_no_signature_names_does_not_reach_biases(kind, decay):
+    weight, bias = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    groups = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}]
+    optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups, CPU)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {weight: decay, bias: 0.0}
+
+
 def test_groups_of_equal_settings_become_one():
     def groups():
         return [

@@ -161,5 +161,21 @@ def test_groups_have_rates_of_their_own(tmp_path):
         trainer.set_lr(-1)
 
 
+def test_the_rate_of_a_torch_schedule_is_not_set_in_a_fit():
+    class Change(Callback):
+        def on_step_end(self, trainer):
+            trainer.set_lr(0.02)
+
+    steps = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    trainer = make_trainer(scheduler=steps, callbacks=[Change()])
+    trainer.set_lr(0.5)
+    with pytest.raises(UserError) as error:
+        trainer.fit(make_batches_float())
+    assert str(error.value) == (
+        "set_lr: during a fit, StepLR sets the rates itself. Use a schedule from "
+        "stoker.trainer.schedules, or call set_lr before the fit."
+    )
+
+
 def make_batches_float():
     return [(inputs.float(), targets) for inputs, targets in make_batches()]

@@ -248,6 +248,9 @@ class Stream(IterableDataset):
         ({"val": Boxes()}, "returns a dict without a train split"),
         ({"train": None}, "returns a dict without a train split"),
         ({"train": 3}, "returns an int as 'train'"),
+        ({"train": "a.csv"}, "returns a str as 'train'"),
+        ({"train": torch.ones(8, 6)}, "returns a Tensor as 'train'"),
+        ({"train": Boxes(), "val": {"x": 1}}, "returns a dict as 'val'"),
         ({"train": Boxes(0)}, "is empty"),
     ],
 )

@@ -346,6 +346,50 @@ def test_a_state_of_another_optimizer_is_refused(before, after):
     make_trainer(optimizer=None).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("size", "loads"), [((1,), False), ((3, 16), True)])
+def test_a_moment_of_another_shape_is_refused_before_a_fused_step_reads_it(size, loads):
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    made = make_trainer(model(), optimizer=optimizer, epochs=1)
+    made.fit(loaders()[0])
+    state = copy.deepcopy(made.state_dict())
+    moments = state["optimizer"]["state"]
+    (number,) = [i for i in moments if moments[i]["exp_avg"].shape == (3, 16)]
+    moments[number]["exp_avg"] = torch.zeros(size)
+    if loads:
+        made.load_state_dict(state)
+        return
+    with pytest.raises(UserError) as error:
+        made.load_state_dict(state)
+    assert str(error.value) == (
+        "The checkpoint does not match this AdamW: exp_avg has shape (1,), not (3, 16)."
+    )
+
+
+@pytest.mark.parametrize("averages", [{"0.weight": torch.ones(1)}, {}])
+def test_an_average_of_another_shape_is_refused(averages):
+    made = make_trainer(model(), callbacks=[EMA(0.9)], epochs=1)
+    made.fit(loaders()[0])
+    state = copy.deepcopy(made.state_dict())
+    average = state["callbacks"]["EMA"]["average"]
+    del average["0.weight"]
+    average.update(averages)
+    made.load_state_dict(state)
+    with pytest.raises(UserError) as error:
+        made.evaluate(loaders()[1])
+    assert str(error.value) == (
+        "The checkpoint does not match this model: the average of 0.weight is missing or has a "
+        "different shape."
+    )
+
+
+def test_a_callback_in_a_state_does_not_replace_a_part_of_its_name():
+    made = make_trainer(model())
+    state = copy.deepcopy(made.state_dict())
+    state["callbacks"]["model"] = {"0.weight": torch.zeros(16, 6)}
+    made.load_state_dict(state)
+    assert_same(made.module.state_dict(), state["model"])
+
+
 def test_a_state_gives_a_scheduler_of_torch_no_attributes():
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
     made = make_trainer(scheduler=scheduler, epochs=1)

@@ -56,4 +56,4 @@ class Callback:
             setattr(self, name, copy.copy(state[name]))
 
     def loaded(self, trainer: "Trainer") -> None:
-        """Called after the trainer has loaded a state, whether or not a fit is running."""
+        """Called after a state was loaded, in a fit or not. Only EMA and Lookahead use it."""

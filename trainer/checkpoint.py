@@ -235,7 +235,7 @@ def unpack(value: Any, tensors: Tensors) -> Any:
 
 
 @contextlib.contextmanager
-def matching(name: str) -> Iterator[None]:
+def state_fits(name: str) -> Iterator[None]:
     """Context manager that raises UserError if a state does not fit the object that loads it.
 
     The state may have any form, so loading it may raise any exception.
@@ -260,7 +260,7 @@ def restore(name: str, part: Any, state: Any) -> None:
     Raises:
         UserError: The state does not fit `part`, which may be half loaded.
     """
-    with matching(name):
+    with state_fits(name):
         if isinstance(part, torch.nn.Module):
             current = part.state_dict()
             state = {key: parallel.like(value, current.get(key)) for key, value in state.items()}
@@ -273,6 +273,7 @@ def restore(name: str, part: Any, state: Any) -> None:
         if isinstance(part, torch.optim.Optimizer):
             for parameter, moments in part.state.items():
                 for key, tensor in moments.items():
+                    check_moment(part, key, tensor, parameter)
                     moments[key] = with_layout(tensor, parameter)
 
 
@@ -290,6 +291,18 @@ def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
                     f"The checkpoint does not match this Trainer: {name}.param_groups.{i}.{key} "
                     f"is {saved!r:.60}, not {value!r:.60}."
                 )
+
+
+def check_moment(
+    optimizer: torch.optim.Optimizer, key: str, moment: Any, parameter: torch.Tensor
+) -> None:
+    """Raise UserError if a fused optimizer would read beyond the memory of its tensor."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and getattr(moment, "ndim", 0) and moment.shape != parameter.shape:
+        raise UserError(
+            f"The checkpoint does not match this {type(optimizer).__name__}: {key} has shape "
+            f"{tuple(moment.shape)}, not {tuple(parameter.shape)}."
+        )
 
 
 def with_layout(moment: Any, parameter: torch.Tensor) -> Any:

@@ -148,13 +148,26 @@ def scale_rates(groups: Groups, usual: Any) -> None:
     """
     for group in groups:
         if "lr_scale" in group:
+            if group.get("lr", usual) is None:
+                raise UserError(
+                    f"groups: lr_decay of {rule_of(group)} needs a learning rate. Add an lr to "
+                    "the rule, because the optimizer has none."
+                )
             group["lr"] = group.get("lr", usual) * group.pop("lr_scale")
 
 
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *."""
+    """Return a name that loggers accept for each group: backbone for backbone.*, rest for *.
+
+    The two groups of a rule have one name. If another rule has it, the number of the group follows.
+    """
     result = []
+    taken: dict[str, str] = {}  # label -> name of the group
     for i, group in enumerate(groups):
         name = group.get("name", "")
-        result.append(re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i)))
+        label = re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i))
+        if taken.setdefault(label, name) != name:
+            label = next((old for old in taken if taken[old] == name), f"{label}_{i}")
+            taken[label] = name
+        result.append(label)
     return result

@@ -90,7 +90,8 @@ def check_parts(
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     if type(model).__name__ in WRAPPERS:
         raise UserError(
-            "model: pass the module itself; strategy=dp, ddp or fsdp, or compile=true wraps it."
+            'model: pass the module itself. Trainer(strategy="dp", "ddp" or "fsdp") or '
+            "Trainer(compile=True) wraps it."
         )
     for part in (loss, *(metrics or {}).values(), *callbacks):
         if isinstance(part, type):
@@ -141,7 +142,10 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     """Raise UserError if something that `fit` needs is missing."""
     check_loader(trainer, train_loader, "fit")
-    for name, loader in by_name(val_loader).items():
+    named = by_name(val_loader)
+    if val_loader is not None and not named:
+        raise UserError("fit: val_loader is an empty dict. Remove it, or pass {name: loader}.")
+    for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
                 f"fit: {name!r} is not a valid name for a validation loader, whose loss is logged "
@@ -188,6 +192,7 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     Raises:
         UserError: This is not a single loader of batches, or the Trainer is closed.
     """
+    check_built(trainer)
     if trainer.module is None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
@@ -210,6 +215,14 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if use == "predict" and shuffles:
         launch.warn(
             "predict: the loader shuffles, so the outputs are in random order. Use shuffle=False."
+        )
+
+
+def check_built(trainer: "Trainer") -> None:
+    """Raise UserError if the constructor of a subclass does not call the one of Trainer."""
+    if not hasattr(trainer, "spans"):  # the last attribute that it sets
+        raise UserError(
+            f"{type(trainer).__name__}.__init__ must call super().__init__(*args, **kwargs)."
         )
 
 
@@ -380,9 +393,14 @@ def misreturned(
     is_ours = innermost.filename.startswith(LIBRARIES[1]) and innermost.name in AFTER_A_STEP
     if not is_ours or not MISRETURNED.search(str(error)):
         return None
-    return UserError(
-        f"{type(trainer).__name__}: {first_line(error)}.\n"
-        "compute_loss must return (loss, outputs): the mean loss of the batch as a scalar tensor "
-        "that depends on trainable parameters, and the outputs for the metrics.\n"
-        "train_step must return the mean loss as a scalar tensor, such as loss.detach()."
-    )
+    kind = type(trainer)
+    text = f"{kind.__name__}: {first_line(error)}."
+    has_own_step = not is_usual(kind, "train_step")
+    if not has_own_step or not is_usual(kind, "compute_loss"):
+        text += (
+            "\ncompute_loss must return (loss, outputs): the mean loss of the batch as a scalar "
+            "tensor that depends on trainable parameters, and the outputs for the metrics."
+        )
+    if has_own_step:
+        text += "\ntrain_step must return the mean loss as a scalar tensor, such as loss.detach()."
+    return UserError(text)

@@ -197,6 +197,9 @@ def named(given: Any) -> Callable[..., Any]:
         name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
     check_choice("groups: scheduler", name, shipped)
+    known = list(inspect.signature(shipped[name]).parameters)[2:]
+    for argument in arguments:
+        check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
 
 
@@ -248,6 +251,11 @@ def set_lr(
     rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
     rates = [float(check_number("set_lr", value, least=0)) for value in rates]
     if not isinstance(scheduler, Schedule):
+        if in_fit:
+            raise UserError(
+                f"set_lr: during a fit, {type(scheduler).__name__} sets the rates itself. Use a "
+                "schedule from stoker.trainer.schedules, or call set_lr before the fit."
+            )
         for group, value in zip(groups, rates, strict=True):
             set_rate(group, value)
         return rates

@@ -146,7 +146,7 @@ class Stateful:
         """Raise UserError for a mismatch that loading the state would not detect."""
         kinds: dict[str, type] = {**SAVED, "frozen": list, "callbacks": dict}
         problem = "The checkpoint does not match this Trainer:"
-        with checkpoint.matching("Trainer"):
+        with checkpoint.state_fits("Trainer"):
             for name, kind in kinds.items():
                 if type(state.get(name)) is not kind:
                     raise UserError(f"{problem} {name} is {state.get(name)!r:.60}.")
@@ -167,12 +167,15 @@ class Stateful:
         Raises:
             UserError: A state is missing, or does not fit.
         """
-        states = {**state, **state["callbacks"]}
-        for name, part in {**self.stateful(), **self.named_callbacks()}.items():
-            if name in states:
-                checkpoint.restore(name, part, states[name])
-            elif part.state_dict():
-                raise UserError(f"The checkpoint does not match this Trainer: {name} is missing.")
+        pairs = ((state, self.stateful()), (state["callbacks"], self.named_callbacks()))
+        for states, parts in pairs:
+            for name, part in parts.items():
+                if name in states:
+                    checkpoint.restore(name, part, states[name])
+                elif part.state_dict():
+                    raise UserError(
+                        f"The checkpoint does not match this Trainer: {name} is missing."
+                    )
 
     def resume_from(self, state: Any, loader: Any = None) -> None:
         """Load a state to continue training, and freeze the parameters that were frozen in it."""

@@ -44,10 +44,12 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return "3 epochs of 8 steps", or "24 steps" if the run is a single epoch."""
+    """Return "3 epochs of 8 steps", "4 of 8 steps", or "24 steps" if the run is a single epoch."""
     steps = counted(trainer.steps_per_epoch, "step")
     if trainer.steps_per_epoch == trainer.max_steps:
         return steps
+    if trainer.total_steps < trainer.steps_per_epoch:
+        return f"{trainer.total_steps:,} of {steps}"
     epochs = round(trainer.total_steps / trainer.steps_per_epoch, 2)
     return f"{counted(epochs, 'epoch')} of {steps}"
 

@@ -14,7 +14,7 @@ STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
 # Matches lines with a command, which are not wrapped, so that you can copy them. In a command, the
 # program's name is followed by a script, an option or a setting, sometimes with a task in between.
 COMMAND = re.compile(
-    r"(^|: |^(?:evaluate|resume|train|best) +)(\S*python[\d.]*|stoker|torchrun) "
+    r"(?:^|: |^(?:evaluate|resume|train|best) +)(?:\S*python[\d.]*|stoker|torchrun) "
     r"(?=-|['\"]|\S+(?:\.py\b|=)|\w+ \S+=)"
 )
 

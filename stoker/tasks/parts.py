@@ -15,7 +15,7 @@ from stoker.command.trust import locate
 from stoker.runs import directory
 from stoker.sweeps import launchers
 from stoker.tasks.report import draws_report
-from stoker.trainer import terminal
+from stoker.trainer import misuse, terminal
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def building(
         scheduler=scheduler,
         device=str(device),
     )
+    misuse.check_built(trainer)
     with contextlib.ExitStack() as stack:
         for loader in by_split(loaders).values():
             if hasattr(loader, "close"):  # the user's own loader may lack it

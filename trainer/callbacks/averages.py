@@ -68,10 +68,7 @@ class ShadowWeights(Callback):
 
     def forget_if_changed(self) -> None:
         """Discard the shadow if the weights have changed since the end of the fit that made it."""
-        module = self.module() if self.module else None
-        if self.shadow is None or module is None:
-            return
-        if not parallel.add_up(int(checksum(module) != self.sum)):
+        if not self.is_outdated():
             return
         self.shadow = None
         self.step = 0
@@ -79,6 +76,13 @@ class ShadowWeights(Callback):
             f"{type(self).__name__}: the weights have changed since the fit, or since the "
             f"checkpoint was loaded, so the {self.key} weights were discarded."
         )
+
+    def is_outdated(self) -> bool:
+        """Return whether the weights have changed since the end of the fit that made the shadow."""
+        module = self.module() if self.module else None
+        if self.shadow is None or module is None:
+            return False
+        return parallel.add_up(int(checksum(module) != self.sum)) > 0
 
     def update(self, trainer: "Trainer") -> None:
         """Bring the shadow up to date with `trainer.step`, once per step."""
@@ -103,7 +107,8 @@ class ShadowWeights(Callback):
         return trained
 
     def state_dict(self) -> State:
-        self.forget_if_changed()
+        if self.is_outdated():
+            return {self.key: None, "step": 0}
         return {self.key: self.shadow, "step": self.step}
 
     def load_state_dict(self, state: State) -> None:
@@ -210,4 +215,10 @@ def copy_into(tensors: Tensors, values: Tensors) -> None:
     Assigning to `.data` instead has no effect on sharded modules.
     """
     for name, tensor in tensors.items():
-        tensor.copy_(parallel.like(values[name], tensor))
+        value = parallel.like(values[name], tensor) if name in values else None
+        if value is None or value.shape != tensor.shape:  # copy_ would broadcast it
+            raise UserError(
+                f"The checkpoint does not match this model: the average of {name} is missing or "
+                "has a different shape."
+            )
+        tensor.copy_(value)

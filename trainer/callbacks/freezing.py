@@ -38,10 +38,15 @@ class Freeze(Callback):
         """Freeze the parameters, or thaw them if the run resumes after `thaw_at`.
 
         Raises:
-            UserError: A pattern matches no parameter.
+            UserError: A pattern matches no parameter, or nothing is left to train.
         """
         names = named(trainer.module)
         self.frozen = set().union(*[matching(names, one, "freeze") for one in self.patterns])
+        if not any(p.requires_grad for p in names.keys() - self.frozen):
+            raise UserError(
+                f"freeze={as_typed(list(self.patterns))}: the patterns match all parameters, so "
+                "nothing is left to train."
+            )
         is_thawed = trainer.step >= self.thaw_step
         self.set_trained(is_thawed)
         if is_thawed:

@@ -194,7 +194,7 @@ def examine(
         problem = (3, f"{weight} is not finite after the update")
     entry = strange_entry(batch)
     if problem and entry:
-        problem = (0, f"{problem[1]}, and {entry}")
+        problem = (0, f"{problem[1]}{rates(trainer)}, and {entry}")
     reports = [(*one, rank) for rank, one in enumerate(parallel.from_all(problem)) if one]
     if not reports:
         return None
@@ -203,7 +203,7 @@ def examine(
     if parallel.process_count > 1:
         place += f" on rank {rank}"
     if position == 0:
-        return f"{place}, {text}.\nCheck these samples, or remove them."
+        return f"{place}, {text}.\nCheck these samples. If they are as intended, u{ADVICE[1:]}"
     return f"{place}, {text}{rates(trainer)}.\n{ADVICE}"
 
 
