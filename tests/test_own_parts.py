@@ -219,7 +219,9 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     assert messages.hint_for("metrics.top3", {"top_k": None, "metrics": {"acc": None}}) == (
         " Type +metrics.top3._target_=... to add your own."
     )
-    assert messages.hint_for("hydra.sweeper.direction", {"precision": "auto"}) == ""
+    known = {"precision": "auto", "sweep": {"trials": 30}}
+    assert messages.hint_for("hydra.sweeper.direction", known) == ""
+    assert messages.hint_for("hydra.sweeper.n_trials", known) == " Did you mean 'sweep.trials'?"
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )

@@ -151,8 +151,9 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     takes_more = group in ("metrics", settings.GROUP_OF_MANY)
     if takes_more:
         to_add = f" Type +{key}._target_=... to add your own."
-    if takes_more or group.startswith("hydra"):
         anywhere = siblings
+    elif group.startswith("hydra"):
+        anywhere = {end: name for end, name in anywhere.items() if name.startswith("sweep.")}
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
         if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
