@@ -298,7 +298,8 @@ def check_moment(
 ) -> None:
     """Raise UserError if a fused optimizer would read beyond the memory of its tensor."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if is_fused and getattr(moment, "ndim", 0) and moment.shape != parameter.shape:
+    is_state = isinstance(moment, torch.Tensor) and moment.ndim > 0  # not a step count
+    if is_fused and is_state and moment.shape != parameter.shape:
         raise UserError(
             f"The checkpoint does not match this {type(optimizer).__name__}: {key} has shape "
             f"{tuple(moment.shape)}, not {tuple(parameter.shape)}."

@@ -88,8 +88,8 @@ def read_job(folder: Path) -> Job:
     elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error
-        is_known = result.code in (1, exit_codes.USER_ERROR, exit_codes.TRAINING_ERROR)
-        job.code = result.code if is_known else exit_codes.TRAINING_ERROR
+        known = (exit_codes.INTERNAL_ERROR, exit_codes.USER_ERROR, exit_codes.TRAINING_ERROR)
+        job.code = result.code if result.code in known else exit_codes.TRAINING_ERROR
     else:
         job.status = "running" if is_running else "unfinished"
         job.code = exit_codes.IN_USE if is_running else exit_codes.TRAINING_ERROR
