@@ -15,7 +15,7 @@ from stoker.command.trust import locate
 from stoker.runs import directory
 from stoker.sweeps import launchers
 from stoker.tasks.report import draws_report
-from stoker.trainer import misuse, terminal
+from stoker.trainer import terminal
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def building(
     from stoker.data.description import columns_line, data_line
     from stoker.data.samples import loader_line
     from stoker.trainer import device as devices
-    from stoker.trainer import parallel, seeding
+    from stoker.trainer import misuse, parallel, seeding
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     tuning.tune_process(device, list(cfg.tune), cfg.deterministic)
