@@ -2,7 +2,7 @@
 
 python train.py max_steps=20 run_dir=base
 python train.py model._target_=examples.lora.adapted +model.base=base +model.rank=4 epochs=5
-Expect test/acc 0.91 and 0.94. The base model has 85,002 weights; the second run saves only 4,392.
+Expect test/acc 0.91 and 0.94; the base model has 85,002 weights, the second run saves only 4,392.
 """
 
 import torch

@@ -110,14 +110,15 @@ def test_it_can_be_read(open_page, folder, width, scheme):
     assert opened.complaints == []
 
 
-def test_it_opens_soon(open_page, folder):
-    """The work to show it, in seconds of this thread: other tests run at the same time."""
+def test_it_opens_with_few_layouts(open_page, folder):
+    """A layout per row would make a large index slow; the time itself depends on the machine."""
     opened = open_page("about:blank")
     session = opened.page.context.new_cdp_session(opened.page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    session.send("Performance.enable")
     opened.page.goto((folder / "index.html").as_uri())
     values = session.send("Performance.getMetrics")["metrics"]
-    assert {value["name"]: value["value"] for value in values}["TaskDuration"] < 1
+    counts = {value["name"]: value["value"] for value in values}
+    assert counts["LayoutCount"] <= 5 and counts["RecalcStyleCount"] <= 10
 
 
 def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(open_page, tmp_path):
