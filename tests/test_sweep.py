@@ -181,7 +181,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
         ]
         parts = [[job["best"]["value"] for job in jobs], [job["test/acc"] for job in jobs]]
         shown = [f"{statistics.mean(part):.4f} +- {statistics.stdev(part):.4f}" for part in parts]
-        seconds = f"{statistics.mean(job['seconds'] for job in jobs):.1f}"
+        seconds = f"{statistics.fmean(job['seconds'] for job in jobs):.1f}"
         names = ",".join(str(first + i) for i in (0, 2, 4))
         row = [names, *shown, seconds, f"optimizer.lr={lr} model.dropout=0.0"]
         expected.append((statistics.mean(parts[0]), row))
