@@ -58,6 +58,8 @@ def test_each_model_is_among_them():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model_trains_as_on_the_cpu(accelerator, tmp_path, name):
+    if name == "resnet" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the backward pass on the simulated device corrupts the heap without AVX-512")
     if name == "gpt":
         (tmp_path / "text").write_text("One two three four five. " * 20)
         data = text(str(tmp_path / "text"), length=8)
