@@ -92,7 +92,7 @@ class RunResult:
         try:
             result: RunResult = typed(contents, cls)
         except TypeError:
-            return cls(error=f"its {RESULT} is damaged", code=3)
+            return cls(error=f"its {RESULT} is damaged", code=exit_codes.TRAINING_ERROR)
         result.overrides = valid_overrides(result.overrides)
         result.numbers = metrics_in(contents)
         return result
