@@ -175,6 +175,9 @@ def test_text_is_wrapped_at_words_and_commands_are_not(monkeypatch):
     assert terminal.wrapped("model    MLP, 85,002 parameters and more") == (
         "model    MLP, 85,002\n         parameters and more"
     )
+    assert terminal.wrapped(" 1/12  val/acc 0.7486  job 0 model=linear") == (
+        " 1/12  val/acc 0.7486  job 0\n         model=linear"
+    )
     for command in (
         "evaluate python train.py evaluate run=x",
         "resume   python train.py run_dir=x",

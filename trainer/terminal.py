@@ -32,11 +32,12 @@ def width() -> int:
 def wrapped(text: str, indent: str = INDENT) -> str:
     """Wrap lines at words, with a hanging indent.
 
-    Commands, indented lines and lines of one or two words, such as paths, are not wrapped.
+    Commands, lines that are already indented and lines of one or two words, such as paths, are not
+    wrapped.
     """
     lines = []
     for line in text.split("\n"):
-        is_text = len(line.split()) > 2 and not line.startswith(" ")
+        is_text = len(line.split()) > 2 and not line.startswith(INDENT)
         if len(line) > width() and is_text and COMMAND.search(line) is None:
             line = textwrap.fill(
                 line,
