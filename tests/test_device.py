@@ -5,6 +5,7 @@ one file.
 import ast
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import types
@@ -618,3 +619,37 @@ def test_the_rule_sees_what_it_forbids(source):
 
 def test_and_nothing_else():
     assert list(backend_names(ast.parse("raise UserError('Type device=cuda')"))) == []
+
+
+def test_channels_last_is_not_used_where_torch_computes_wrong_gradients():
+    program = """if True:
+        import torch
+        from stoker.trainer import device
+        from stoker.trainer.errors import UserError
+
+        def make():
+            return torch.nn.Conv2d(4, 8, kernel_size=1, stride=2, bias=False)
+
+        try:
+            device.place(make(), torch.device("cpu"), channels_last=True)
+        except UserError as error:
+            print(str(error).split(":")[0])
+        convolution = device.place(make(), torch.device("cpu"))
+        for _ in range(10):
+            inputs = torch.randn(8, 4, 16, 16)
+            convolution.zero_grad()
+            outputs = convolution(inputs)
+            gradient = torch.randn_like(outputs)
+            outputs.backward(gradient)
+            by_hand = torch.einsum("nohw,nihw->oi", gradient, inputs[:, :, ::2, ::2])
+            torch.testing.assert_close(convolution.weight.grad[:, :, 0, 0], by_hand)
+        print("same")
+    """
+    without_avx512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **without_avx512},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["channels_last=true", "same"], done.stderr

@@ -177,10 +177,11 @@ def place(
     """Move the module to the device, and put the weights of 2-D convolutions in channels_last.
 
     This memory format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it
-    on mps, and for models that call `.view()`, which cannot flatten images in this format.
+    on mps, for models that call `.view()`, which cannot flatten images in this format, and for
+    models that `overruns_memory` names.
 
     Raises:
-        UserError: `channels_last` is True, but there is no 2-D convolution.
+        UserError: `channels_last` is True, but there is no 2-D convolution, or it is not safe.
         TrainingError: The module does not fit into the device's memory.
     """
     settings.check("channels_last", channels_last)
@@ -199,12 +200,37 @@ def place(
         raise UserError(
             f"channels_last=true: {name} has no 2-D convolution. Type channels_last=auto."
         )
+    is_unsafe = device.type == "cpu" and any(map(overruns_memory, convolutions))
+    if channels_last is True and is_unsafe:
+        raise UserError(
+            f"channels_last=true: {name} has a 1x1 convolution with a stride and fewer than 8 "
+            "channels, whose gradients torch computes wrongly on this processor.\n"
+            "Type channels_last=auto."
+        )
     if channels_last == "auto" and convolutions:
-        channels_last = device.type != "mps" and not any(map(calls_view, module.modules()))
+        has_view = any(map(calls_view, module.modules()))
+        channels_last = device.type != "mps" and not has_view and not is_unsafe
     if channels_last is True:
         for convolution in convolutions:
             convolution.to(memory_format=torch.channels_last)
     return module
+
+
+def overruns_memory(convolution: Any) -> bool:
+    """Return whether torch writes past its memory in this convolution's backward pass on the CPU.
+
+    In channels_last, oneDNN's kernel for AVX2 does so for strided 1x1 convolutions of fewer than 8
+    channels, which crashes or gives wrong gradients (oneDNN issue 6035).
+    """
+    is_transposed = isinstance(convolution, torch.nn.ConvTranspose2d)
+    channels = convolution.out_channels if is_transposed else convolution.in_channels
+    return (
+        torch.backends.cpu.get_cpu_capability() != "AVX512"
+        and convolution.kernel_size == (1, 1)
+        and max(convolution.stride) > 1
+        and convolution.groups == 1
+        and channels < 8
+    )
 
 
 def calls_view(module: torch.nn.Module) -> bool:
