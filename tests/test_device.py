@@ -642,7 +642,8 @@ def test_channels_last_is_not_used_where_torch_computes_wrong_gradients():
             gradient = torch.randn_like(outputs)
             outputs.backward(gradient)
             by_hand = torch.einsum("nohw,nihw->oi", gradient, inputs[:, :, ::2, ::2])
-            torch.testing.assert_close(convolution.weight.grad[:, :, 0, 0], by_hand)
+            found = convolution.weight.grad[:, :, 0, 0]
+            torch.testing.assert_close(found, by_hand, rtol=1e-3, atol=1e-3)
         print("same")
     """
     without_avx512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
