@@ -1,11 +1,9 @@
 """Build the object that a config node describes, if it is trusted and its arguments exist."""
 
-import contextlib
 import inspect
-import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -191,8 +189,8 @@ def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:
 def check_nested(key: str, node: Any) -> None:
     """Raise UserError for a nested `_target_` that the user does not trust.
 
-    Only a model or a loss may contain nested targets, because the size of these two is checked
-    before they are built.
+    Only a model or a loss needs nested targets. In other parts, they could escape the checks of
+    the outer node: a callback inside a callback could write anywhere.
     """
     for place, item in walk(key, node):
         if place == key or not isinstance(item, dict) or "_target_" not in item:
@@ -262,88 +260,29 @@ def without_downloads(key: str, node: Any) -> None:
                     item[name] = None
 
 
-class TooLarge(MemoryError):
-    """A module has more values than allowed."""
+def check_shapes(node: Any, weights: Mapping[str, Any], **offered: Any) -> None:
+    """Raise UserError if the model that a node describes does not have the shapes of `weights`.
 
-
-@contextlib.contextmanager
-def at_most(numbers: int) -> Iterator[Callable[..., None]]:
-    """Raise TooLarge if the modules built in this context have more than `numbers` values.
-
-    Each module counts as ten values. Yield the counting function, so that the caller can also count
-    tensors that the hooks do not see.
-    """
-    import torch
-    from torch.nn.modules import module
-
-    def count(_: Any, name: str, part: Any) -> None:
-        nonlocal numbers
-        if isinstance(part, torch.nn.Module):
-            numbers -= 10
-        elif isinstance(part, torch.Tensor) and not torch.nn.parameter.is_lazy(part):
-            numbers -= part.numel()
-        if numbers < 0:
-            raise TooLarge
-
-    with contextlib.ExitStack() as stack:
-        for register in (
-            module.register_module_parameter_registration_hook,
-            module.register_module_buffer_registration_hook,
-            module.register_module_module_registration_hook,
-        ):
-            stack.callback(register(count).remove)
-        yield count
-
-
-def check_size(
-    key: str, node: Any, weights: Mapping[str, Any] | None = None, **offered: Any
-) -> None:
-    """Raise UserError if a node's module is far too large, or does not match the shapes of
-    `weights`.
-
-    An untrusted config may describe a module of any size. So the module is first built on the meta
-    device, where tensors take no memory, and only up to a budget. A module that cannot be built on
-    the meta device is accepted. Without `weights` (a state dict), the budget is enough for a loss
-    or metric, and a target that the user trusts may have any size.
+    The model is built on the meta device, where tensors take no memory. A model that cannot be
+    built there is accepted.
     """
     import torch
 
-    target = node.get("_target_") if isinstance(node, (dict, DictConfig)) else None
-    if weights is None and (not isinstance(target, str) or is_trusted_by_user(target)):
-        return
-    place = f"{key}._target_={target}"
-    wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
-    numbers = sum(math.prod(shape) for shape in wanted.values())
     try:
-        # The budget is generous, because shared parameters are counted twice.
-        with (
-            at_most(4 * numbers + 2**20) as count,
-            torch.device("meta"),
-            warnings.catch_warnings(),
-        ):
+        with torch.device("meta"), warnings.catch_warnings():
             # torch warns about a constructor that loads weights into a module on the meta device
             warnings.simplefilter("ignore")
-            built = build(key, node, **offered)
-            # torchmetrics does not register these tensors as buffers
-            for state in getattr(built, "metric_state", {}).values():
-                count(built, "", state)
-            state = built.state_dict()
-    except TooLarge as error:
-        allowed = "a loss or metric needs" if weights is None else f"the checkpoint ({numbers:,})"
-        raise UserError(
-            f"{place}: with these arguments, the module has far more values than {allowed}."
-        ) from error
+            state = build("model", node, **offered).state_dict()
     except Exception:
         return
-    if weights is None:
-        return
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(shapes.keys() | wanted):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{place}: the checkpoint does not fit this model.\nShape of {name}: "
-                f"{shapes.get(name, 'missing')} in the model, {wanted.get(name, 'missing')} in the "
-                "checkpoint."
+                f"model._target_={node['_target_']}: the checkpoint does not fit this model.\n"
+                f"Shape of {name}: {shapes.get(name, 'missing')} in the model, "
+                f"{wanted.get(name, 'missing')} in the checkpoint."
             )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from stoker.command import ranks, settings
-from stoker.command.build import build, build_dataset, check_node, check_size, is_on
+from stoker.command.build import build, build_dataset, check_node, check_shapes, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.runs import directory
@@ -110,7 +110,7 @@ def building(
 
         in_shape = sizes(data).get("in_shape")
         print("\n".join(layers.lines(model, in_shape, data.tokens is not None)))
-    metrics = build_metrics(cfg, model, loss, data, state)
+    metrics = build_metrics(cfg, model, loss, data)
     callbacks = build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks])
     optimizer = build("optimizer", cfg.optimizer)
     scheduler = build("scheduler", cfg.scheduler)
@@ -201,8 +201,7 @@ def build_model(
     if loss_node.get("weight") == "balanced":
         loss_node["weight"] = data.balanced_weights()
     if state is not None:
-        check_size("loss", loss_node)
-        check_size("model", cfg.model, state["model"], **shapes)
+        check_shapes(cfg.model, state["model"], **shapes)
     model = build("model", cfg.model, **shapes)
     if cfg.activation_checkpointing:
         recompute.checkpoint_blocks(model)
@@ -224,7 +223,6 @@ def build_metrics(
     model: "torch.nn.Module",
     loss: Any,
     data: "Data",
-    state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the default metrics, if they suit the task, and the metrics from the config."""
     from stoker.command.sample_check import check_fit, has_usual_outputs
@@ -245,8 +243,6 @@ def build_metrics(
         metrics.update(usual)
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
-        if state is not None:
-            check_size(key, node, **sizes(data))
         metrics[name] = build(key, node, **sizes(data))
     return metrics
 
