@@ -258,7 +258,8 @@ def test_what_gives_another_part_is_not_called(typed, key):
 def test_a_target_inside_a_node_of_somebodys_config_is_ones_own_or_refused(typed):
     for node in ({"a": LINEAR}, {"a": [[0, {"b": LINEAR}]]}, {"_args_": [LINEAR]}):
         with pytest.raises(
-            UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*type trusted=\[torch\]"
+            UserError,
+            match=r'(?s)metrics\.x\..*_target_=torch.nn.Linear.*type trusted=\["torch"\]\.',
         ):
             build.check_nested("metrics.x", {"_target_": "a", **node})
     typed += ["trusted=[torch]"]
@@ -313,19 +314,12 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
     assert trust.own_packages(typed) == ["examples"]
 
 
-def test_the_answer_to_a_second_package_keeps_the_first(typed):
-    typed += ["trusted=[mine]"]
-    with pytest.raises(
-        UserError, match=r'If it is your own code, type trusted=\["mine", "other"\]'
-    ):
-        trust.locate("model", "other.Net")
-
-
-def test_a_target_for_another_part_is_not_a_matter_of_trust():
+def test_a_target_for_another_part_is_named_with_what_the_part_needs():
     with pytest.raises(UserError) as caught:
         trust.locate("model", "torch.optim.AdamW")
     assert str(caught.value) == (
-        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module."
+        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module, or is not "
+        'trusted.\nIf you trust it, type trusted=["torch"].'
     )
 
 
@@ -338,7 +332,7 @@ def test_a_key_that_only_begins_like_the_augmentation_is_the_data_sets():
 def test_what_is_typed_is_ones_own(typed):
     with pytest.raises(UserError, match="json.dumps: not trusted"):
         trust.locate("loss", "json.dumps")
-    typed += ["trusted=[json]"]
+    typed += ['trusted=["json"]']  # as the message says
     assert trust.locate("loss", "json.dumps") is json.dumps
 
 

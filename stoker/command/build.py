@@ -17,6 +17,7 @@ from stoker.command.trust import (
     is_trusted_by_user,
     locate,
     part_of,
+    trusting_setting,
 )
 from stoker.trainer.errors import (
     UserError,
@@ -201,7 +202,7 @@ def check_nested(key: str, node: Any) -> None:
         elif not is_trusted_by_user(target):
             raise UserError(
                 f"{place}._target_={target}: only a model or a loss may contain another _target_.\n"
-                f"If you trust this target, type trusted=[{target.partition('.')[0]}]."
+                f"If you trust this target, type {trusting_setting(target)}."
             )
 
 
