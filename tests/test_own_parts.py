@@ -74,9 +74,10 @@ def project(tmp_path, monkeypatch):
     [
         ("x = 1\nimport nothing_here\n", 2, "ModuleNotFoundError: No module named 'nothing_here'"),
         ("from torch import nothing_here\n", 1, "ImportError: cannot import name 'nothing_here'"),
-        ("\n\nclass Net(:\n", 3, "SyntaxError: invalid syntax"),
-        ("import torch\ntorch.nothing_here\n", 2, "AttributeError: module 'torch' has no"),
+        ("from own_broken import Net\n", 1, "ImportError: cannot import name 'Net'"),
+        ("\n\nclass Net(:\n", None, "SyntaxError: invalid syntax (own_broken.py, line 3)"),
         ("print(undefined)\n", 1, "NameError: name 'undefined' is not defined"),
+        ("\nprint(own_broken)\n", 2, "NameError: name 'own_broken' is not defined"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(project, text, line, reason):
@@ -85,8 +86,9 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(project, text, 
     with pytest.raises(UserError) as caught:
         trust.locate("model", "own_broken.Net")
     first, second = str(caught.value).split("\n")
-    assert first == f"model._target_=own_broken.Net: the import fails at {path}:{line}"
+    assert first == "model._target_=own_broken.Net: the import fails."
     assert second.startswith(reason)
+    assert second.endswith(f" ({path}:{line})" if line else reason)
 
 
 def test_a_name_that_is_not_there_is_answered_with_a_near_one(project):

@@ -5,7 +5,6 @@ import fnmatch
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from hydra.errors import InstantiationException
 
 from stoker import project
 from stoker.command import arguments
-from stoker.trainer.errors import UserError, did_you_mean, first_line, with_article
+from stoker.trainer.errors import UserError, cause, did_you_mean, with_article
 
 # A target that you type on the command line is always trusted. Your own target in a config file
 # needs trusted=[mypackage] on the command line or in the project file.
@@ -159,14 +158,13 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{place}: this target is never allowed.") from None
     except UNKNOWN_NAME as error:
         failure = error.__cause__ or error
-        reason = first_line(failure).partition(";")[0].rstrip(".")
-        line = failing_line(failure)
-        if line is not None:
-            kind = type(failure).__name__
-            raise UserError(f"{place}: the import fails at {line}\n{kind}: {reason}") from error
         parent, _, name = target.rpartition(".")
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
+        elif isinstance(failure, ModuleNotFoundError) and target.startswith(f"{failure.name}."):
+            reason = str(failure)  # No module named 'mine'
+        else:
+            raise UserError(f"{place}: the import fails.\n{cause(failure)}") from error
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
     part = part_of(key)
     if not is_trusted_by_user(target) and not builds(part, located):
@@ -180,16 +178,6 @@ def locate(key: str, target: str) -> Any:
 def trusting_setting(target: str) -> str:
     """Return the setting that trusts the package of a target, as valid in a shell as in Python."""
     return f'trusted=["{target.partition(".")[0]}"]'
-
-
-def failing_line(error: BaseException) -> str | None:
-    """Return "file:line" of the module whose import raised this error; None for other errors."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.name == "<module>":
-            return f"{frame.filename}:{frame.lineno}"
-    return None
 
 
 def part_of(key: str) -> str:
