@@ -86,11 +86,14 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_class = isinstance(located, type)
+    passed = arguments_to_pass(key, node, offered)
+    names, _ = arguments_of(key, target)
+    given = {*node, *passed}
+    missing = [name for name in names if names[name] is REQUIRED and name not in given]
     # a function of (outputs, targets)
-    is_loss = key == "loss" and not is_class and len(missing_arguments(key, target, node)) == 2
+    is_loss = key == "loss" and not is_class and len(missing) == 2
     if is_loss or (key in FACTORIES and not (key == "dataset.augment" and is_class)):
         return factory
-    passed = arguments_to_pass(key, node, offered)
     if target.startswith("torch.nn."):
         passed.update(weights_in(key, node))
     try:
@@ -98,12 +101,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        missing = missing_arguments(key, target, {*node, *passed})
-        if missing and isinstance(error, TypeError) and "_args_" not in node:
-            raise UserError(
-                f"{key}: {target} needs the argument {missing[0]}. Type +{key}.{missing[0]}=..."
-            ) from error
-        reason = cause(error) if is_trusted else first_line(error)
+        # If an argument is missing, no line of the target has run.
+        reason = cause(error) if is_trusted and not missing else first_line(error)
         raise UserError(f"{key} ({target}): {reason}") from error
     if not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
@@ -136,12 +135,6 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key}.{name}={as_typed(value)}: expected a list with one number per class."
             )
     return weights
-
-
-def missing_arguments(key: str, target: str, given: Collection[str]) -> list[str]:
-    """Return the required arguments of a target that are not given."""
-    names, _ = arguments_of(key, target)
-    return [name for name in names if names[name] is REQUIRED and name not in given]
 
 
 def arguments_to_pass(
