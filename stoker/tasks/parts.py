@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from stoker import configs
 from stoker.command import ranks, settings
 from stoker.command.build import build, build_dataset, check_node, check_shapes, is_on
 from stoker.command.dotted import plain
@@ -123,7 +124,7 @@ def building(
         callbacks=callbacks,
         optimizer=optimizer,
         scheduler=scheduler,
-        device=str(device),
+        **{**settings_of_trainer(cfg), "device": str(device)},
     )
     misuse.check_built(trainer)
     with contextlib.ExitStack() as stack:
@@ -132,6 +133,16 @@ def building(
                 stack.callback(loader.close)
         stack.enter_context(trainer)
         yield Parts(trainer, data, loaders)
+
+
+def settings_of_trainer(cfg: DictConfig) -> dict[str, Any]:
+    """Return the run's settings, such as epochs, that the config of the Trainer does not set."""
+    usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
+    return {
+        key: value
+        for key, value in plain(cfg, resolve=True).items()
+        if key in usual and key not in cfg.trainer
+    }
 
 
 def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data", dict[str, Any]]:
