@@ -134,7 +134,7 @@ def test_a_nan_in_a_gradient_ends_a_run_that_is_debugged(train, tmp_path):
     assert quiet.code == 3 and "Traceback" not in quiet.err
 
 
-def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
+def test_a_run_that_is_debugged_is_the_same_run(train, tmp_path):
     plain = train(tmp_path, "epochs=1", "run_dir=plain", "report=false")
     done = train(
         tmp_path,

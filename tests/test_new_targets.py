@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from stoker.command import build
 from stoker.tasks import parts
 from stoker.trainer import schedules
 from stoker.trainer.callbacks import EarlyStopping
@@ -127,12 +128,22 @@ def test_a_config_of_ones_own_keeps_what_it_gives(processed, project):
 
 def test_a_trainer_of_a_file_follows_the_settings(processed, project):
     project("trainer/mine", "_target_: stoker.trainer.train_metrics.TrainMetrics\nlog_every: 7\n")
-    cfg = processed("trainer=mine", "epochs=12", "trusted=[stoker]")
-    expected = {**processed("epochs=12").trainer, "log_every": 7}
-    assert dict(cfg.trainer) == {**expected, "_target_": cfg.trainer._target_}
-    project("trainer/short", "_target_: test_new_targets.stoker_trainer\n")
-    cfg = processed("trainer=short", "epochs=12", "trusted=[test_new_targets]")
-    assert set(cfg.trainer) == {"_target_", "epochs", "max_steps"}
+    typed = (
+        *SMALL,
+        "max_grad_norm=2",
+        "seed=3",
+        "log_every=5",
+        "groups=[{match: '*.bias', lr: 0.5}]",
+    )
+    with parts.building(processed(*typed, "trainer=mine", "trusted=[stoker]")) as built:
+        trainer = built.trainer
+        assert (trainer.max_steps, trainer.max_grad_norm, trainer.seed) == (8, 2, 3)
+        assert trainer.log_every == 7 and trainer.device.type == "cpu"
+        assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.5, 3e-3}
+    project("trainer/short", "_target_: test_new_targets.stoker_trainer\nepochs: 7\n")
+    cfg = processed(*typed, "trainer=short", "trusted=[test_new_targets]")
+    settings = parts.settings_of_trainer(cfg)
+    assert build.arguments_to_pass("trainer", cfg.trainer, settings) == {"max_steps": 8}
 
 
 def test_the_opening_lines_name_a_constant_schedule():

@@ -108,14 +108,14 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "Net, 650 parameters" in done.stdout
     assert "stoker evaluate run=a 'trusted=[mine]'" in done.stdout
-    asked = run("task=evaluate", "run=a", "trusted=[mine]")
+    asked = run("task=evaluate", "run=a", 'trusted=["mine"]')
     assert asked.returncode == 0 and "test     loss" in asked.stdout
     if name != "stoker":  # another door to the same program
         return
     typed = run("model._target_=mine.Net", "+model.scale=2", "run_dir=b", *quick)
     assert (typed.returncode, typed.stderr) == (0, "")
     untrusted = run("model=net", *quick)
-    assert untrusted.returncode == 2 and "type trusted=[mine]" in untrusted.stderr
+    assert untrusted.returncode == 2 and 'type trusted=["mine"].' in untrusted.stderr
     misspelt = run("model=nett")
     assert misspelt.returncode == 2 and "Did you mean 'net'?" in misspelt.stderr
     assert "  model.scale: " in run("model=net", "--help").stdout

@@ -258,7 +258,8 @@ def test_what_gives_another_part_is_not_called(typed, key):
 def test_a_target_inside_a_node_of_somebodys_config_is_ones_own_or_refused(typed):
     for node in ({"a": LINEAR}, {"a": [[0, {"b": LINEAR}]]}, {"_args_": [LINEAR]}):
         with pytest.raises(
-            UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*type trusted=\[torch\]"
+            UserError,
+            match=r'(?s)metrics\.x\..*_target_=torch.nn.Linear.*type trusted=\["torch"\]\.',
         ):
             build.check_nested("metrics.x", {"_target_": "a", **node})
     typed += ["trusted=[torch]"]
@@ -313,19 +314,12 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
     assert trust.own_packages(typed) == ["examples"]
 
 
-def test_the_answer_to_a_second_package_keeps_the_first(typed):
-    typed += ["trusted=[mine]"]
-    with pytest.raises(
-        UserError, match=r'If it is your own code, type trusted=\["mine", "other"\]'
-    ):
-        trust.locate("model", "other.Net")
-
-
-def test_a_target_for_another_part_is_not_a_matter_of_trust():
+def test_a_target_for_another_part_is_named_with_what_the_part_needs():
     with pytest.raises(UserError) as caught:
         trust.locate("model", "torch.optim.AdamW")
     assert str(caught.value) == (
-        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module."
+        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module, or is not "
+        'trusted.\nIf you trust it, type trusted=["torch"].'
     )
 
 
@@ -338,7 +332,7 @@ def test_a_key_that_only_begins_like_the_augmentation_is_the_data_sets():
 def test_what_is_typed_is_ones_own(typed):
     with pytest.raises(UserError, match="json.dumps: not trusted"):
         trust.locate("loss", "json.dumps")
-    typed += ["trusted=[json]"]
+    typed += ['trusted=["json"]']  # as the message says
     assert trust.locate("loss", "json.dumps") is json.dumps
 
 
@@ -453,12 +447,6 @@ BUILT = {
 }
 COSTLY = {
     "a huge layer": edit(model__hidden=[10**6, 10**6, 10**6]),
-    "many layers": edit(
-        model={"_target_": "stoker.models.resnet.ResNet", "widths": [8], "blocks": [10**9]}
-    ),
-    "a huge loss": edit(
-        loss={"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**6}
-    ),
     "huge data": edit(dataset={"_target_": "stoker.data.datasets.synthetic", "n": 10**13}),
     "large samples": edit(
         dataset={"_target_": "stoker.data.datasets.synthetic", "in_shape": [3, 10**6, 10**6]}
@@ -479,15 +467,6 @@ COSTLY = {
     "100 MB": instead("config.yaml", big),
     "many digits": text("epochs: " + "9" * 10**5),
     "many brackets": edit(monitor="${" * 10**4),
-    "a metric of many classes": edit(
-        metrics__a={"_target_": "stoker.trainer.metrics.Confusion", "num_classes": 10**5}
-    ),
-    "a metric of more": edit(
-        metrics__a={
-            "_target_": "torchmetrics.classification.MulticlassConfusionMatrix",
-            "num_classes": 50_000,
-        }
-    ),
     "no metric": edit(metrics__a=3),
     "a large number": text("epochs: 0x" + "F" * 10**5),
     "chains in a text": edit(dataset__a="x" * 60_000, monitor="${dataset.a}" * 3_000),
@@ -721,7 +700,7 @@ def test_a_run_that_is_trained_again_writes_into_its_own_folder(
 
 
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
-    with pytest.raises(UserError, match="far more values"):
+    with pytest.raises(UserError, match=r"Shape of .* in the model, .* in the checkpoint"):
         package.load(hostile(good, tmp_path / "large", model__hidden=[10**6, 10**6]))
     ignored = {"_target_": "stoker.trainer.callbacks.EMA", "decay": LINEAR}
     package.load(hostile(good, tmp_path / "callback", callbacks__a=ignored))  # builds no callback
@@ -871,32 +850,19 @@ def test_a_text_is_counted_before_it_is_put_together():
         tracemalloc.stop()
 
 
-def test_a_metric_that_is_too_large_is_refused_before_it_takes_memory(typed):
-    pytest.importorskip("torchmetrics")
-    node = {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix"}
-    build.check_size("metrics.a", node, num_classes=1000)
-    with pytest.raises(
-        UserError, match=r"metrics\.a\._target_=.* far more values than a loss or metric needs"
-    ):
-        build.check_size("metrics.a", node, num_classes=10**6)
-    build.check_size("metrics.a", 3)
-    typed += [f"+metrics.a._target_={node['_target_']}"]
-    build.check_size("metrics.a", node, num_classes=10**6)
-
-
-def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
+def test_a_model_of_another_size_is_refused_before_it_takes_memory():
     weights = torch.nn.Linear(3, 2).state_dict()
     node = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
-    build.check_size("model", node, weights)
-    with pytest.raises(UserError, match=r"bias: \(4,\) in the model, \(2,\) in the checkpoint"):
-        build.check_size("model", node | {"out_features": 4}, weights)
-    with pytest.raises(UserError, match="far more values"):
-        build.check_size("model", node | {"out_features": 10**12}, weights)
+    build.check_shapes(node, weights)
+    for size in (4, 10**12):
+        message = rf"bias: \({size},\) in the model, \(2,\) in the checkpoint"
+        with pytest.raises(UserError, match=message):
+            build.check_shapes(node | {"out_features": size}, weights)
 
 
 def test_a_constructor_that_loads_weights_causes_no_warnings(monkeypatch, recwarn):
     monkeypatch.setattr(build, "build", lambda *_: Loaded())
-    build.check_size("model", {}, Loaded.weights)
+    build.check_shapes({}, Loaded.weights)
     assert not recwarn.list  # torch warns of each tensor that it copies to the meta device
 
 

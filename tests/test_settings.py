@@ -41,14 +41,6 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
         settings.check("overfit", 0)
 
 
-def test_debugging_has_settings_of_its_own():
-    values = settings.debug_values(set())
-    assert values["device"] == "cpu" and values["dataset.workers"] == 0
-    typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
-    assert values.keys() == typed and settings.debug_values({*typed}) == {}
-    assert settings.debug_values({"device"}).keys() == typed - {"device"}
-
-
 CONFIGS = Path(configs.__file__).parent
 
 

@@ -1,11 +1,9 @@
 """Build the object that a config node describes, if it is trusted and its arguments exist."""
 
-import contextlib
 import inspect
-import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -19,6 +17,7 @@ from stoker.command.trust import (
     is_trusted_by_user,
     locate,
     part_of,
+    trusting_setting,
 )
 from stoker.trainer.errors import (
     UserError,
@@ -87,11 +86,14 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
     is_class = isinstance(located, type)
+    passed = arguments_to_pass(key, node, offered)
+    names, _ = arguments_of(key, target)
+    given = {*node, *passed}
+    missing = [name for name in names if names[name] is REQUIRED and name not in given]
     # a function of (outputs, targets)
-    is_loss = key == "loss" and not is_class and len(missing_arguments(key, target, node)) == 2
+    is_loss = key == "loss" and not is_class and len(missing) == 2
     if is_loss or (key in FACTORIES and not (key == "dataset.augment" and is_class)):
         return factory
-    passed = arguments_to_pass(key, node, offered)
     if target.startswith("torch.nn."):
         passed.update(weights_in(key, node))
     try:
@@ -99,12 +101,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        missing = missing_arguments(key, target, {*node, *passed})
-        if missing and isinstance(error, TypeError) and "_args_" not in node:
-            raise UserError(
-                f"{key}: {target} needs the argument {missing[0]}. Type +{key}.{missing[0]}=..."
-            ) from error
-        reason = cause(error) if is_trusted else first_line(error)
+        # If an argument is missing, no line of the target has run.
+        reason = cause(error) if is_trusted and not missing else first_line(error)
         raise UserError(f"{key} ({target}): {reason}") from error
     if not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
@@ -137,12 +135,6 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key}.{name}={as_typed(value)}: expected a list with one number per class."
             )
     return weights
-
-
-def missing_arguments(key: str, target: str, given: Collection[str]) -> list[str]:
-    """Return the required arguments of a target that are not given."""
-    names, _ = arguments_of(key, target)
-    return [name for name in names if names[name] is REQUIRED and name not in given]
 
 
 def arguments_to_pass(
@@ -191,8 +183,8 @@ def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:
 def check_nested(key: str, node: Any) -> None:
     """Raise UserError for a nested `_target_` that the user does not trust.
 
-    Only a model or a loss may contain nested targets, because the size of these two is checked
-    before they are built.
+    Only a model or a loss needs nested targets. In other parts, they could escape the checks of
+    the outer node: a callback inside a callback could write anywhere.
     """
     for place, item in walk(key, node):
         if place == key or not isinstance(item, dict) or "_target_" not in item:
@@ -203,7 +195,7 @@ def check_nested(key: str, node: Any) -> None:
         elif not is_trusted_by_user(target):
             raise UserError(
                 f"{place}._target_={target}: only a model or a loss may contain another _target_.\n"
-                f"If you trust this target, type trusted=[{target.partition('.')[0]}]."
+                f"If you trust this target, type {trusting_setting(target)}."
             )
 
 
@@ -262,88 +254,29 @@ def without_downloads(key: str, node: Any) -> None:
                     item[name] = None
 
 
-class TooLarge(MemoryError):
-    """A module has more values than allowed."""
+def check_shapes(node: Any, weights: Mapping[str, Any], **offered: Any) -> None:
+    """Raise UserError if the model that a node describes does not have the shapes of `weights`.
 
-
-@contextlib.contextmanager
-def at_most(numbers: int) -> Iterator[Callable[..., None]]:
-    """Raise TooLarge if the modules built in this context have more than `numbers` values.
-
-    Each module counts as ten values. Yield the counting function, so that the caller can also count
-    tensors that the hooks do not see.
-    """
-    import torch
-    from torch.nn.modules import module
-
-    def count(_: Any, name: str, part: Any) -> None:
-        nonlocal numbers
-        if isinstance(part, torch.nn.Module):
-            numbers -= 10
-        elif isinstance(part, torch.Tensor) and not torch.nn.parameter.is_lazy(part):
-            numbers -= part.numel()
-        if numbers < 0:
-            raise TooLarge
-
-    with contextlib.ExitStack() as stack:
-        for register in (
-            module.register_module_parameter_registration_hook,
-            module.register_module_buffer_registration_hook,
-            module.register_module_module_registration_hook,
-        ):
-            stack.callback(register(count).remove)
-        yield count
-
-
-def check_size(
-    key: str, node: Any, weights: Mapping[str, Any] | None = None, **offered: Any
-) -> None:
-    """Raise UserError if a node's module is far too large, or does not match the shapes of
-    `weights`.
-
-    An untrusted config may describe a module of any size. So the module is first built on the meta
-    device, where tensors take no memory, and only up to a budget. A module that cannot be built on
-    the meta device is accepted. Without `weights` (a state dict), the budget is enough for a loss
-    or metric, and a target that the user trusts may have any size.
+    The model is built on the meta device, where tensors take no memory. A model that cannot be
+    built there is accepted.
     """
     import torch
 
-    target = node.get("_target_") if isinstance(node, (dict, DictConfig)) else None
-    if weights is None and (not isinstance(target, str) or is_trusted_by_user(target)):
-        return
-    place = f"{key}._target_={target}"
-    wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
-    numbers = sum(math.prod(shape) for shape in wanted.values())
     try:
-        # The budget is generous, because shared parameters are counted twice.
-        with (
-            at_most(4 * numbers + 2**20) as count,
-            torch.device("meta"),
-            warnings.catch_warnings(),
-        ):
+        with torch.device("meta"), warnings.catch_warnings():
             # torch warns about a constructor that loads weights into a module on the meta device
             warnings.simplefilter("ignore")
-            built = build(key, node, **offered)
-            # torchmetrics does not register these tensors as buffers
-            for state in getattr(built, "metric_state", {}).values():
-                count(built, "", state)
-            state = built.state_dict()
-    except TooLarge as error:
-        allowed = "a loss or metric needs" if weights is None else f"the checkpoint ({numbers:,})"
-        raise UserError(
-            f"{place}: with these arguments, the module has far more values than {allowed}."
-        ) from error
+            state = build("model", node, **offered).state_dict()
     except Exception:
         return
-    if weights is None:
-        return
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(shapes.keys() | wanted):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{place}: the checkpoint does not fit this model.\nShape of {name}: "
-                f"{shapes.get(name, 'missing')} in the model, {wanted.get(name, 'missing')} in the "
-                "checkpoint."
+                f"model._target_={node['_target_']}: the checkpoint does not fit this model.\n"
+                f"Shape of {name}: {shapes.get(name, 'missing')} in the model, "
+                f"{wanted.get(name, 'missing')} in the checkpoint."
             )
 
 

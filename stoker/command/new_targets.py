@@ -30,11 +30,10 @@ def drop_leftovers(cfg: DictConfig) -> None:
             given.update(settings.LOADER_KEYS)  # these are valid for any data set
         node = OmegaConf.select(cfg, name)
         for key, value in plain(node).items():
-            if key in given or (is_interpolation(value) and takes(name, target, key)):
+            if key in given or (is_interpolation(value) and key in arguments_of(name, target)[0]):
                 continue
             with open_dict(cfg):
                 node.pop(key)
-    follow_settings(cfg.trainer)
 
 
 def arguments_given(name: str, target: str) -> set[str]:
@@ -48,20 +47,3 @@ def arguments_given(name: str, target: str) -> set[str]:
         if isinstance(node, dict) and node.get("_target_", target) == target:
             given.update(node)
     return given
-
-
-def follow_settings(trainer: DictConfig) -> None:
-    """Pass the run's settings, such as epochs, to a Trainer whose config file does not set them."""
-    usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
-    typed = arguments.typed_keys()
-    for key, value in plain(usual).items():
-        is_removed = f"~trainer.{key}" in typed
-        if key not in trainer and not is_removed and takes("trainer", trainer._target_, key):
-            with open_dict(trainer):
-                trainer[key] = value
-
-
-def takes(name: str, target: str, key: str) -> bool:
-    """Return whether a target accepts an argument by name or, for a Trainer, through **kwargs."""
-    known, takes_more = arguments_of(name, target)
-    return key in known or (takes_more and name == "trainer")

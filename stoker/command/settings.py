@@ -6,7 +6,7 @@ comments in configs/. The limits of constructor arguments come from `trainer/set
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,6 @@ class Setting:
             new run that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because
             the value does not affect the result.
         local: Whether the ranks of a run may have different values.
-        debug: The value that debug=true sets; None if debug=true does not set this key.
         loader: Whether the key configures the loader instead of the data set.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run omits it.
@@ -72,7 +71,6 @@ class Setting:
     tasks: tuple[str, ...] = TRAINING
     resume: Literal["same", "longer", "any"] = "same"
     local: bool = False
-    debug: Any = None
     loader: bool = False
     once: bool = False
     aliases: tuple[str, ...] = ()
@@ -137,12 +135,12 @@ SETTINGS: Mapping[str, Setting] = {
     "monitor_mode": Setting(),
     "seed": Setting(tasks=(*TRAINING, "generate")),
     # the machine
-    "device": Setting(tasks=TASKS, resume="any", local=True, debug="cpu"),
-    "strategy": Setting(resume="any", debug="single"),
-    "devices": Setting(Number(whole=True, least=1, auto=True), resume="any", debug="auto"),
+    "device": Setting(tasks=TASKS, resume="any", local=True),
+    "strategy": Setting(resume="any"),
+    "devices": Setting(Number(whole=True, least=1, auto=True), resume="any"),
     "rank_timeout": Setting(Number(above=0, most=86400), resume="any"),
     "precision": Setting(),
-    "compile": Setting(debug=False),
+    "compile": Setting(),
     "channels_last": Setting(),
     "tune": Setting(Checked(check_tune)),
     "deterministic": Setting(),
@@ -173,13 +171,7 @@ SETTINGS: Mapping[str, Setting] = {
     **{f"dataset.{key}": Setting(tasks=READERS) for key in READING_KEYS},
     "dataset.augment": Setting(loader=True),
     "dataset.resident": Setting(tasks=TESTING, resume="any", loader=True),
-    "dataset.workers": Setting(
-        tasks=TESTING,
-        resume="any",
-        local=True,
-        debug=0,
-        loader=True,
-    ),
+    "dataset.workers": Setting(tasks=TESTING, resume="any", local=True, loader=True),
     "dataset.timeout": Setting(tasks=TESTING, resume="any", loader=True),
     "model": Setting(),
     "loss": Setting(),
@@ -294,12 +286,3 @@ def check_task(config: Mapping[str, Any]) -> None:
             "profile=true needs a training run and cannot be combined with "
             f"overfit={config['overfit']}."
         )
-
-
-def debug_values(typed: Collection[str]) -> dict[str, Any]:
-    """Return the {key: value} that debug=true sets; settings that were typed stay as they are."""
-    return {
-        key: setting.debug
-        for key, setting in SETTINGS.items()
-        if setting.debug is not None and key not in typed
-    }

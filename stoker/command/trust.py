@@ -3,10 +3,8 @@
 import contextlib
 import fnmatch
 import inspect
-import json
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from hydra.errors import InstantiationException
 
 from stoker import project
 from stoker.command import arguments
-from stoker.trainer.errors import UserError, did_you_mean, first_line, with_article
+from stoker.trainer.errors import UserError, cause, did_you_mean, with_article
 
 # A target that you type on the command line is always trusted. Your own target in a config file
 # needs trusted=[mypackage] on the command line or in the project file.
@@ -66,18 +64,26 @@ MODULES = (
     "stoker.diagnostics.doctor.",
 )
 # The functions that build a part; for the model, also those of torchvision (see `is_builder`).
-DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
-FUNCTIONS: dict[str, tuple[str, ...]] = {
+FUNCTIONS = {
     "dataset": (
-        *(f"stoker.data.datasets.{name}" for name in DATASETS),
+        "stoker.data.datasets.digits",
+        "stoker.data.datasets.mnist",
+        "stoker.data.datasets.fashion_mnist",
+        "stoker.data.datasets.kmnist",
+        "stoker.data.datasets.cifar10",
+        "stoker.data.datasets.cifar100",
+        "stoker.data.datasets.synthetic",
         "stoker.data.images.image_folder",
         "stoker.data.tables.csv",
         "stoker.data.text.text",
     ),
     "optimizer": ("stoker.trainer.optimizers.decoupled_sgd", "stoker.trainer.combined.muon"),
-    "scheduler": tuple(
-        f"stoker.trainer.schedules.{name}"
-        for name in ("constant", "linear", "cosine", "wsd", "step")
+    "scheduler": (
+        "stoker.trainer.schedules.constant",
+        "stoker.trainer.schedules.linear",
+        "stoker.trainer.schedules.cosine",
+        "stoker.trainer.schedules.wsd",
+        "stoker.trainer.schedules.step",
     ),
 }
 UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
@@ -144,7 +150,7 @@ def locate(key: str, target: str) -> Any:
     listed = tuple(f"{package}." for package in TRUSTED)
     if not is_trusted_by_user(target) and not target.startswith(listed):
         raise UserError(
-            f"{place}: not trusted.\nIf it is your own code, type {advice_to_trust(target)}."
+            f"{place}: not trusted.\nIf it is your own code, type {trusting_setting(target)}."
         )
     try:
         located = hydra.utils.get_object(target)
@@ -152,45 +158,26 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{place}: this target is never allowed.") from None
     except UNKNOWN_NAME as error:
         failure = error.__cause__ or error
-        reason = first_line(failure).partition(";")[0].rstrip(".")
-        line = failing_line(failure)
-        if line is not None:
-            kind = type(failure).__name__
-            raise UserError(f"{place}: the import fails at {line}\n{kind}: {reason}") from error
         parent, _, name = target.rpartition(".")
         if parent in sys.modules:
             reason = f"{parent} has no {name!r}"
+        elif isinstance(failure, ModuleNotFoundError) and target.startswith(f"{failure.name}."):
+            reason = str(failure)  # No module named 'mine'
+        else:
+            raise UserError(f"{place}: the import fails.\n{cause(failure)}") from error
         raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
     part = part_of(key)
     if not is_trusted_by_user(target) and not builds(part, located):
-        wanted = with_article(PART_CLASSES[part][0])
-        if any(builds(other, located) for other in PART_CLASSES):  # trusted, but for another part
-            raise UserError(f"{place}: this does not return {wanted}.")
         raise UserError(
-            f"{place}: this does not return {wanted}, or is not trusted.\n"
-            f"If you trust it, type {advice_to_trust(target)}."
+            f"{place}: this does not return {with_article(PART_CLASSES[part][0])}, or is not "
+            f"trusted.\nIf you trust it, type {trusting_setting(target)}."
         )
     return located
 
 
-def advice_to_trust(target: str) -> str:
-    """Return the setting that also trusts the package of this target, for the shell or Python."""
-    typed = [one for one in arguments.typed() if one.startswith("trusted=")]
-    package, _, _ = target.partition(".")
-    packages = list(dict.fromkeys([*own_packages(typed), package]))
-    if HydraConfig.initialized():
-        return f"trusted=[{','.join(packages)}]"
-    return f"trusted={json.dumps(packages)}"
-
-
-def failing_line(error: BaseException) -> str | None:
-    """Return "file:line" of the module whose import raised this error; None for other errors."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.name == "<module>":
-            return f"{frame.filename}:{frame.lineno}"
-    return None
+def trusting_setting(target: str) -> str:
+    """Return the setting that trusts the package of a target, as valid in a shell as in Python."""
+    return f'trusted=["{target.partition(".")[0]}"]'
 
 
 def part_of(key: str) -> str:

@@ -176,7 +176,7 @@ def tested(config: dict[str, Any], weights: Tensors, about: Description) -> torc
     if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
-    build.check_size("model", config["model"], weights, **sizes)
+    build.check_shapes(config["model"], weights, **sizes)
     module: torch.nn.Module = build.build("model", config["model"], **sizes)
     checkpoint.restore("model", module, weights)
     return module

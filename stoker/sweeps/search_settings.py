@@ -5,7 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
-from stoker.command.new_targets import takes
+from stoker.command.build import arguments_of
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import jobs, launchers
 from stoker.trainer.errors import UserError
@@ -33,7 +33,7 @@ def space_of(cfg: DictConfig) -> list[str]:
     for key, values in cfg.sweep.space.items():
         group, _, name = key.partition(".")
         target = OmegaConf.select(cfg, f"{group}._target_")
-        if group != "optimizer" or takes(group, target, name):
+        if group != "optimizer" or name in arguments_of(group, target)[0]:
             kept.append(f"{key}={values}")
     return kept
 

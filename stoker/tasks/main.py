@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stoker import project
-from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
+from stoker.command import arguments, exit_codes, invocation, processes, ranks, shell
 from stoker.command.check import check_config, keep_texts
 from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
@@ -78,12 +78,9 @@ def do_job(cfg: DictConfig) -> float | None:
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Check the config, apply debug=true, and remove arguments of targets that were replaced."""
+    """Check the config, and remove arguments of targets that were replaced."""
     keep_texts(cfg)
     check_config(cfg)
-    if cfg.debug:
-        for key, value in settings.debug_values(arguments.typed_keys()).items():
-            OmegaConf.update(cfg, key, value, force_add=True)
     drop_leftovers(cfg)
     task = current_job.in_one_process(cfg)
     # task=reproduce may itself start several processes.

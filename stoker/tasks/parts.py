@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from stoker import configs
 from stoker.command import ranks, settings
-from stoker.command.build import build, build_dataset, check_node, check_size, is_on
+from stoker.command.build import build, build_dataset, check_node, check_shapes, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.runs import directory
@@ -110,7 +111,7 @@ def building(
 
         in_shape = sizes(data).get("in_shape")
         print("\n".join(layers.lines(model, in_shape, data.tokens is not None)))
-    metrics = build_metrics(cfg, model, loss, data, state)
+    metrics = build_metrics(cfg, model, loss, data)
     callbacks = build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks])
     optimizer = build("optimizer", cfg.optimizer)
     scheduler = build("scheduler", cfg.scheduler)
@@ -123,7 +124,7 @@ def building(
         callbacks=callbacks,
         optimizer=optimizer,
         scheduler=scheduler,
-        device=str(device),
+        **{**settings_of_trainer(cfg), "device": str(device)},
     )
     misuse.check_built(trainer)
     with contextlib.ExitStack() as stack:
@@ -132,6 +133,16 @@ def building(
                 stack.callback(loader.close)
         stack.enter_context(trainer)
         yield Parts(trainer, data, loaders)
+
+
+def settings_of_trainer(cfg: DictConfig) -> dict[str, Any]:
+    """Return the run's settings, such as epochs, that the config of the Trainer does not set."""
+    usual = OmegaConf.load(configs.FOLDER / "trainer/default.yaml")
+    return {
+        key: value
+        for key, value in plain(cfg, resolve=True).items()
+        if key in usual and key not in cfg.trainer
+    }
 
 
 def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data", dict[str, Any]]:
@@ -201,8 +212,7 @@ def build_model(
     if loss_node.get("weight") == "balanced":
         loss_node["weight"] = data.balanced_weights()
     if state is not None:
-        check_size("loss", loss_node)
-        check_size("model", cfg.model, state["model"], **shapes)
+        check_shapes(cfg.model, state["model"], **shapes)
     model = build("model", cfg.model, **shapes)
     if cfg.activation_checkpointing:
         recompute.checkpoint_blocks(model)
@@ -224,7 +234,6 @@ def build_metrics(
     model: "torch.nn.Module",
     loss: Any,
     data: "Data",
-    state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the default metrics, if they suit the task, and the metrics from the config."""
     from stoker.command.sample_check import check_fit, has_usual_outputs
@@ -245,8 +254,6 @@ def build_metrics(
         metrics.update(usual)
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
-        if state is not None:
-            check_size(key, node, **sizes(data))
         metrics[name] = build(key, node, **sizes(data))
     return metrics
 
