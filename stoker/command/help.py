@@ -23,6 +23,7 @@ EXAMPLES = {
     "reproduce run=runs/mine": "repeat a run and compare the two runs bit for bit",
     "model=cnn --cfg job": "print the whole config without training",
     "new my_project": "create a small project",
+    "redraw runs/mine": "write the report of a run again, or the page of a sweep or folder",
 }
 
 
