@@ -208,7 +208,6 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
     ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
-    ("-c", "-c", "Type -c VALUE"),
     ("-patience=1", "error: -patience=1: no such option.", "as in device=cpu."),
     (
         "dataset=csv dataset.path=x",
@@ -238,17 +237,17 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "model=[cnn]",
         "error: model=[cnn]: this is a group",
-        "Choose one of: cnn, gpt",
+        "model=NAME, with one of: cnn, gpt",
     ),
     (
         "model=[mlp,cnn]",
         "error: model=[mlp,cnn]: this is a group",
-        "Choose one of: cnn, gpt",
+        "model=NAME, with one of: cnn, gpt",
     ),
-    ("+model=cnn", "error: +model=cnn: this group needs no +.", "Type model=cnn."),
-    ("model=null", "error: model=null: this is a group", "Choose one of: cnn, gpt"),
-    ("model=3", "error: model=3: this is a group", "Choose one of: cnn, gpt"),
-    ("model={a:1}", "error: model={a:1}: this is a group", "Choose one of: cnn, gpt"),
+    ("+model=cnn", "error: +model=cnn: this is a group", "model=NAME, with one of: cnn, gpt"),
+    ("model=null", "error: model=null: this is a group", "model=NAME, with one of: cnn, gpt"),
+    ("model=3", "error: model=3: this is a group", "model=NAME, with one of: cnn, gpt"),
+    ("model={a:1}", "error: model={a:1}: this is a group", "model=NAME, with one of: cnn, gpt"),
     (
         "+epochs=3",
         "error: Could not append to config. An item is already at 'epochs'",

@@ -40,7 +40,7 @@ MODEL = ROOT / "docs" / "tutorials" / "model.md"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-THEIRS = "my(package|_project)|=mine|=mixer|=wide|^new$"  # files of the reader
+THEIRS = "my(package|_project)|=mine|=mixer|=wide|^(new|redraw)$"  # files of the reader
 TEMPLATE = ROOT / "stoker" / "template" / "configs"  # of the project that a tutorial makes
 
 

@@ -13,6 +13,8 @@ from made_runs import make_run
 from stoker import project
 from stoker.runs import index, lock
 from stoker.sweeps.table import Sweep, list_in_index
+from stoker.tasks.redraw import redraw
+from stoker.trainer.errors import UserError
 
 
 def read(folder):
@@ -160,7 +162,7 @@ def test_which_index_a_run_updates(runs, tmp_path):
     make_run(elsewhere / "group" / "b")
     index.update(elsewhere / "group" / "b")
     assert os.listdir(elsewhere) == ["group"] and os.listdir(elsewhere / "group") == ["b"]
-    assert index.main([str(elsewhere)]) == 0
+    redraw([str(elsewhere)])
     make_run(elsewhere / "group" / "c")
     index.update(elsewhere / "group" / "c")
     assert list(read(elsewhere)) == ["group/c", "group/b"]
@@ -174,7 +176,8 @@ def test_a_page_of_another_kind_and_a_folder_that_cannot_be_written_stay(runs, c
     (runs / "index.html").write_text("mine")
     index.update(runs / "a")
     assert (runs / "index.html").read_text() == "mine"
-    assert index.main([str(runs)]) == 2 and "not an index" in capsys.readouterr().err
+    with pytest.raises(UserError, match="not an index"):
+        redraw([str(runs)])
     (runs / "index.html").unlink()
     (runs / ".index.lock").mkdir()
     index.update(runs / "a")
@@ -203,7 +206,8 @@ def test_somebody_elses_runs_put_nothing_into_the_page(runs, tmp_path):
     )
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert index.main([str(runs)]) == 0 and index.main([str(empty)]) == 0
+    redraw([str(runs)])
+    redraw([str(empty)])
     listed = read(runs)
     assert len(listed) == 5 and listed["broken"]["status"] == "stopped"
     count = (empty / "index.html").read_text().lower().count("<script")

@@ -279,6 +279,11 @@ def test_a_wrong_key_of_a_batch_is_explained():
     assert code_of(caught.value) == 2 and message(caught.value).startswith("error: 'img'\nKeyError")
 
 
+def test_a_message_has_three_lines_of_at_most_500_characters():
+    text = message(UserError(f"a={'x' * 1000}: no.\n\n\x1bType b.\n{'y' * 493}\nc"))
+    assert text.split("\n") == [f"error: a={'x' * 491}...", "\\x1bType b.", "y" * 493]
+
+
 def test_a_batch_that_the_model_cannot_take_says_what_to_override():
     convolution = torch.nn.Conv1d(6, 3, 1)  # torch's message has several lines
     with pytest.raises(UserError, match="compute_loss expects .*, but a batch is a dict") as caught:

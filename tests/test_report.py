@@ -3,6 +3,7 @@ it.
 """
 
 import base64
+import contextlib
 import hashlib
 import html
 import io
@@ -46,11 +47,12 @@ from stoker.runs.page import plain, source
 from stoker.runs.report import curves, evaluation, inputs, summary, words
 from stoker.runs.result import Best, RunResult
 from stoker.runs.status import Status
-from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
+from stoker.tasks.redraw import redraw
 from stoker.trainer import number_format
+from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,9 +149,8 @@ def test_the_run_ends_with_its_report_and_is_rebuilt_byte_for_byte(run, monkeypa
     assert 10_000 < len(written) < report.MOST_PAGE
     monkeypatch.chdir(folder.parent)
     (folder / "report.html").unlink()
-    assert (
-        report.main(["run"]) == 0 and capsys.readouterr().out == done.stdout.splitlines()[-1] + "\n"
-    )
+    redraw(["run"])
+    assert capsys.readouterr().out == done.stdout.splitlines()[-1] + "\n"
     assert (folder / "report.html").read_bytes() == written
 
 
@@ -1318,7 +1319,9 @@ def test_links_and_pipes_are_not_read(run, tmp_path, name, capsys):
         shutil.copytree(run[0], tmp_path / "run")
         (tmp_path / "run" / name).unlink()
         make(tmp_path / "run" / name)
-        assert report.main([str(tmp_path / "run")]) == (2 if name == "config.yaml" else 0)
+        is_refused = name == "config.yaml"
+        with pytest.raises(UserError) if is_refused else contextlib.nullcontext():
+            redraw([str(tmp_path / "run")])
         shutil.rmtree(tmp_path / "run")
     assert "Traceback" not in capsys.readouterr().err
 
@@ -1434,18 +1437,19 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
     assert len(report.html(tmp_path / "run").encode()) < report.MOST_PAGE
 
 
-def test_mistakes_are_answered(tmp_path, capsys):
-    (tmp_path / "folder").mkdir()
+def test_mistakes_are_answered(forks, tmp_path):
+    (tmp_path / "index.html").write_text("mine")
     for arguments, said in [
-        ([], "Type python -m stoker.runs.report DIR"),
-        (["--opn", "x"], "Type python -m stoker.runs.report DIR"),
-        ([str(tmp_path / "mien")], "no such folder."),
-        ([str(tmp_path / "folder")], "folder: this is not a run directory, because it has no "),
-        ([str(tmp_path / "folder")], "config.yaml.\n"),
+        ([], f"Type {PROGRAM} redraw DIR."),
+        (["a", "b"], f"Type {PROGRAM} redraw DIR."),
+        (["--opn", "x"], "--opn: no such option."),
+        (["mien"], "mien: no such file or directory."),
+        (["index.html"], "index.html: not a directory."),
+        (["."], "index.html is not an index of runs. Move or rename it first."),
     ]:
-        assert report.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and said in error and error.count("\n") <= 3
+        done = forks.run(tmp_path, "redraw", *arguments)
+        assert done.code == 2 and said in done.err
+        assert done.err.startswith("error: ") and done.err.count("\n") <= 3
 
 
 def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, tmp_path):
@@ -1455,8 +1459,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, tmp_pa
     monkeypatch.setattr(report, "write", fails)
     drawing.draw_report(tmp_path / "a b")
     assert (
-        "No space left on device" in caplog.text
-        and f"python -m stoker.runs.report '{tmp_path / 'a b'}'" in caplog.text
+        "No space left on device" in caplog.text and f"redraw '{tmp_path / 'a b'}'" in caplog.text
     )
 
 
@@ -1510,9 +1513,3 @@ def test_an_evaluation_that_cannot_be_drawn_is_left_out(run, tmp_path, caplog, w
     shown = page_of(tmp_path / "run")
     assert set(page_of(run[0]).all("h2")) - set(shown.all("h2")) >= {"Classes", "Random samples"}
     assert "evaluation.json cannot be shown" in caplog.text
-
-
-@pytest.mark.parametrize("module", [report, sweep])
-def test_help_is_no_mistake(module, capsys):
-    assert module.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"python -m {module.__name__} DIR")

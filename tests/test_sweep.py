@@ -32,6 +32,7 @@ from stoker.runs import json_files, lock, readable
 from stoker.runs.result import Best
 from stoker.runs.rows import read_rows
 from stoker.sweeps import jobs, page, progress, sweep, table
+from stoker.tasks.redraw import redraw
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
 pytestmark = [
@@ -295,7 +296,7 @@ def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
     shutil.copytree(swept.folder, tmp_path / "all")
     for name in ("sweep.csv", "sweep.html", "multirun.yaml"):
         (tmp_path / "all" / name).unlink()
-    assert sweep.main([str(tmp_path / "all")]) == 0
+    redraw([str(tmp_path / "all")])
     assert rows_of("\n\n" + capsys.readouterr().out) == rows_of(swept.out)
     assert (tmp_path / "all" / "sweep.csv").read_bytes() == (
         swept.folder / "sweep.csv"
@@ -563,18 +564,6 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
     assert identities(tmp_path / "all") == before
 
 
-@pytest.mark.slow
-def test_a_folder_without_a_sweep_is_refused(tmp_path, capsys):
-    assert sweep.main([str(tmp_path)]) == 2
-    assert sweep.main([str(tmp_path / "sweep")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert (
-        first
-        == f"error: {tmp_path}: this folder does not contain a sweep. Type the directory of a sweep."
-    )
-    assert second.endswith("no such folder.")
-
-
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
     for job in "012":
         json_files.write_json(
@@ -590,7 +579,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         tmp_path / "sweep.json", {"typed": ["-m", "seed=0,1,2,3", "epochs=9"], "jobs": 4}
     )
     with lock.held(tmp_path / "1"):
-        assert sweep.main([str(tmp_path)]) == 0
+        redraw([str(tmp_path)])
     *rows, last, _ = capsys.readouterr().out.splitlines()
     assert [re.split(" {2,}", row)[:2] for row in rows[1:]] == [
         ["1", "running"],
@@ -598,7 +587,7 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["2", "unfinished"],
     ]
     assert "1 running, 2 unfinished, 1 not started" in last
-    assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
+    redraw([str(tmp_path)])  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "resume"))
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
 
@@ -618,7 +607,7 @@ def test_on_a_terminal_a_row_is_wrapped_at_words_and_a_command_is_not(tmp_path, 
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     table, command, _ = re.split("^(best .*)$", sys.stdout.getvalue(), maxsplit=1, flags=re.M)
     assert all(len(line) <= 50 for line in table.splitlines()) and "several words" in table
     assert command.endswith(" ".join(typed)) and len(command) > 50
@@ -634,7 +623,7 @@ def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
         json_files.write_json(tmp_path / str(i) / "job.json", {"number": i, "overrides": typed})
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 6})
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     header, *rows, best, _ = capsys.readouterr().out.splitlines()[:5]
     assert header.split()[:2] == ["job", "val/acc"]
     for row, rate, names in zip(rows, values, ("0,1,2", "3,4,5"), strict=True):
@@ -653,7 +642,7 @@ def test_many_seeds_are_one_row(tmp_path, capsys):
         result = {"overrides": overrides, "best": best, "seconds": 2.0}
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 7})
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     row = capsys.readouterr().out.splitlines()[1]
     assert row.split()[0] == "0,1,2,3,4,..." and "=" not in row
 
@@ -692,7 +681,7 @@ def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, 
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "result.json").write_text(json.dumps(result))
     (tmp_path / "sweep.json").write_text(json.dumps({"typed": ["-m", evil], "jobs": evil}))
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     out = capsys.readouterr().out
     assert all(line.isprintable() for line in out.splitlines()) and len(out.splitlines()) < 50
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
@@ -734,7 +723,7 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
         }
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / "sweep.json", {})
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
     expected = [
@@ -762,7 +751,7 @@ def test_a_pruned_job_has_its_best_value_and_comes_after_the_finished_ones(tmp_p
             result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 2"}
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / "sweep.json", {})
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
     assert [(job["status"], job["value"]) for job in plotted(text)["jobs"]] == [
         ("done", 1),

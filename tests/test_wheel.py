@@ -44,9 +44,7 @@ def test_it_trains_sweeps_reports_and_exports_in_an_empty_folder(installed, tmp_
     assert float(tested.split()[-1]) == pytest.approx(float(evaluated[-1].split()[-1]), abs=5e-5)
     out = stoker(installed, tmp_path, "task=export", "run=run", "format=torch_export")
     assert out.startswith("export ")
-    report = [sys.executable, "-m", "stoker.runs.report", "run"]
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    subprocess.run(report, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert stoker(installed, tmp_path, "redraw", "run") == "report   run/report.html\n"
     stoker(installed, tmp_path, "-m", "seed=0,1", "max_steps=5", "hydra.sweep.dir=sweep")
     with open(tmp_path / "sweep/sweep.csv", encoding="utf-8") as rows:
         assert [row["status"] for row in csv.DictReader(rows)] == ["done", "done"]

@@ -15,11 +15,10 @@ from stoker.command.shell import setting
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, quoted
 
-# Hydra's command-line options: FLAGS take no value, VALUED take one.
-FLAGS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
-FLAGS |= {"--run", "-sc", "--shell-completion", "--version"}
-VALUED = {"-c", "--cfg", "-p", "--package", "-cd", "--config-dir", "-cp", "--config-path", "-cn"}
-VALUED |= {"--config-name", "--experimental-rerun"}
+OPTIONS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
+OPTIONS |= {"--run", "-sc", "--shell-completion", "--version", "-c", "--cfg", "-p", "--package"}
+OPTIONS |= {"-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name"}
+OPTIONS |= {"--experimental-rerun"}
 # Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that Python code adds; they are treated as if they had been typed.
@@ -131,16 +130,13 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raise UserError for an unknown option, or for an option that lacks its value."""
+    """Raise UserError for an unknown option."""
     for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("-") and name not in FLAGS | VALUED:
+        if argument.startswith("-") and argument.partition("=")[0] not in OPTIONS:
             raise UserError(
                 f"{argument}: no such option. Settings are typed without dashes, as in "
                 "device=cpu. Type --help to see all settings."
             )
-        if argument in VALUED and argument == arguments[-1]:
-            raise UserError(f"{argument}: this option needs a value. Type {argument} VALUE.")
 
 
 def check_place(argument: str, sweep: bool) -> None:
@@ -157,13 +153,11 @@ def check_place(argument: str, sweep: bool) -> None:
 
 def check_group(argument: str, key: str, value: str) -> None:
     """Raise UserError unless the value is one option, or a list for a group that accepts lists."""
-    if argument.startswith("+") and "/" not in key:
-        raise UserError(f"{argument}: this group needs no +. Type {key}={value}.")
+    has_plus = argument.startswith("+") and "/" not in key
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
     takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
-    if not (is_name or takes_list):
+    if has_plus or not (is_name or takes_list):
         options = [path.stem for path in configs.options(key)]
         raise UserError(
-            f"{argument}: this is a group, so it takes one option. "
-            f"Choose one of: {', '.join(options)}."
+            f"{argument}: this is a group. Type {key}=NAME, with one of: {', '.join(options)}."
         )

@@ -7,23 +7,36 @@ from pathlib import Path
 
 from stoker import configs
 from stoker.command import arguments, invocation
-from stoker.trainer import terminal
 
-WIDTH = 80  # columns; fewer on a narrower terminal
 INDENT = 29  # column where the text beside a name starts
-NARROW = 60  # on terminals with fewer columns, the text is indented less
-EXAMPLES = {
-    "": "the default: an MLP on handwritten digits, in seconds",
-    "model=cnn device=cuda epochs=3": "set any key",
-    "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of the results",
-    "-m sweep=optuna": "a search: each trial depends on the earlier results",
-    "run_dir=runs/mine": "a named run; repeat the command to resume",
-    "plan model=cnn": "estimate a run's time and memory from a few steps",
-    "evaluate run=runs/mine": "test the best weights of a run",
-    "reproduce run=runs/mine": "repeat a run and compare the two runs bit for bit",
-    "model=cnn --cfg job": "print the whole config without training",
-    "new my_project": "create a small project",
-}
+HEADER = """\
+{command} [task] [key=value ...] [group=option ...]
+
+Examples:
+  {command}
+      the default: an MLP on handwritten digits, in seconds
+  {command} model=cnn device=cuda epochs=3
+      set any key
+  {command} -m model=linear,mlp seed=0,1,2
+      a sweep: every combination, and a table of the results
+  {command} -m sweep=optuna
+      a search: each trial depends on the earlier results
+  {command} run_dir=runs/mine
+      a named run; repeat the command to resume
+  {command} plan model=cnn
+      estimate a run's time and memory from a few steps
+  {command} evaluate run=runs/mine
+      test the best weights of a run
+  {command} reproduce run=runs/mine
+      repeat a run and compare the two runs bit for bit
+  {command} model=cnn --cfg job
+      print the whole config without training
+  {command} new my_project
+      create a small project
+  {command} redraw runs/mine
+      write the report of a run again, or the page of a sweep or folder
+
+Groups (to list the keys of an option, type {command} model=cnn --help):"""
 
 
 def help_text(typed: Sequence[str] = ()) -> str:
@@ -31,15 +44,7 @@ def help_text(typed: Sequence[str] = ()) -> str:
     chosen = [configs.file_of(choice.replace("=", "/")) for choice in arguments.choices(typed)]
     if any(chosen):
         return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
-    command = " ".join(invocation.program())
-    lines = [f"{command} [task] [key=value ...] [group=option ...]", "", "Examples:"]
-    for example, meaning in EXAMPLES.items():
-        lines.append(f"  {command} {example}".rstrip())
-        lines += folded(meaning, 6)
-    lines += [
-        "",
-        *folded(f"Groups (to list the keys of an option, type {command} model=cnn --help):"),
-    ]
+    lines = [HEADER.format(command=" ".join(invocation.program()))]
     for group in groups():
         lines += beside(group, ", ".join(path.stem for path in configs.options(group)))
     return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])
@@ -71,16 +76,12 @@ def lines_of(path: Path) -> Iterator[str]:
             yield from beside(prefix + key.rstrip(), comment.strip())
 
 
-def width() -> int:
-    return min(WIDTH, terminal.width())
-
-
 def folded(text: str, indent: int = 0) -> list[str]:
     """Return the lines of text, indented and wrapped at words."""
     space = " " * indent
     return textwrap.wrap(
         text,
-        width(),
+        80,
         initial_indent=space,
         subsequent_indent=space,
         break_long_words=False,
@@ -90,8 +91,7 @@ def folded(text: str, indent: int = 0) -> list[str]:
 
 def beside(name: str, text: str) -> list[str]:
     """Return the lines of a name with its text beside it, starting at column INDENT."""
-    indent = INDENT if width() >= NARROW else 6
-    lines = folded(text, indent)
-    if len(name) > indent - 4 or not lines:
+    lines = folded(text, INDENT)
+    if len(name) > INDENT - 4 or not lines:
         return [f"  {name}".rstrip(), *lines]
-    return [f"  {name:<{indent - 2}}{lines[0].lstrip()}", *lines[1:]]
+    return [f"  {name:<{INDENT - 2}}{lines[0].lstrip()}", *lines[1:]]

@@ -23,7 +23,7 @@ def program() -> list[str]:
         return ["stoker"] if shutil.which("stoker") == str(started) else [str(started)]
     if started.name == SCRIPT and started.is_file():
         return [python(), str(started)]
-    # Processes that this program starts and commands such as stoker.runs.report run as modules.
+    # Processes that this program starts run it as a module.
     if PACKAGE in started.resolve().parents:
         return [python(), "-m", "stoker"]
     return [python(), SCRIPT] if is_clone() else ["stoker"]

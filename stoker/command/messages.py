@@ -24,7 +24,6 @@ from stoker.trainer.errors import (
     printable,
 )
 
-LONGEST = 500  # characters in a line, since a value or a path may have any length
 FOR_EXPERIMENT = "Files in this group must begin with '# @package _global_'."
 # Failures of a disk or a file system. Any other OSError means that a path is wrong.
 FAILING = {
@@ -35,13 +34,10 @@ FAILING = {
 
 def message(error: BaseException) -> str:
     """Return the one to three lines that a user sees, free of control characters."""
-    lines = [line for line in f"error: {explanation(error)}".split("\n") if line.strip()]
-    shown = []
-    for line in lines[:3]:
-        if len(line) > LONGEST:
-            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
-        shown.append(printable(line))
-    return "\n".join(shown)
+    # A value or a path may have any length.
+    text = re.sub(r"(.{500}).+", r"\1...", f"error: {explanation(error)}")
+    lines = [printable(line) for line in text.split("\n") if line.strip()]
+    return "\n".join(lines[:3])
 
 
 def explanation(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and list the source files that they run."""
+"""Start the processes of a run on this machine, and read the source code that they run."""
 
 import importlib.resources
 import json
@@ -124,15 +124,14 @@ def code_of(error: "ChildFailedError") -> int:
     return int(failure.exitcode) if failure.exitcode > 0 else 3
 
 
-def source_files(packages: Collection[str] = ()) -> dict[str, bytes]:
-    """Return {name: content} for this program's source files and the loaded files of `packages`."""
-    paths: dict[str, Path] = {}
+def source_code(packages: Collection[str] = ()) -> bytes:
+    """Return the source code of this program and of the loaded modules of `packages`."""
+    paths = set()
     for package in PACKAGES:
-        folder = Path(str(importlib.resources.files(package)))
-        for path in folder.rglob("*.py"):
-            paths[f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"] = path
+        paths |= set(Path(str(importlib.resources.files(package))).rglob("*.py"))
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.split(".")[0] in packages and file and file.endswith(".py"):
-            paths[name] = Path(file)
-    return {name: path.read_bytes() for name, path in sorted(paths.items()) if path.is_file()}
+            paths.add(Path(file))
+    # Sorted by content, because each machine may have the files in a different folder.
+    return b"".join(sorted(path.read_bytes() for path in paths if path.is_file()))

@@ -19,7 +19,7 @@ from typing import Any
 
 from stoker.command import signals
 from stoker.trainer import launch, stopping
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError
 from stoker.trainer.launch import (
     LostContact,
     is_first,
@@ -74,29 +74,24 @@ def one_first(name: str) -> Iterator[None]:
         publish(f"{name}/{rank()}", True)
 
 
-def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
+def check_alike(parts: Mapping[str, Any]) -> None:
     """Raise UserError on every rank unless all ranks have the same `parts`.
 
-    `parts` has the form {kind: {name: value}}, with kinds such as code and config. Without this
-    check, ranks that differ would train together unnoticed.
+    `parts` has the form {kind: value}, with kinds such as code and config. Without this check,
+    ranks that differ would train together unnoticed.
     """
     if world_size() == 1:
         return
     join()
     kinds = "/".join(parts)
-    digests = {
-        kind: {name: digest(value) for name, value in items.items()}
-        for kind, items in parts.items()
-    }
-    publish(f"parts/{kinds}/{rank()}", digests)
+    publish(f"parts/{kinds}/{rank()}", {kind: digest(part) for kind, part in parts.items()})
     of_first = receive(f"parts/{kinds}/0")
     for peer in range(1, world_size()):
         theirs = receive(f"parts/{kinds}/{peer}", by=peer)
-        for kind, items in of_first.items():
-            names = sorted({name for name, _ in items.items() ^ theirs[kind].items()})
-            if names:
+        for kind in parts:
+            if theirs[kind] != of_first[kind]:
                 raise UserError(
-                    f"rank {peer} and rank 0 differ in their {kind}: {first_few(names, 3)}.\n"
+                    f"rank {peer} and rank 0 have different {kind}.\n"
                     "All processes need the same code, versions, config and data."
                 )
 

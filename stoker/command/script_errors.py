@@ -1,11 +1,9 @@
 """Report a script's errors as the command does: one to three lines and an exit code."""
 
-import inspect
-import re
 import sys
 from types import TracebackType
 
-from stoker.trainer.errors import TrainingError, UserError, did_you_mean
+from stoker.trainer.errors import TrainingError, UserError
 
 
 def short_errors() -> None:
@@ -21,11 +19,6 @@ def short_errors() -> None:
     def end(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        unknown = re.match(
-            r"Trainer\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error)
-        )
-        if kind is TypeError and unknown:
-            error = unknown_argument(unknown[1])
         if not isinstance(error, (UserError, TrainingError)):
             return outer(kind, error, traceback)
         from stoker.command.exit_codes import report
@@ -33,14 +26,3 @@ def short_errors() -> None:
         raise SystemExit(report(error))
 
     sys.excepthook = end
-
-
-def unknown_argument(name: str) -> UserError:
-    """Return the error for an argument that the Trainer does not have."""
-    from stoker.trainer.trainer import Trainer
-
-    names = list(inspect.signature(Trainer).parameters)
-    return UserError(
-        f"Trainer has no argument {name}.{did_you_mean(name, names)}\n"
-        f"Its arguments are: {', '.join(names)}."
-    )

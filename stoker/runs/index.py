@@ -1,7 +1,7 @@
 """The index of a folder of runs: index.html, which lists the runs and sweeps below the folder.
 
 A run in the project's runs folder updates the index of that folder; any run updates an existing
-index one or two folders above it. `python -m stoker.runs.index DIR` writes the index of any folder.
+index one or two folders above it. `stoker redraw DIR` writes the index of any folder.
 
 The page is its own cache: it has a line of JSON for each run, and each line starts with the state
 of the run's files. These files are untrusted, and are read again only if their state has changed.
@@ -12,13 +12,11 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stoker import project
-from stoker.command import subcommand
 from stoker.runs import directory, lock
 from stoker.runs.directory import JOB, SWEEP
 from stoker.runs.json_files import read_text
@@ -256,19 +254,3 @@ def numbers_of(best: Best | None, tests: dict[str, float]) -> Entry:
         "test": [shown(test[0]), test[1]] if test else None,
         "best": [shown(best.name), best.value, best.mode == "min"] if best else None,
     }
-
-
-def main(arguments: list[str]) -> int:
-    """Run `python -m stoker.runs.index DIR`, and return the exit code."""
-
-    def draw(folder: Path) -> None:
-        if os.path.lexists(folder / NAME) and not is_index(folder):
-            raise UserError(f"{folder / NAME} is not an index of runs. Move or rename it first.")
-        print(f"index    {write(folder)}")
-
-    usage = "python -m stoker.runs.index DIR, where DIR is a folder of runs."
-    return subcommand.run(arguments, usage, draw)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -1,13 +1,11 @@
 """Check and report a sweep, in a Hydra callback and in the command that prints the table again.
 
 Before the first job, the callback checks that the sweep matches the one in its directory. At the
-end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and sweep.csv and sweep.html
-are written.
+end, and for `stoker redraw DIR`, the table is printed, and sweep.csv and sweep.html are written.
 """
 
 import contextlib
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import check, exit_codes, invocation, settings, subcommand
+from stoker.command import check, exit_codes, invocation, settings
 from stoker.command.shell import command
 from stoker.runs import lock
 from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
@@ -235,21 +233,3 @@ def draw_reports(sweep: Sweep) -> None:
                 report.write(folder)
             except Exception as error:
                 log.warning("%s: no report could be drawn (%s).", printable(folder), cause(error))
-
-
-def show(folder: Path) -> None:
-    """Print the table of the sweep in a folder, and write its files."""
-    if not (folder / SWEEP).is_file():
-        raise UserError(
-            f"{folder}: this folder does not contain a sweep. Type the directory of a sweep."
-        )
-    report(Sweep(folder))
-
-
-def main(arguments: list[str]) -> int:
-    """Run `python -m stoker.sweeps.sweep DIR` and return the exit code."""
-    return subcommand.run(arguments, "python -m stoker.sweeps.sweep DIR", show)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from stoker.runs.directory import CONFIG
 from stoker.sweeps import jobs, launchers
 from stoker.tasks import current_job, running
 from stoker.tasks.new import new
+from stoker.tasks.redraw import redraw
 from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
@@ -29,8 +30,8 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     current_job.process_start = start
-    is_new = sys.argv[1:2] == ["new"]
-    exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
+    command = {"new": new, "redraw": redraw}.get("".join(sys.argv[1:2]))
+    exit_codes.run(functools.partial(command, sys.argv[2:]) if command else compose)
 
 
 def compose() -> None:

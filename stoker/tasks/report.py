@@ -18,8 +18,7 @@ def draw_report(folder: Path, state: str | None = None) -> None:
     """Draw the report. The run is complete without it, so an error only causes a warning."""
     from stoker.runs import report
 
-    start = [invocation.python(), "-m", "stoker.runs.report", str(folder)]
-    again = shell.command([], start=start)
+    again = shell.command([], start=[*invocation.program(), "redraw", str(folder)])
     try:
         print(f"report   {report.write(folder, state)}")
     except Exception as error:

@@ -43,7 +43,7 @@ def train(cfg: DictConfig) -> None:
         launch.timeout = cfg.rank_timeout
         ranks.check_alike(
             {
-                "code": processes.source_files(),
+                "code": processes.source_code(),
                 "versions": versions,
                 "config": {key: config[key] for key in config if not settings.record(key).local},
             }
@@ -87,8 +87,8 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
             logger.describe(saved_config.for_reading(dotted.plain(cfg)), current_job.sweep_name())
         ranks.check_alike(
             {
-                "data": {data.name: stamp},
-                "code": processes.source_files({*own_packages(arguments.typed()), *of_project()}),
+                "data": [data.name, stamp],
+                "code": processes.source_code({*own_packages(arguments.typed()), *of_project()}),
             }
         )
         if run.state is not None:

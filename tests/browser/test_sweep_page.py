@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stoker.sweeps import sweep
+from stoker.tasks.redraw import redraw
 
 COUNT = 500
 LOWEST, HIGHEST = 1e-4, 1e-1  # learning rates
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     keys = ["optimizer.lr", "model.hidden", "batch_size"]
     record = {"typed": ["-m"], "jobs": COUNT, "searched": keys}
     (folder / "sweep.json").write_text(json.dumps(record))
-    assert sweep.main([str(folder)]) == 0
+    redraw([str(folder)])
     return folder
 
 
@@ -173,7 +173,7 @@ def test_labels_of_axes_do_not_touch_and_pruned_jobs_have_their_value(open_page,
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "result.json").write_text(json.dumps(result))
     (tmp_path / "sweep.json").write_text("{}")
-    assert sweep.main([str(tmp_path)]) == 0
+    redraw([str(tmp_path)])
     page = open_page(tmp_path / "sweep.html", width=390).page
     boxes = "parts => parts.map(part => part.getBoundingClientRect()).map(({left, right}) => [left, right])"
     for names in ("#parallel .name text:nth-of-type(1)", "#parallel .name .strong"):

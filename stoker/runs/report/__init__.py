@@ -1,6 +1,6 @@
 """The report of a run: report.html, built only from the files in its directory.
 
-`python -m stoker.runs.report DIR` redraws the page. templates/report.html contains the sections in
+`stoker redraw DIR` redraws the page. templates/report.html contains the sections in
 order, and calls the functions that most of them come from. The directory is untrusted, so all of
 its contents are escaped as text.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.command import subcommand
 from stoker.runs.confusion import classes_of, most_confused
 from stoker.runs.directory import EVALUATION
 from stoker.runs.evaluation import Evaluation
@@ -18,7 +17,7 @@ from stoker.runs.page import render
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, cause, log, printable
+from stoker.trainer.errors import cause, log, printable
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # maximum bytes of the page
@@ -97,19 +96,3 @@ def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> di
     """Return {name: value} for the names with a positive value: the segments of a bar."""
     known = {name: (values or {}).get(name) or 0 for name in names}
     return {name: value for name, value in known.items() if value > 0}
-
-
-def main(arguments: list[str]) -> int:
-    """Run `python -m stoker.runs.report DIR`, and return the exit code."""
-
-    def draw(folder: Path) -> None:
-        try:
-            path = write(folder)
-        except UserError as error:  # the error names a setting that the user did not type
-            text = str(error).removesuffix(" Type run_dir=DIR.")
-            raise UserError(text.replace("run_dir=", "")) from None
-        print(f"report   {path}")
-
-    return subcommand.run(
-        arguments, "python -m stoker.runs.report DIR, where DIR is a run directory.", draw
-    )

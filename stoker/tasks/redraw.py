@@ -1,0 +1,33 @@
+"""`stoker redraw DIR`: draw the page of a run, of a sweep or of a folder of runs again."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from stoker.command import invocation
+from stoker.runs import index
+from stoker.runs.directory import CONFIG, SWEEP
+from stoker.trainer.errors import UserError
+
+
+def redraw(arguments: Sequence[str]) -> None:
+    """Write the page of the folder again from its files; for a sweep, also print its table."""
+    from stoker.runs import report
+    from stoker.sweeps import sweep, table
+
+    if len(arguments) != 1:
+        program = " ".join(invocation.program())
+        raise UserError(
+            "redraw: expected one folder: a run, a sweep or a folder of runs. "
+            f"Type {program} redraw DIR."
+        )
+    folder = Path(arguments[0])
+    names = os.listdir(folder)
+    if SWEEP in names:
+        sweep.report(table.Sweep(folder))
+    elif CONFIG in names:
+        print(f"report   {report.write(folder)}")
+    elif index.NAME in names and not index.is_index(folder):
+        raise UserError(f"{folder / index.NAME} is not an index of runs. Move or rename it first.")
+    else:
+        print(f"index    {index.write(folder)}")
