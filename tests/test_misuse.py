@@ -684,12 +684,12 @@ def test_an_index_that_an_embedding_does_not_have_is_explained():
         torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
     )
     inputs = torch.arange(24).reshape(8, 3)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(IndexError) as caught:
         make_trainer(model).fit([(inputs, torch.zeros(8).long())])
-    assert str(caught.value) == (
-        "An index is out of range. An index into an Embedding must be at least 0 and below its "
-        "num_embeddings."
-    )
+    place, advice = explanation_of(caught.value).split("\n")
+    assert place.endswith("The batch: batch[0] (8, 3) torch.int64, batch[1] (8,) torch.int64.")
+    assert advice == "An index into an Embedding must be at least 0 and below its num_embeddings."
+    assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 3
 
 
 class IteratesOverAScalar(Trainer):

@@ -332,7 +332,7 @@ def raise_if_explained(
     """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
 
     If torch raised the error, attach a note that says where the error occurred and describes the
-    batch. `name` is what the note calls the batch.
+    batch, with advice if the cause is known. `name` is what the note calls the batch.
     """
     is_explained = isinstance(error, UserError) or explanation_of(error) is not None
     if is_explained or not isinstance(error, Exception):
@@ -347,14 +347,15 @@ def raise_if_explained(
     explained = (
         unpaired(trainer, error, batch, methods)
         or misreturned(trainer, error, frames)
-        or step_errors.explain(error, trainer.module, batch, trainer.device)
         or (graph.explain(error, trainer) if steps.captures(trainer) else None)
     )
     if explained is not None:
         raise explained from error
+    advice = step_errors.advice(error)
     in_module = frames[-1].filename.startswith(f"{LIBRARIES[0]}nn{os.sep}")
     is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
-    if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
+    is_of_batch = methods and is_refusal and not devices.NOT_OF_A_BATCH.search(str(error))
+    if not is_of_batch and advice is None:
         return
     places = [
         f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
@@ -364,6 +365,8 @@ def raise_if_explained(
     shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The {name}: {shown}."
+    if advice is not None:
+        text += f"\n{advice}"
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
