@@ -440,7 +440,8 @@ def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
 
     class Rise(Callback):
         def on_epoch_end(self, trainer):  # epoch 2 is the best, and no row of it
-            trainer.set_lr(3.0 if trainer.step == 16 else 0.01)
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = 3.0 if trainer.step == 16 else 0.01
 
     def run(folder, resume=None, **settings):
         rows, saver, stopping = [], Checkpoint(folder, every=1, keep=99), EarlyStopping(9)
