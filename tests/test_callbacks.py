@@ -128,7 +128,7 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
     trainer.fit(loaders()[0])
     before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
-    with pytest.raises(UserError, match="compute_loss expects .* but a batch is a tuple"):
+    with pytest.raises(UserError, match="A batch must be .inputs, targets."):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
 

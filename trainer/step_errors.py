@@ -16,6 +16,10 @@ ADVICE = {
     "index out of range in self": (
         "An index into an Embedding must be at least 0 and below its num_embeddings."
     ),
+    # Here, `inputs, targets = batch` unpacked the keys of a dict.
+    r"must be Tensor, not str|got \(str, |'str' .* no attribute '(flatten|shape|size|view)'": (
+        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
+    ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one. "
         "Type drop_last=true, or change batch_size or micro_batch."
