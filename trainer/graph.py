@@ -8,14 +8,13 @@ import torch
 
 from stoker.trainer import batches, overrides, seeding
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError, first_line, log
+from stoker.trainer.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and optimizer state is created
 MOST = 4  # maximum number of graphs; limited because each one holds the memory of a step
-PATIENCE = 20  # number of steps without any graph after which to warn
 # Keys of a parameter group whose values may change without a new graph.
 CHANGES = ("params", "lr", "initial_lr")
 # Attributes of a Trainer that change at each step, but would be constant in a graph.
@@ -78,12 +77,6 @@ class Captured:
 
     def eager(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)` without a graph; raise an error if it could not be captured."""
-        if self.steps == PATIENCE and not self.graphs:
-            log.warning(
-                "compile=graph: the first %d steps ran without a graph, because batch shapes, "
-                "trained parameters or optimizer settings keep changing.",
-                self.steps,
-            )
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
         if not may_be_captured:  # the first step may do work that later steps do not repeat
             return devices.beside(work, batch, self.device)
