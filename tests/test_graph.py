@@ -105,7 +105,7 @@ def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
 
 def test_where_there_are_no_graphs():
     with pytest.raises(
-        UserError, match=r"compile=graph: cpu does not support graph capture. Type compile=true"
+        UserError, match=r"compile=graph needs an NVIDIA or AMD GPU .*\nType compile=true or"
     ):
         make_trainer(compile="graph")
 
@@ -118,9 +118,9 @@ class Own(Trainer):
 @pytest.mark.parametrize(
     ("kind", "dtype", "strategy", "words"),
     [
-        (Trainer, torch.float16, "single", "fp16"),
-        (Trainer, None, "dp", "a single GPU"),
-        (Own, None, "single", "Own overrides train_step"),
+        (Trainer, torch.float16, "single", "precision=bf16 or fp32"),
+        (Trainer, None, "dp", "strategy=single"),
+        (Own, None, "single", "the Trainer's own train_step"),
     ],
 )
 def test_what_cannot_be_captured(monkeypatch, kind, dtype, strategy, words):

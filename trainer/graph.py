@@ -137,20 +137,16 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
 
 def check(trainer: "Trainer") -> None:
     """Raise UserError if `compile=graph` is not possible."""
-    reason = None
-    if trainer.device.type not in devices.GRAPHS:
-        kind = trainer.device.type
-        reason = f"{kind} does not support graph capture. Type compile=true or compile=false."
-    elif trainer.dtype is torch.float16:
-        reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
-    elif trainer.strategy != "single":
-        reason = "graphs work only on a single GPU. Type strategy=single."
-    elif trainer.splitter.adapts:
-        reason = (
-            "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
+    is_possible = (
+        trainer.device.type in devices.GRAPHS
+        and trainer.strategy == "single"
+        and trainer.dtype is not torch.float16  # a graph cannot contain the scaler
+        and not trainer.splitter.adapts
+        and overrides.is_usual(type(trainer), "train_step")
+    )
+    if not is_possible:
+        raise UserError(
+            "compile=graph needs an NVIDIA or AMD GPU (device=cuda), strategy=single, "
+            "precision=bf16 or fp32, a fixed micro_batch, and the Trainer's own train_step.\n"
+            "Type compile=true or compile=false, or change the setting that does not fit."
         )
-    elif not overrides.is_usual(type(trainer), "train_step"):
-        name = type(trainer).__name__
-        reason = f"{name} overrides train_step. Type compile=true or compile=false."
-    if reason is not None:
-        raise UserError(f"compile=graph: {reason}")
