@@ -43,8 +43,8 @@ class Plateau(Monitor):
         self.waited = 0 if better else self.waited + 1
         if self.waited == self.patience:
             self.waited = 0
-            rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
-            trainer.set_lr([rate * self.factor for rate in rates])
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.factor  # the schedule scales this rate
             if launch.is_first():  # only the first process prints
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"

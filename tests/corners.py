@@ -1,7 +1,7 @@
 """Unusual trainings, each a function of the strategy: `corners.py STRATEGY FOLDER NAME...` does
 them as a rank.
 
-What each gives, or the text of its UserError or TrainingError, is in FOLDER/NAME.RANK.
+What each gives, or the explanation of its error, is in FOLDER/NAME.RANK.
 """
 
 import functools
@@ -19,7 +19,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
 from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Freeze, Lookahead, NaNGuard
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import explanation_of
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.metrics import Accuracy
 from stoker.trainer.recompute import checkpoint_blocks
@@ -510,8 +510,8 @@ def main(strategy, folder, *names):
     for name in names:
         try:
             given = work[name](strategy)
-        except (UserError, TrainingError) as error:
-            given = str(error)
+        except Exception as error:
+            given = explanation_of(error) or str(error)
         torch.save(given, f"{folder}/{name}.{launch.rank()}")
     parallel.leave()
     ranks.leave()

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -17,11 +18,11 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
-from stoker.diagnostics.audit import DeviceAudit
+from stoker.command.exit_codes import code_of
+from stoker.command.messages import message
 from stoker.trainer import device as devices
 from stoker.trainer import memory, seeding, step_errors, transfer
-from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, explanation_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
@@ -331,57 +332,33 @@ def wrong_attribute(net):
     net.inner.scale = torch.ones(2, device="meta")
 
 
-WRONG = {
-    "parameter 'linear.bias' is on meta": wrong_parameter,
-    "buffer 'offset' is on meta": wrong_buffer,
-    "attribute 'inner.scale' (make it a buffer: self.register_buffer) is on meta": wrong_attribute,
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_explain_names_what_is_in_the_wrong_place(text):
+@pytest.mark.parametrize("wrong", [wrong_parameter, wrong_buffer, wrong_attribute])
+def test_the_advice_for_a_model_on_two_devices(wrong):
     """torch's own error for such a model, on the way forward."""
-    net, batch = Net(), (torch.ones(4, 3), torch.zeros(4))
-    WRONG[text](net)
-    with pytest.raises(RuntimeError) as caught:
-        net(batch[0]).sum().item()
-    explained = step_errors.explain(caught.value, net, batch, CPU)
-    assert (
-        isinstance(explained, UserError)
-        and str(explained) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
-    )
-
-
-def test_explain_names_the_batch_entry():
     net = Net()
-    batch = {"x": [torch.ones(4, 3, device="meta")], "y": torch.zeros(4)}
+    wrong(net)
     with pytest.raises(RuntimeError) as caught:
-        net(batch["x"][0])
-    assert str(step_errors.explain(caught.value, net, batch, CPU)).endswith(
-        "but batch entry \"batch['x'][0]\" is on meta."
-    )
+        net(torch.ones(4, 3)).sum().item()
+    assert "self.register_buffer" in step_errors.advice(caught.value)
 
 
-def test_explain_names_three():
-    net = Net()
-    for wrong in WRONG.values():
-        wrong(net)
-    batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
-    text = str(
-        step_errors.explain(
-            RuntimeError("Expected all tensors to be on the same device, but found two"),
-            net,
-            batch,
-            CPU,
-        )
-    )
-    assert all(part in text for part in WRONG) and "batch entry" not in text and "\n" not in text
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices",
+        "Input and hidden tensors are not at the same device, found input tensor at cuda:0",
+        "Tensor on device cpu is not on the expected device meta!",
+        "Expected object of device type cuda but got device type cpu for argument #1 'self'",
+    ],
+)
+def test_the_advice_for_torchs_words_about_two_devices(text):
+    assert "device=inputs.device" in step_errors.advice(RuntimeError(text))
 
 
 def test_explain_a_failed_check_inside_a_kernel():
     """As a class out of range ends a training on a GPU; the device refuses every call after it."""
     error = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
-    text = str(step_errors.explain(error, Net(), None, CUDA))
+    text = step_errors.advice(error)
     assert "a class in the targets" in text and "Type device=cpu" in text
 
 
@@ -403,14 +380,6 @@ class HiddenState(torch.nn.Module):
         return self.rnn(inputs.unsqueeze(1), state)[0].squeeze(1)  # here
 
 
-def test_a_state_that_the_model_keeps_is_named():
-    net = HiddenState()
-    net.state = (torch.zeros(1), [torch.zeros(1, device="meta")])
-    assert step_errors.misplaced(net, None, CPU) == [
-        "attribute 'state[1][0]' (make it a buffer: self.register_buffer) is on meta"
-    ]
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -419,8 +388,8 @@ def test_a_state_that_the_model_keeps_is_named():
         RuntimeError(""),
     ],
 )
-def test_explain_leaves_other_errors_alone(error):
-    assert step_errors.explain(error, Net(), None, CPU) is None
+def test_other_errors_have_no_advice(error):
+    assert step_errors.advice(error) is None
 
 
 def loader():
@@ -433,83 +402,49 @@ def trainer(net=None, kind=Trainer):
     )
 
 
-class Kept(torch.nn.Linear):
-    """Keeps tensors on two devices and uses those on one, so that torch has nothing to refuse."""
-
-    def __init__(self):
-        super().__init__(3, 2)
-        self.register_buffer("mask", torch.ones(2))
-        self.cache = [torch.ones(2)]
-
-    def forward(self, inputs, *, scale=1):
-        return super().forward(inputs) * scale
-
-
-class Scaled(Trainer):
-    """Gives the model a tensor by its name."""
-
-    def compute_loss(self, batch):
-        inputs, targets = batch
-        outputs = self.model(inputs, scale=torch.ones(()))
-        return self.loss(outputs, targets), outputs
-
-
-def test_the_audit_names_what_the_first_forward_pass_has_elsewhere(caplog, capsys):
-    with trainer(Kept(), Scaled) as own:
-        own.callbacks.append(DeviceAudit())
-        own.fit(loader())
-        assert not caplog.messages
-        assert capsys.readouterr().out.splitlines()[-1] == (
-            "devices  all 6 tensors of the first forward pass were on cpu"
-        )
-        own.module.mask = own.module.mask.to("meta")
-        own.module.cache = [torch.ones(2, device="meta")]
-        own.fit(loader())
-    assert caplog.messages == [
-        (
-            "device=cpu, but buffer 'mask' is on meta; attribute 'cache[0]' (make it a buffer: "
-            "self.register_buffer) is on meta."
-        )
-    ]
-    assert "devices  all" not in capsys.readouterr().out
-
-
-def test_the_audit_leaves_the_error_of_an_earlier_callback():
-    class Fails(Callback):
-        def on_fit_start(self, trainer):
-            raise ZeroDivisionError
-
-    with trainer() as own, pytest.raises(ZeroDivisionError):
-        own.callbacks += [Fails(), DeviceAudit()]
-        own.fit(loader())
-
-
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])
-@pytest.mark.parametrize("text", WRONG)
-def test_the_trainer_explains_it(text, doing):
+@pytest.mark.parametrize("wrong", [wrong_parameter, wrong_buffer, wrong_attribute])
+def test_an_error_about_two_devices_shows_the_line_and_the_advice(wrong, doing):
     """The model is right when it is built, as it has to be, and wrong afterwards."""
     with trainer() as own:
-        WRONG[text](own.module)
-        with pytest.raises(UserError) as caught:
+        wrong(own.module)
+        with pytest.raises(RuntimeError, match="device") as caught:
             getattr(own, doing)(loader())
-        assert str(caught.value) == f"Tensors on two devices: the Trainer uses cpu, but {text}."
-        assert "device" in str(caught.value.__cause__)  # torch's own words are not lost
+    place, advice = explanation_of(caught.value).split("\n")
+    assert re.match(
+        rf"RuntimeError in forward \({re.escape(__file__)}:\d+\)\. The .*batch: ", place
+    )
+    assert advice == (
+        "The model uses a tensor on another device. Make tensors of the model buffers "
+        "(self.register_buffer), and create others with device=inputs.device."
+    )
+    assert code_of(caught.value) == 2
+    assert message(caught.value).split("\n")[1:] == [
+        place,
+        f"{advice} debug=true shows the traceback.",
+    ]
 
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])
-def test_the_trainer_explains_a_batch_entry(doing):
+def test_an_error_about_a_batch_on_another_device_shows_the_line(doing):
     class Misplaced(Trainer):
         def compute_loss(self, batch):
-            batch["x"] = batch["x"].to("meta")
-            outputs = self.model(batch["x"])
+            outputs = self.model(batch["x"].to("meta"))
             return self.loss(outputs, batch["y"]), outputs
 
     batches = [{"x": torch.ones(4, 3), "y": torch.zeros(4, 2)}]
-    with (
-        trainer(kind=Misplaced) as own,
-        pytest.raises(UserError, match=r"but batch entry \"batch\['x'\]\" is on meta\.$"),
-    ):
+    with trainer(kind=Misplaced) as own, pytest.raises(RuntimeError, match="device") as caught:
         getattr(own, doing)(batches)
+    assert "device=inputs.device" in explanation_of(caught.value)
+
+
+def test_a_state_made_on_another_device_shows_its_line_and_the_advice():
+    with trainer(HiddenState()) as own, pytest.raises(RuntimeError, match="device") as caught:
+        own.fit(loader())
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# here"))
+    text = explanation_of(caught.value)
+    assert f"{Path(__file__).name}:{line})" in text and "device=inputs.device" in text
 
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])

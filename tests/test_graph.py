@@ -105,7 +105,7 @@ def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
 
 def test_where_there_are_no_graphs():
     with pytest.raises(
-        UserError, match=r"compile=graph: cpu does not support graph capture. Type compile=true"
+        UserError, match=r"compile=graph needs an NVIDIA or AMD GPU .*\nType compile=true or"
     ):
         make_trainer(compile="graph")
 
@@ -118,9 +118,9 @@ class Own(Trainer):
 @pytest.mark.parametrize(
     ("kind", "dtype", "strategy", "words"),
     [
-        (Trainer, torch.float16, "single", "fp16"),
-        (Trainer, None, "dp", "a single GPU"),
-        (Own, None, "single", "Own overrides train_step"),
+        (Trainer, torch.float16, "single", "precision=bf16 or fp32"),
+        (Trainer, None, "dp", "strategy=single"),
+        (Own, None, "single", "the Trainer's own train_step"),
     ],
 )
 def test_what_cannot_be_captured(monkeypatch, kind, dtype, strategy, words):
@@ -227,15 +227,10 @@ CYCLING = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "reason", "graphs"),
-    [
-        (CYCLING, "optimizer settings keep changing", 0),
-        (functools.partial(CYCLING, cycle_momentum=False), None, 3),
-    ],
+    ("scheduler", "graphs"),
+    [(CYCLING, 0), (functools.partial(CYCLING, cycle_momentum=False), 3)],
 )
-def test_a_schedule_that_cycles_momentum_runs_without_graphs_and_says_so(
-    recorded, caplog, scheduler, reason, graphs
-):
+def test_a_schedule_that_cycles_momentum_runs_without_graphs(recorded, scheduler, graphs):
     settings = {
         "optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "scheduler": scheduler,
@@ -244,11 +239,6 @@ def test_a_schedule_that_cycles_momentum_runs_without_graphs_and_says_so(
     (eager, _), (captured, trainer) = (fitted(graphed, **settings) for graphed in (False, True))
     assert_same(captured["model"], eager["model"])
     assert len(trainer.special_step.captured.graphs) == len(recorded) == graphs
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (reason is not None)
-    assert reason is None or (
-        said[0].startswith("compile=graph: the first 20") and reason in said[0]
-    )
 
 
 def test_a_state_that_is_loaded_in_the_middle_of_a_fit_gets_new_graphs(recorded):

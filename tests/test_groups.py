@@ -306,8 +306,8 @@ def test_schedule_free_of_its_own_package(tmp_path):
         ),
         ([{"match": "*", "scheduler": {}}], "scheduler={}: not a valid choice"),
         (
-            [{"match": "*", "scheduler": {"cosine": {"warmpu": 1}}}],
-            "groups: scheduler.cosine=warmpu: not a valid choice. Did you mean 'warmup'",
+            [{"match": "0.bias", "lr": 1}, {"match": "[!0].bias", "lr": 1}],
+            "two rules differ only in punctuation, so their learning rates would have the same",
         ),
         ([{"match": "*", "name": "all"}], "expected a list of rules, each"),
         ([{"lr": 1}], "expected a list of rules, each with a name pattern"),
@@ -317,6 +317,12 @@ def test_schedule_free_of_its_own_package(tmp_path):
 def test_a_mistake_in_a_rule_is_named(rules, message):
     with pytest.raises(UserError, match=message):
         make_trainer(optimizer=functools.partial(SGD, lr=LR), groups=rules)
+
+
+def test_a_mistake_in_the_schedule_of_a_rule_is_named_by_the_fit():
+    rules = [{"match": "*", "scheduler": {"cosine": {"warmpu": 1}}}]
+    with pytest.raises(UserError, match=r"scheduler: .*cosine.*warmpu=1\) has incorrect arguments"):
+        make_trainer(groups=rules).fit(batches())
 
 
 def test_a_decay_of_rates_needs_a_rate():
@@ -353,9 +359,9 @@ def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=rules, scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.5, "train/lr/rest": 0.25}
-    names = ["*.bias", "bias*", "rest", "*.bias", "bias*"]
+    names = ["*.bias", "[b]ias*", "rest", "*.bias", "*"]
     labelled = labels([{"name": name} for name in names])
-    assert labelled == ["bias", "bias_1", "rest", "bias", "bias_1"]
+    assert labelled == ["bias", "b_ias", "rest", "bias", "rest"]
 
 
 def test_wsd_stays_and_goes_down_by_the_root():

@@ -161,8 +161,11 @@ def test_a_metric_that_does_not_say_which_direction_is_better_is_not_monitored_u
 
     assert stop_of() == ("val/loss", -1)
     assert stop_of("val/mean", "max") == ("val/mean", 1)
-    with pytest.raises(UserError, match="unknown whether higher is better. Type monitor_mode=max"):
+    with pytest.raises(UserError, match="unknown whether higher is better") as raised:
         stop_of("val/mean")
+    assert "For another metric, or a number that you log, also type monitor_mode=" in str(
+        raised.value
+    )
 
 
 def test_a_number_that_never_comes_is_warned_of_once(caplog):

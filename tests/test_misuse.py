@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stoker import Trainer
 from stoker.command.exit_codes import code_of
 from stoker.command.messages import message
+from stoker.models.mlp import MLP
 from stoker.runs.loggers import JSONL
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint, misuse, schedules
@@ -81,13 +82,13 @@ def test_a_part_that_is_none_is_refused(settings, words):
     [
         (
             Trainer,
-            of_dicts(),
-            "compute_loss expects (inputs, targets), but a batch is a dict",
+            of_dicts(third=True),
+            "Trainer: too many values to unpack (expected 2) (the batch is a dict).",
         ),
         (
             Trainer,
             [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
-            "compute_loss expects (inputs, targets), but a batch is a tuple",
+            "Trainer: too many values to unpack (expected 2) (the batch is a tuple).",
         ),
         (OfDicts, of_dicts(), None),
         (OfDicts, of_dicts(third=True), None),
@@ -136,7 +137,7 @@ class OnMetrics(TrainMetrics, OfThree):
 @pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample, OnlyNumber, OnMetrics])
 @pytest.mark.parametrize("micro_batch", [None, "auto"])
 def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_batch):
-    words = rf"{kind.__name__}: .+\.\ncompute_loss must return \(loss, outputs\)"
+    words = rf"{kind.__name__}: .+\.\nA batch .+ compute_loss must return \(loss, outputs\)"
     if kind is OnMetrics:  # which refuses micro_batch="auto"
         micro_batch = None
     with pytest.raises(UserError, match=words):
@@ -166,12 +167,13 @@ def test_a_loss_that_is_not_a_tensor_is_explained(change, evaluates, options):
             return change(self.model(batch[0]))
 
     expected = (
-        "compute_loss must return (loss, outputs): the mean loss of the batch as a scalar tensor "
-        "that depends on trainable parameters, and the outputs for the metrics."
+        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics. "
+        "compute_loss must return (loss, outputs), and train_step the loss: the mean over the "
+        f"batch, as a scalar tensor that depends on trainable parameters; {misuse.HOW}."
     )
     with pytest.raises(UserError, match=r"Odd: .+\.\n") as error:
         make_trainer(kind=Odd, **options).fit(loader())
-    assert str(error.value).split("\n")[1:] == [expected]  # nothing about train_step
+    assert str(error.value).split("\n")[1:] == [expected]
     trainer = make_trainer(kind=Odd, metrics={})
     if evaluates:
         assert trainer.evaluate(loader()) == {}
@@ -187,7 +189,8 @@ def test_a_train_step_that_returns_something_else_is_explained(change):
         def train_step(self, batch):
             return change(super().train_step(batch))
 
-    with pytest.raises(UserError, match=r"^Odd: .+\.\ntrain_step must return the mean"):
+    words = r"^Odd: .+\.\n.+ train_step the loss: the mean over the batch, as a scalar tensor"
+    with pytest.raises(UserError, match=words):
         make_trainer(kind=Odd, epochs=1).fit(loader())
 
 
@@ -284,11 +287,13 @@ def test_a_message_has_three_lines_of_at_most_500_characters():
     assert text.split("\n") == [f"error: a={'x' * 491}...", "\\x1bType b.", "y" * 493]
 
 
-def test_a_batch_that_the_model_cannot_take_says_what_to_override():
-    convolution = torch.nn.Conv1d(6, 3, 1)  # torch's message has several lines
-    with pytest.raises(UserError, match="compute_loss expects .*, but a batch is a dict") as caught:
-        make_trainer(convolution).fit(of_dicts())
-    assert str(caught.value).split("\n")[1:] == [f"Override compute_loss; {misuse.HOW}."]
+@pytest.mark.parametrize("model", [None, torch.nn.Conv1d(6, 3, 1), MLP((6,), 3)])
+def test_a_batch_that_the_model_cannot_take_says_what_to_override(model):
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        make_trainer(model).fit(of_dicts())
+    place, advice = explanation_of(caught.value).split("\n")
+    assert "The batch: batch['x'] (8, 6) torch.float32, batch['y'] (8,) " in place
+    assert advice.startswith("A batch must be (inputs, targets), unless you override compute_loss")
 
 
 def test_a_batch_that_the_model_cannot_take_in_predict_is_shown():
@@ -298,7 +303,7 @@ def test_a_batch_that_the_model_cannot_take_in_predict_is_shown():
 
 
 def test_an_evaluation_is_explained_too():
-    with pytest.raises(UserError, match="update_metrics expects"):
+    with pytest.raises(UserError, match="unless you override compute_loss and update_metrics"):
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
     with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
         make_trainer(model=Pair(*make_model())).evaluate(loader())
@@ -689,12 +694,12 @@ def test_an_index_that_an_embedding_does_not_have_is_explained():
         torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
     )
     inputs = torch.arange(24).reshape(8, 3)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(IndexError) as caught:
         make_trainer(model).fit([(inputs, torch.zeros(8).long())])
-    assert str(caught.value) == (
-        "An index is out of range. An index into an Embedding must be at least 0 and below its "
-        "num_embeddings."
-    )
+    place, advice = explanation_of(caught.value).split("\n")
+    assert place.endswith("The batch: batch[0] (8, 3) torch.int64, batch[1] (8,) torch.int64.")
+    assert advice == "An index into an Embedding must be at least 0 and below its num_embeddings."
+    assert code_of(caught.value) == 2 and len(message(caught.value).split("\n")) == 3
 
 
 class IteratesOverAScalar(Trainer):

@@ -1,4 +1,4 @@
-"""A learning rate that is changed: before a fit, in it, after it, by the Trainer or by hand."""
+"""A learning rate that is changed in the optimizer: before a fit, in it, after it."""
 
 import copy
 import functools
@@ -12,14 +12,11 @@ from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError
 
 
-def changed(when, how, schedule, tmp_path, resume=None, steps=8):
-    """The weights after a fit of `steps` in which the rate becomes 0.02 at a time, in one way."""
+def changed(when, schedule, tmp_path, resume=None, steps=8):
+    """The Trainer after a fit of `steps` in which the rate becomes 0.02 at a time."""
 
     def change(trainer):
-        if how == "set_lr":
-            trainer.set_lr(0.02)
-        else:
-            trainer.optimizer.param_groups[0]["lr"] = 0.02
+        trainer.optimizer.param_groups[0]["lr"] = 0.02
 
     class Change(Callback):
         def on_fit_start(self, trainer):
@@ -69,38 +66,30 @@ def in_plain_torch(when, schedule, steps=8):
 WARM = functools.partial(schedules.cosine, warmup=2)
 
 
-@pytest.mark.parametrize("how", ["set_lr", "by hand"])
 @pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine, WARM])
 @pytest.mark.parametrize("when", ["before", "at the start", 3])
-def test_a_rate_that_is_changed_is_the_one_that_the_schedule_multiplies(
-    tmp_path, when, schedule, how
-):
-    whole = changed(when, how, schedule, tmp_path)
+def test_a_rate_that_is_changed_is_the_one_that_the_schedule_multiplies(tmp_path, when, schedule):
+    whole = changed(when, schedule, tmp_path)
     expected = in_plain_torch(when, schedule)
     for name, weight in whole.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
     for step in (2, 3, 5):
-        again = changed(when, how, schedule, tmp_path, checkpoint.path_of(tmp_path, step), steps=8)
+        again = changed(when, schedule, tmp_path, checkpoint.path_of(tmp_path, step), steps=8)
         assert_same(again.state_dict()["model"], whole.state_dict()["model"])
         assert_same(again.state_dict()["optimizer"], whole.state_dict()["optimizer"])
 
 
-@pytest.mark.parametrize("how", ["set_lr", "by hand"])
 @pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine, WARM, "torch"])
-def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule, how):
+def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule):
     """The second fit begins with it: as a first one that has it, from the same weights."""
     if schedule == "torch":
         schedule = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
-    trainer = changed(None, how, schedule, tmp_path)
+    trainer = changed(None, schedule, tmp_path)
     rates = []
     begin_step = trainer.begin_step
     trainer.begin_step = lambda batch: [begin_step(batch), rates.append(trainer.lr)]
     for rate in (0.02, 0.03):
-        if how == "set_lr":
-            trainer.set_lr(rate)
-            assert trainer.lr == rate  # at once
-        else:
-            trainer.optimizer.param_groups[0]["lr"] = rate
+        trainer.optimizer.param_groups[0]["lr"] = rate
         rates.clear()
         trainer.fit(make_batches())
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
@@ -116,18 +105,25 @@ def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule, how):
     [schedules.cosine, functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)],
 )
 def test_a_resume_with_another_rate_is_refused_with_the_way_to_change_it(tmp_path, schedule):
-    changed(None, "set_lr", schedule, tmp_path)
-    with pytest.raises(UserError, match=r"is \[0\.5\], not \[0\.02\]\.\n.*trainer.set_lr\("):
-        changed("before", "by hand", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
-    again = changed(None, "set_lr", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
+    changed(None, schedule, tmp_path)
+    with pytest.raises(
+        UserError, match=r"is \[0\.5\], not \[0\.02\]\.\n.*param_groups\[i\]\['lr'\] in "
+    ):
+        changed("before", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
+    again = changed(None, schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
     assert again.step == 8
 
 
 @pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine])
 def test_a_fit_is_made_longer_with_another_rate(tmp_path, schedule):
-    trainer = changed(None, "set_lr", schedule, tmp_path)
+    class Change(Callback):
+        def on_fit_start(self, trainer):
+            if trainer.step == 8:
+                trainer.optimizer.param_groups[0]["lr"] = 0.02
+
+    trainer = changed(None, schedule, tmp_path)
     before = copy.deepcopy(trainer.module.state_dict())
-    trainer.set_lr(0.02)
+    trainer.callbacks.append(Change())
     trainer.max_steps = 9
     trainer.fit(make_batches(), resume=trainer.state_dict())
     assert trainer.step == 9
@@ -135,46 +131,32 @@ def test_a_fit_is_made_longer_with_another_rate(tmp_path, schedule):
     assert not torch.equal(trainer.module[0].weight, before["0.weight"])
 
 
-def test_a_rate_that_is_set_is_shown_as_the_schedule_scales_it():
-    shown = []
+@pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine])
+def test_a_rate_that_is_changed_after_a_load_is_the_one_of_the_next_fit(tmp_path, schedule):
+    path = checkpoint.path_of(tmp_path, 8)
+    changed(None, schedule, tmp_path)
+    given = torch.optim.SGD([torch.zeros(1)], lr=0.02)
+    for fitted in (False, True):
+        trainer = make_trainer(
+            make_model(dtype=torch.float64),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+            scheduler=schedule,
+            max_steps=8,
+        )
+        if fitted:
+            trainer.fit(make_batches())
+        trainer.load(path)
+        trainer.optimizer.param_groups[0]["lr"] = 0.02
+        trainer.fit(make_batches())
+        assert trainer.lr == pytest.approx(schedule(given, 8).factor(7) * 0.02, rel=1e-12)
 
-    class Change(Callback):
-        def on_step_end(self, trainer):
-            trainer.set_lr(0.02)
-            shown.append(trainer.lr)
 
-    trainer = make_trainer(scheduler=schedules.cosine, callbacks=[Change()], max_steps=4)
-    trainer.set_lr(0.5)
-    assert trainer.lr == 0.5  # before the first fit
-    trainer.fit(make_batches_float())
-    assert shown == [0.02 * trainer.scheduler.factor(step) for step in range(1, 5)]
-
-
-def test_groups_have_rates_of_their_own(tmp_path):
+def test_groups_have_rates_of_their_own():
     trainer = make_trainer(scheduler=schedules.constant)
-    trainer.set_lr([0.1, 0.2])
+    for group, rate in zip(trainer.optimizer.param_groups, (0.1, 0.2), strict=True):
+        group["lr"] = rate
     trainer.fit(make_batches_float())
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.2]
-    with pytest.raises(ValueError, match="longer"):
-        trainer.set_lr([0.1, 0.2, 0.3])
-    with pytest.raises(UserError, match="set_lr"):
-        trainer.set_lr(-1)
-
-
-def test_the_rate_of_a_torch_schedule_is_not_set_in_a_fit():
-    class Change(Callback):
-        def on_step_end(self, trainer):
-            trainer.set_lr(0.02)
-
-    steps = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
-    trainer = make_trainer(scheduler=steps, callbacks=[Change()])
-    trainer.set_lr(0.5)
-    with pytest.raises(UserError) as error:
-        trainer.fit(make_batches_float())
-    assert str(error.value) == (
-        "set_lr: during a fit, StepLR sets the rates itself. Use a schedule from "
-        "stoker.trainer.schedules, or call set_lr before the fit."
-    )
 
 
 def make_batches_float():

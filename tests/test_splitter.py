@@ -20,7 +20,7 @@ from stoker.data.loader import DeviceLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.trainer import checkpoint, graph
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import TrainingError, UserError, explanation_of
 from stoker.trainer.metrics import Accuracy
 
 ROOT = Path(__file__).parents[1]
@@ -268,14 +268,15 @@ def test_settings_that_cannot_be_are_named(settings, says):
 
 def test_a_graph_is_of_one_size(monkeypatch):
     monkeypatch.setattr(graph.devices, "GRAPHS", ("cpu",))
-    with pytest.raises(UserError, match="compile=graph: a graph needs a fixed micro_batch"):
+    with pytest.raises(UserError, match="compile=graph needs .* a fixed micro_batch"):
         graph.check(make_trainer(micro_batch="auto"))
 
 
 def test_one_sample_has_no_statistics():
-    with pytest.raises(UserError, match="BatchNorm needs at least two samples") as caught:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         make_trainer(Small(1), micro_batch="auto").fit(*loaders())
-    assert "drop_last=true" in str(caught.value)
+    text = explanation_of(caught.value)
+    assert "BatchNorm needs at least two samples" in text and "drop_last=true" in text
 
 
 # For real

@@ -8,14 +8,13 @@ import torch
 
 from stoker.trainer import batches, overrides, seeding
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError, first_line, log
+from stoker.trainer.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and optimizer state is created
 MOST = 4  # maximum number of graphs; limited because each one holds the memory of a step
-PATIENCE = 20  # number of steps without any graph after which to warn
 # Keys of a parameter group whose values may change without a new graph.
 CHANGES = ("params", "lr", "initial_lr")
 # Attributes of a Trainer that change at each step, but would be constant in a graph.
@@ -78,12 +77,6 @@ class Captured:
 
     def eager(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)` without a graph; raise an error if it could not be captured."""
-        if self.steps == PATIENCE and not self.graphs:
-            log.warning(
-                "compile=graph: the first %d steps ran without a graph, because batch shapes, "
-                "trained parameters or optimizer settings keep changing.",
-                self.steps,
-            )
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
         if not may_be_captured:  # the first step may do work that later steps do not repeat
             return devices.beside(work, batch, self.device)
@@ -144,20 +137,16 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
 
 def check(trainer: "Trainer") -> None:
     """Raise UserError if `compile=graph` is not possible."""
-    reason = None
-    if trainer.device.type not in devices.GRAPHS:
-        kind = trainer.device.type
-        reason = f"{kind} does not support graph capture. Type compile=true or compile=false."
-    elif trainer.dtype is torch.float16:
-        reason = "a graph cannot contain the fp16 scaler. Type precision=bf16 or precision=fp32."
-    elif trainer.strategy != "single":
-        reason = "graphs work only on a single GPU. Type strategy=single."
-    elif trainer.splitter.adapts:
-        reason = (
-            "a graph needs a fixed micro_batch. Type micro_batch=N, compile=true or compile=false."
+    is_possible = (
+        trainer.device.type in devices.GRAPHS
+        and trainer.strategy == "single"
+        and trainer.dtype is not torch.float16  # a graph cannot contain the scaler
+        and not trainer.splitter.adapts
+        and overrides.is_usual(type(trainer), "train_step")
+    )
+    if not is_possible:
+        raise UserError(
+            "compile=graph needs an NVIDIA or AMD GPU (device=cuda), strategy=single, "
+            "precision=bf16 or fp32, a fixed micro_batch, and the Trainer's own train_step.\n"
+            "Type compile=true or compile=false, or change the setting that does not fit."
         )
-    elif not overrides.is_usual(type(trainer), "train_step"):
-        name = type(trainer).__name__
-        reason = f"{name} overrides train_step. Type compile=true or compile=false."
-    if reason is not None:
-        raise UserError(f"compile=graph: {reason}")

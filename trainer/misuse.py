@@ -46,12 +46,21 @@ HOW = "'Bring your own' in the documentation shows how"
 REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
-# Functions of this package that use the return value of compute_loss or train_step, and messages
-# of Python and torch that mean that this value has the wrong form.
-AFTER_A_STEP = {"train_step", "accumulate", "scaled", "compute_losses", "compute_loss", "update"}
-MISRETURNED = re.compile(
+# Functions of this package that unpack a batch, or use what compute_loss or train_step returns.
+IN_A_STEP = {
+    "train_step",
+    "accumulate",
+    "scaled",
+    "compute_loss",
+    "compute_losses",
+    "update_metrics",
+    "update",
+}
+# Messages of Python and torch that mean that these do not have the expected form.
+MISUSED = re.compile(
     "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
-    "no attribute '(detach|device|masked_fill)'|does not require grad|only for scalar outputs"
+    "no attribute '(detach|device|masked_fill)'|'str' object has no attribute|"
+    "does not require grad|only for scalar outputs"
 )
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -332,7 +341,7 @@ def raise_if_explained(
     """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
 
     If torch raised the error, attach a note that says where the error occurred and describes the
-    batch. `name` is what the note calls the batch.
+    batch, with advice if the cause is known. `name` is what the note calls the batch.
     """
     is_explained = isinstance(error, UserError) or explanation_of(error) is not None
     if is_explained or not isinstance(error, Exception):
@@ -344,17 +353,16 @@ def raise_if_explained(
         raise splitter.explain(samples) from error
     frames = traceback.extract_tb(error.__traceback__)
     methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
-    explained = (
-        unpaired(trainer, error, batch, methods)
-        or misreturned(trainer, error, frames)
-        or step_errors.explain(error, trainer.module, batch, trainer.device)
-        or (graph.explain(error, trainer) if steps.captures(trainer) else None)
+    explained = misused(trainer, error, batch, frames) or (
+        graph.explain(error, trainer) if steps.captures(trainer) else None
     )
     if explained is not None:
         raise explained from error
+    advice = step_errors.advice(error)
     in_module = frames[-1].filename.startswith(f"{LIBRARIES[0]}nn{os.sep}")
     is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
-    if not methods or not is_refusal or devices.NOT_OF_A_BATCH.search(str(error)):
+    is_of_batch = methods and is_refusal and not devices.NOT_OF_A_BATCH.search(str(error))
+    if not is_of_batch and advice is None:
         return
     places = [
         f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
@@ -364,43 +372,25 @@ def raise_if_explained(
     shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The {name}: {shown}."
+    if advice is not None:
+        text += f"\n{advice}"
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
 
 
-def unpaired(
-    trainer: "Trainer", error: Exception, batch: Any, methods: Collection[str]
+def misused(
+    trainer: "Trainer", error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
-    """Return an error if one of the default methods received a batch that is not a pair."""
-    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-    if is_pair or not isinstance(error, (TypeError, ValueError, AttributeError)):
-        return None
-    for name in ("compute_loss", "update_metrics"):
-        if name in methods and is_usual(type(trainer), name):
-            return UserError(
-                f"{name} expects (inputs, targets), but a batch is {kind_of(batch)}: "
-                f"{first_line(error)}.\nOverride {name}; {HOW}."
-            )
-    return None
-
-
-def misreturned(
-    trainer: "Trainer", error: Exception, frames: Sequence[traceback.FrameSummary]
-) -> UserError | None:
-    """Return an error if `compute_loss` or `train_step` returned something of the wrong form."""
+    """Return an error if a batch, or what a step returned, does not have the form we expect."""
     *_, innermost = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
-    is_ours = innermost.filename.startswith(LIBRARIES[1]) and innermost.name in AFTER_A_STEP
-    if not is_ours or not MISRETURNED.search(str(error)):
+    is_ours = innermost.filename.startswith(LIBRARIES[1])
+    names = {frame.name for frame in frames}
+    if not is_ours or IN_A_STEP.isdisjoint(names) or not MISUSED.search(str(error)):
         return None
-    kind = type(trainer)
-    text = f"{kind.__name__}: {first_line(error)}."
-    has_own_step = not is_usual(kind, "train_step")
-    if not has_own_step or not is_usual(kind, "compute_loss"):
-        text += (
-            "\ncompute_loss must return (loss, outputs): the mean loss of the batch as a scalar "
-            "tensor that depends on trainable parameters, and the outputs for the metrics."
-        )
-    if has_own_step:
-        text += "\ntrain_step must return the mean loss as a scalar tensor, such as loss.detach()."
-    return UserError(text)
+    return UserError(
+        f"{type(trainer).__name__}: {first_line(error)} (the batch is {kind_of(batch)}).\n"
+        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics. "
+        "compute_loss must return (loss, outputs), and train_step the loss: the mean over the "
+        f"batch, as a scalar tensor that depends on trainable parameters; {HOW}."
+    )

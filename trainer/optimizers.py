@@ -72,10 +72,9 @@ def called(
         )
         if not is_sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
-    kind = getattr(factory, "func", factory)
-    is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
     decay = settings.get("weight_decay")
-    has_decay = decay.default != 0 if decay else not is_lbfgs  # LBFGS supports only one group
+    is_lbfgs = "line_search_fn" in settings  # LBFGS supports only one group
+    has_decay = decay.default != 0 if decay else not is_lbfgs
     if not has_decay and "name" not in groups[0]:  # without rules
         groups = [{"params": parameters}]
     try:

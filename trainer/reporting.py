@@ -28,7 +28,7 @@ class Reporting(Stateful):
 
     @property
     def lr(self) -> float:
-        """The first group's learning rate in the last step, or as set by `set_lr` since then."""
+        """The first group's learning rate in the last step."""
         return self.rates[0]
 
     def log(self, numbers: Mapping[str, Any]) -> None:

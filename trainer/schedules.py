@@ -197,9 +197,6 @@ def named(given: Any) -> Callable[..., Any]:
         name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
     check_choice("groups: scheduler", name, shipped)
-    known = list(inspect.signature(shipped[name]).parameters)[2:]
-    for argument in arguments:
-        check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
 
 
@@ -218,7 +215,8 @@ def check_state(scheduler: Any, state: dict[str, Any]) -> None:
                 f"The checkpoint does not match this Trainer: scheduler.{name!s:.60} is "
                 f"{state.get(name)!r:.60}, not {current.get(name)!r:.60}.\n"
                 "Use the learning rate, scheduler and epochs of the run that wrote the checkpoint. "
-                "To change the rate from here on, call trainer.set_lr(rate) in on_fit_start."
+                "To change the rate from here on, set trainer.optimizer.param_groups[i]['lr'] in "
+                "on_fit_start."
             )
 
 
@@ -233,39 +231,6 @@ def reset(optimizer: torch.optim.Optimizer) -> None:
     """Restore the initial rates, which a scheduler may have changed."""
     for group in optimizer.param_groups:
         set_rate(group, group.get("initial_lr", group["lr"]))
-
-
-def set_lr(
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    rate: float | Sequence[float],
-    in_fit: bool,
-) -> list[float]:
-    """Implement `Trainer.set_lr`; return the rates, scaled by the schedule during a fit.
-
-    Outside of a fit, `scheduler` is the scheduler of the last fit.
-    """
-    if optimizer is None:
-        raise UserError("set_lr: this Trainer has no optimizer, or it is closed.")
-    groups = optimizer.param_groups
-    rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
-    rates = [float(check_number("set_lr", value, least=0)) for value in rates]
-    if not isinstance(scheduler, Schedule):
-        if in_fit:
-            raise UserError(
-                f"set_lr: during a fit, {type(scheduler).__name__} sets the rates itself. Use a "
-                "schedule from stoker.trainer.schedules, or call set_lr before the fit."
-            )
-        for group, value in zip(groups, rates, strict=True):
-            set_rate(group, value)
-        return rates
-    for group, value in zip(groups, rates, strict=True):
-        group["initial_lr"] = value
-    scheduler.set_rates()
-    if in_fit:
-        return scheduler.rates
-    scheduler.given = rates
-    return rates
 
 
 def constant(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0) -> Schedule:

@@ -40,7 +40,7 @@ class Stateful:
     epochs_before = 0
     evaluation_due = False  # whether the step is complete except for its evaluation
     is_evaluating = False  # whether the context `evaluating()` is active
-    rates: Sequence[float]  # learning rate of each group in the last step, or as set since then
+    rates: Sequence[float]  # learning rate of each group in the last step
     carried: Mapping[str, Any] = {}  # name -> value of each Carried attribute
     # Parameters without an optimizer at the start of the fit.
     unoptimized: Sequence[torch.Tensor] = ()
@@ -53,17 +53,6 @@ class Stateful:
     def epochs_begun(self) -> int:
         """The number of epochs started by all fits so far."""
         return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
-
-    def set_lr(self, rate: float | Sequence[float]) -> None:
-        """Set the base learning rate, which the schedule scales, from the next step on.
-
-        You can call this before a fit, between fits, or in a callback. Checkpoints save the rate.
-
-        Args:
-            rate: One number for all parameter groups, or one number per group.
-        """
-        in_fit = self.train_loader is not None
-        self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} to save; override it to add an optimizer."""

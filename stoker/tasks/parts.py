@@ -269,11 +269,7 @@ def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Ca
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the config's enabled callbacks, then `more`, then Timing, which measures them.
-
-    debug=true also adds a DeviceAudit.
-    """
-    from stoker.diagnostics.audit import DeviceAudit
+    """Return the config's enabled callbacks, then `more`, then Timing, which measures them."""
     from stoker.diagnostics.timing import Timing
 
     callbacks = []
@@ -284,6 +280,4 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         elif node is not None:
             check_node(key, plain(node))  # a misspelled key may have turned it off
     callbacks += more
-    if cfg.debug:
-        callbacks.append(DeviceAudit())
     return sorted(callbacks, key=lambda callback: isinstance(callback, Timing))

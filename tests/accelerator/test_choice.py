@@ -7,7 +7,6 @@ from saved import Saved
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
-from stoker.diagnostics.audit import DeviceAudit
 from stoker.trainer import device as devices
 from stoker.trainer import memory, parallel, transfer
 from stoker.trainer.errors import TrainingError, UserError
@@ -107,15 +106,3 @@ def test_what_is_resident_has_to_fit(accelerator):
             make_loaders(data, resident=True, **options)
         _, why = make_loaders(data, **options)
     assert why.startswith("streamed")
-
-
-def test_the_audit_names_what_stayed_on_the_cpu(accelerator, caplog):
-    model = make_model()
-    model.cache = [torch.ones(1)]
-    make_trainer(model, device=accelerator.NAME, epochs=1, callbacks=[DeviceAudit()]).fit(batches())
-    assert caplog.messages == [
-        (
-            "device=simulated:0, but attribute 'cache[0]' (make it a buffer: self.register_buffer) is "
-            "on cpu."
-        )
-    ]

@@ -55,25 +55,19 @@ class Monitor(Callback):
                 higher_is_better[f"{split}/{name}"] = getattr(metric, "higher_is_better", None)
         for split in [*splits, "train"]:
             higher_is_better[f"{split}/loss"] = False
-        self.name = self.monitor
-        if self.monitor == "auto":
-            self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
+        known = [name for name, higher in higher_is_better.items() if higher is not None]
+        self.name = known[0] if self.monitor == "auto" else self.monitor
         higher = higher_is_better.get(self.name)
         is_typo = nearest(self.name, higher_is_better, loosely=False) is not None
         is_own = "/" in self.name and not is_typo
         if self.mode != "auto" and (self.name in higher_is_better or is_own):
             higher = self.mode == "max"
-        if higher is None and self.name in higher_is_better:
-            raise UserError(
-                f"monitor={as_typed(self.name)}: it is unknown whether higher is better. Type "
-                "monitor_mode=max or min, or set higher_is_better in the class of the metric."
-            )
         if higher is None:
             raise UserError(
                 f"monitor={as_typed(self.name)}: no such number is logged, or it is unknown "
-                f"whether higher is better.{did_you_mean(self.name, higher_is_better)}\n"
-                f"Choose one of: {', '.join(higher_is_better)}.\n"
-                "For a number that you log yourself, also type monitor_mode=max or min."
+                f"whether higher is better.{did_you_mean(self.name, known)}\n"
+                f"Choose one of: {', '.join(known)}.\n"
+                "For another metric, or a number that you log, also type monitor_mode=max or min."
             )
         self.sign = 1 if higher else -1
         self.warned = False
