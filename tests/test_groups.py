@@ -305,10 +305,6 @@ def test_schedule_free_of_its_own_package(tmp_path):
             "scheduler=cosin: not a valid choice. Did you mean 'cosine'",
         ),
         ([{"match": "*", "scheduler": {}}], "scheduler={}: not a valid choice"),
-        (
-            [{"match": "0.bias", "lr": 1}, {"match": "[!0].bias", "lr": 1}],
-            "two rules differ only in punctuation, so their learning rates would have the same",
-        ),
         ([{"match": "*", "name": "all"}], "expected a list of rules, each"),
         ([{"lr": 1}], "expected a list of rules, each with a name pattern"),
         ([{"match": "*"}], "expected a list of rules, each"),
@@ -359,9 +355,9 @@ def test_rates_are_logged_by_the_names_of_their_groups():
     trainer = make_trainer(groups=rules, scheduler=None)
     row = trainer.fit([(x.float(), y) for x, y in batches()])[0]
     assert {key: row[key] for key in row if "lr" in key} == {"train/lr": 0.5, "train/lr/rest": 0.25}
-    names = ["*.bias", "[b]ias*", "rest", "*.bias", "*"]
+    names = ["*.bias", "bias*", "rest", "*.bias", "bias*"]
     labelled = labels([{"name": name} for name in names])
-    assert labelled == ["bias", "b_ias", "rest", "bias", "rest"]
+    assert labelled == ["bias", "bias_1", "rest", "bias", "bias_1"]
 
 
 def test_wsd_stays_and_goes_down_by_the_root():

@@ -28,8 +28,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
     included: an optimizer skips them while they have no gradient, and trains them once thawed.
 
     Raises:
-        UserError: A rule matches no parameter, or only parameters that earlier rules match, or two
-            rules differ only in punctuation.
+        UserError: A rule matches no parameter, or only parameters that earlier rules match.
     """
     names = named(module)
     free = {parameter for parameter in names if parameter.ndim <= 1}
@@ -46,13 +45,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         rest = [p for p in rest if p not in matched]
         groups += by_layer(names, parameters, rule, free)
     options = {"name": REST} if rules else {}
-    groups = by_decay(rest, options, free) + groups
-    if len(set(labels(groups))) < len({group.get("name") for group in groups}):
-        raise UserError(
-            "groups: two rules differ only in punctuation, so their learning rates would have the "
-            "same name in the log.\nWrite one of them differently, such as * for the last rule."
-        )
-    return groups
+    return by_decay(rest, options, free) + groups
 
 
 def named(module: torch.nn.Module) -> Names:
@@ -166,7 +159,15 @@ def scale_rates(groups: Groups, usual: Any) -> None:
 def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a name that loggers accept for each group: backbone for backbone.*, rest for *.
 
-    The two groups of a rule have one name.
+    The two groups of a rule have one name. If another rule has it, the number of the group follows.
     """
-    names = [group.get("name", str(i)) for i, group in enumerate(groups)]
-    return [re.sub(r"\W+", "_", name).strip("_") or REST for name in names]
+    result = []
+    taken: dict[str, str] = {}  # label -> name of the group
+    for i, group in enumerate(groups):
+        name = group.get("name", "")
+        label = re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i))
+        if taken.setdefault(label, name) != name:
+            label = next((old for old in taken if taken[old] == name), f"{label}_{i}")
+            taken[label] = name
+        result.append(label)
+    return result
