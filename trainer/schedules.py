@@ -197,6 +197,9 @@ def named(given: Any) -> Callable[..., Any]:
         name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step)}
     check_choice("groups: scheduler", name, shipped)
+    known = list(inspect.signature(shipped[name]).parameters)[2:]
+    for argument in arguments:
+        check_choice(f"groups: scheduler.{name}", argument, known)
     return functools.partial(shipped[name], **arguments)
 
 
