@@ -4,12 +4,10 @@ the pixels.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import io
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -589,16 +587,11 @@ def open_image(file: str) -> "Iterator[Image]":
     """Open an image with Pillow without decoding its pixels; any error becomes a BrokenImage."""
     from PIL import Image, UnidentifiedImageError
 
-    ignore_bomb_warnings()
     try:
         with (
             open_plain(file, links=True) as raw,
             Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image,
         ):
-            pixels = image.width * image.height
-            most = Image.MAX_IMAGE_PIXELS
-            if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels exceed Pillow's limit of {most:,}")
             yield image
     except MemoryError:
         raise
@@ -607,11 +600,3 @@ def open_image(file: str) -> "Iterator[Image]":
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is damaged, or its format is not one of {', '.join(IMAGE_FORMATS)}"
         raise broken_image(file, reason) from None
-
-
-@functools.cache
-def ignore_bomb_warnings() -> None:
-    """Silence Pillow's warning about large images, which `open_image` rejects anyway."""
-    from PIL.Image import DecompressionBombWarning
-
-    warnings.simplefilter("ignore", DecompressionBombWarning)
