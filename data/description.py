@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stoker.trainer.errors import first_few, printable
+from stoker.trainer.errors import first_few
 from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
@@ -82,25 +82,14 @@ def names_of(column: Column) -> list[str]:
 
 
 def columns_line(about: Description) -> str:
-    """Describe how each column of a table is read, as in "y: 2 classes (no, yes); numbers: age;
-    categories: town (3)".
-    """
-    classes = about["classes"]
-    meaning = "a number to predict, standardized for the loss"
-    if classes is not None:
-        meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
-    numbers = []
-    categories = []
+    """Describe how the input columns of a table are read: "numbers: age; categories: town (3)"."""
+    kinds: dict[str, list[str]] = {"numbers": [], "categories": []}
     for column in about["table"]["columns"]:
         if "categories" in column:
-            categories.append(f"{column['name']} ({len(column['categories'])})")
+            kinds["categories"].append(f"{column['name']} ({len(column['categories'])})")
         else:
-            numbers.append(column["name"])
-    line = f"{printable(about['table']['target'])}: {meaning}"
-    for kind, names in (("numbers", numbers), ("categories", categories)):
-        if names:
-            line += f"; {kind}: {first_few(names, 10)}"
-    return line
+            kinds["numbers"].append(column["name"])
+    return "; ".join(f"{kind}: {first_few(names, 10)}" for kind, names in kinds.items() if names)
 
 
 def is_description(about: Any) -> bool:
