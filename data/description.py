@@ -130,22 +130,13 @@ def samples_in(loader: Any) -> int | None:
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
     """Return the line that describes the data."""
-    counts = []
-    for name, loader in loaders.items():
-        samples = samples_in(loader)
-        if samples is None:
-            continue
-        count = f"{samples:,}"
-        if getattr(loader, "split_size", samples) != samples:
-            count += f" of {loader.split_size:,}"
-        counts.append(f"{count} {name}")
+    sizes = {name: samples_in(loader) for name, loader in loaders.items()}
+    counts = [f"{size:,} {name}" for name, size in sizes.items() if size is not None]
     line = f"data     {data.name}"
     if counts:
         line += f": {', '.join(counts)} samples"
     if data.kind == "other":
         return line
-    inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
-    if len(data.in_shape) > 1:
-        inputs = "x".join(map(str, data.in_shape))
+    inputs = f"{'x'.join(map(str, data.in_shape))} {data.tokens or 'numbers'}"
     classes = "classes" if data.kind == "classification" else "to predict"
     return f"{line} of {inputs}, {data.num_classes:,} {classes}; {why}"
