@@ -366,7 +366,7 @@ def test_mnist_is_the_real_one():
     )
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100"])
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
 def test_a_missing_data_set_says_what_to_type(name, tmp_path):
     pytest.importorskip("torchvision")
     with pytest.raises(UserError, match=r"dataset.download=true .*dataset.root=DIR") as caught:

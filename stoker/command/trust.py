@@ -66,7 +66,7 @@ MODULES = (
     "stoker.diagnostics.doctor.",
 )
 # The functions that build a part; for the model, also those of torchvision (see `is_builder`).
-DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "synthetic")
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "dataset": (
         *(f"stoker.data.datasets.{name}" for name in DATASETS),
