@@ -393,7 +393,7 @@ Files = tuple[Paths, Tensor]
 @dataclasses.dataclass(eq=False)
 class ImageSplit:
     """A split of image files, read as uint8 (channels, H, W). Images that are not in `cache` yet
-    are decoded and added to the cache.
+    or are damaged there are decoded and added to the cache.
 
     `size`: the (H, W) that all images have or are resized to; see `decode_image`. `slots`: the
     slot of each sample in the cache. `place`: a phrase that says where the cache is.
@@ -490,16 +490,7 @@ class ImageSplit:
             images = list(map(self._decode, indices))
             return torch.stack(images)
         slots = self.slots[indices].tolist()
-        pixels, missing, damaged = self.cache.read(slots)
-        if damaged and not self.cache.warned:
-            file = printable(self.files[indices[damaged[0]]])
-            log.warning(
-                "%s: the cached pixels in %s were damaged, so the image was decoded again.",
-                file,
-                self.cache.path,
-            )
-            self.cache.warned = True
-        todo = missing + damaged
+        pixels, todo = self.cache.read(slots)
         decoded = map(self._decode, [indices[i] for i in todo])
         for i, image in zip(todo, decoded, strict=True):
             pixels[i] = image
