@@ -1,7 +1,6 @@
 """Decoded images on disk: one memory-mapped file with each image's CRC32 and uint8 pixels."""
 
 import contextlib
-import errno
 import mmap
 import os
 import shutil
@@ -156,9 +155,5 @@ def create(path: Path, size: int) -> None:
         )
     with replacing(path) as partial, open(partial, "r+b", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
+            os.posix_fallocate(file.fileno(), 0, size)
         file.truncate(size)
