@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from stoker.data.transforms import PerSample, is_transform
 from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
+from stoker.trainer.seeding import random_stream
 from stoker.trainer.transfer import to_device
 
 # Geometric augmentations with their default values; they are always applied in this order.
@@ -273,16 +274,10 @@ def _cutmix(
     a: float,
     num_classes: int,
 ) -> Pair:
+    from torchvision.transforms.v2 import CutMix
+
     targets = _soft(targets, num_classes, inputs)
-    side = math.sqrt(1 - sample_beta(a, generator))
-    middles = torch.rand(2, generator=generator).unbind()
-    inside = []
-    for size, middle in zip(inputs.shape[2:], middles, strict=True):
-        start = ((middle - side / 2) * size).round()
-        stop = ((middle + side / 2) * size).round()
-        inside.append(_between(torch.arange(size, device=inputs.device), start, stop))
-    pasted = _outer(*inside)
-    # The fraction of each image that is kept, after the rectangle is clipped at the border.
-    share = 1 - pasted.to(targets.dtype).mean()
-    mixed = torch.where(pasted, inputs.roll(1, 0), inputs)
-    return mixed, _with_neighbours(targets, share)
+    # CutMix draws from the global generator.
+    with random_stream(int(torch.randint(2**63 - 1, (), generator=generator))):
+        mixed: Pair = CutMix(alpha=a)(inputs, targets)
+    return mixed

@@ -1,7 +1,6 @@
 """Decoded images on disk: one memory-mapped file with each image's CRC32 and uint8 pixels."""
 
 import contextlib
-import errno
 import mmap
 import os
 import shutil
@@ -95,7 +94,6 @@ class PixelCache:
         pixels = torch.frombuffer(self.map, dtype=torch.uint8, offset=4 * images)
         self.pixels = pixels.view(images, self.size)
         self.touched = 0  # upper bound on the mapped bytes
-        self.warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, (self.path, len(self.pixels), self.shape)
@@ -104,19 +102,15 @@ class PixelCache:
         """Return a bool tensor that is true for the empty slots."""
         return torch.from_numpy(self.sums[slots.numpy()] == 0)
 
-    def read(self, slots: list[int]) -> tuple[Tensor, list[int], list[int]]:
-        """Return pixels (N, C, H, W), and lists of the missing and the damaged positions."""
+    def read(self, slots: list[int]) -> tuple[Tensor, list[int]]:
+        """Return pixels (N, C, H, W), and the positions that are empty or damaged."""
         pixels = self.pixels.index_select(0, torch.tensor(slots))
         rows = pixels.numpy()
-        missing = []
-        damaged = []
-        for i, known in enumerate(self.sums[slots].tolist()):
-            if known == 0:
-                missing.append(i)
-            elif checksum(rows[i]) != known:
-                damaged.append(i)
+        sums = self.sums[slots].tolist()
+        # No checksum is 0, so this includes the empty slots.
+        todo = [i for i, known in enumerate(sums) if checksum(rows[i]) != known]
         self._release(len(slots))
-        return pixels.view(-1, *self.shape), missing, damaged
+        return pixels.view(-1, *self.shape), todo
 
     def write(self, slot: int, image: Tensor) -> None:
         """Put an image into its slot."""
@@ -161,9 +155,5 @@ def create(path: Path, size: int) -> None:
         )
     with replacing(path) as partial, open(partial, "r+b", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
+            os.posix_fallocate(file.fileno(), 0, size)
         file.truncate(size)

@@ -23,7 +23,6 @@ __all__ = [
     "cifar100",
     "digits",
     "fashion_mnist",
-    "kmnist",
     "mnist",
     "synthetic",
 ]
@@ -44,7 +43,6 @@ CLASSES = {
         "Bag",
         "Ankle boot",
     ],
-    "KMNIST": ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"],
 }
 # `synthetic` generates this many samples at a time, so that it never holds all images as floats.
 PIECE = 4096
@@ -100,20 +98,6 @@ def fashion_mnist(
     from root/FashionMNIST/raw.
     """
     return _known("fashion_mnist", root, download, val_fraction, split_seed, mean, std)
-
-
-def kmnist(
-    root: str = "datasets",
-    download: bool = False,
-    val_fraction: float = 0.1,
-    split_seed: int = 0,
-    mean: Sequence[float] = (0.1918,),
-    std: Sequence[float] = (0.3483,),
-) -> Data:
-    """60,000 training and 10,000 test images of cursive Japanese characters, 1x28x28 (Clanuwat
-    2018, arXiv 1812.01718), from root/KMNIST/raw.
-    """
-    return _known("kmnist", root, download, val_fraction, split_seed, mean, std)
 
 
 def cifar10(
@@ -236,7 +220,6 @@ def _values_after(header: int, path: str) -> Tensor:
 READERS: dict[str, tuple[Callable[[str, str], Known], str, str]] = {
     "mnist": (_read_mnist, "MNIST", "MNIST/raw"),
     "fashion_mnist": (_read_mnist, "FashionMNIST", "FashionMNIST/raw"),
-    "kmnist": (_read_mnist, "KMNIST", "KMNIST/raw"),
     "cifar10": (_read_cifar, "CIFAR10", "cifar-10-batches-py"),
     "cifar100": (_read_cifar, "CIFAR100", "cifar-100-python"),
 }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stoker.trainer.errors import first_few, printable
+from stoker.trainer.errors import first_few
 from stoker.trainer.loading import length_of
 from stoker.trainer.typed import typed
 
@@ -82,25 +82,14 @@ def names_of(column: Column) -> list[str]:
 
 
 def columns_line(about: Description) -> str:
-    """Describe how each column of a table is read, as in "y: 2 classes (no, yes); numbers: age;
-    categories: town (3)".
-    """
-    classes = about["classes"]
-    meaning = "a number to predict, standardized for the loss"
-    if classes is not None:
-        meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
-    numbers = []
-    categories = []
+    """Describe how the input columns of a table are read: "numbers: age; categories: town (3)"."""
+    kinds: dict[str, list[str]] = {"numbers": [], "categories": []}
     for column in about["table"]["columns"]:
         if "categories" in column:
-            categories.append(f"{column['name']} ({len(column['categories'])})")
+            kinds["categories"].append(f"{column['name']} ({len(column['categories'])})")
         else:
-            numbers.append(column["name"])
-    line = f"{printable(about['table']['target'])}: {meaning}"
-    for kind, names in (("numbers", numbers), ("categories", categories)):
-        if names:
-            line += f"; {kind}: {first_few(names, 10)}"
-    return line
+            kinds["numbers"].append(column["name"])
+    return "; ".join(f"{kind}: {first_few(names, 10)}" for kind, names in kinds.items() if names)
 
 
 def is_description(about: Any) -> bool:
@@ -141,22 +130,13 @@ def samples_in(loader: Any) -> int | None:
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
     """Return the line that describes the data."""
-    counts = []
-    for name, loader in loaders.items():
-        samples = samples_in(loader)
-        if samples is None:
-            continue
-        count = f"{samples:,}"
-        if getattr(loader, "split_size", samples) != samples:
-            count += f" of {loader.split_size:,}"
-        counts.append(f"{count} {name}")
+    sizes = {name: samples_in(loader) for name, loader in loaders.items()}
+    counts = [f"{size:,} {name}" for name, size in sizes.items() if size is not None]
     line = f"data     {data.name}"
     if counts:
         line += f": {', '.join(counts)} samples"
     if data.kind == "other":
         return line
-    inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
-    if len(data.in_shape) > 1:
-        inputs = "x".join(map(str, data.in_shape))
+    inputs = f"{'x'.join(map(str, data.in_shape))} {data.tokens or 'numbers'}"
     classes = "classes" if data.kind == "classification" else "to predict"
     return f"{line} of {inputs}, {data.num_classes:,} {classes}; {why}"

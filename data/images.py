@@ -4,12 +4,10 @@ the pixels.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import io
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -395,7 +393,7 @@ Files = tuple[Paths, Tensor]
 @dataclasses.dataclass(eq=False)
 class ImageSplit:
     """A split of image files, read as uint8 (channels, H, W). Images that are not in `cache` yet
-    are decoded and added to the cache.
+    or are damaged there are decoded and added to the cache.
 
     `size`: the (H, W) that all images have or are resized to; see `decode_image`. `slots`: the
     slot of each sample in the cache. `place`: a phrase that says where the cache is.
@@ -492,16 +490,7 @@ class ImageSplit:
             images = list(map(self._decode, indices))
             return torch.stack(images)
         slots = self.slots[indices].tolist()
-        pixels, missing, damaged = self.cache.read(slots)
-        if damaged and not self.cache.warned:
-            file = printable(self.files[indices[damaged[0]]])
-            log.warning(
-                "%s: the cached pixels in %s were damaged, so the image was decoded again.",
-                file,
-                self.cache.path,
-            )
-            self.cache.warned = True
-        todo = missing + damaged
+        pixels, todo = self.cache.read(slots)
         decoded = map(self._decode, [indices[i] for i in todo])
         for i, image in zip(todo, decoded, strict=True):
             pixels[i] = image
@@ -589,16 +578,11 @@ def open_image(file: str) -> "Iterator[Image]":
     """Open an image with Pillow without decoding its pixels; any error becomes a BrokenImage."""
     from PIL import Image, UnidentifiedImageError
 
-    ignore_bomb_warnings()
     try:
         with (
             open_plain(file, links=True) as raw,
             Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image,
         ):
-            pixels = image.width * image.height
-            most = Image.MAX_IMAGE_PIXELS
-            if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels exceed Pillow's limit of {most:,}")
             yield image
     except MemoryError:
         raise
@@ -607,11 +591,3 @@ def open_image(file: str) -> "Iterator[Image]":
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is damaged, or its format is not one of {', '.join(IMAGE_FORMATS)}"
         raise broken_image(file, reason) from None
-
-
-@functools.cache
-def ignore_bomb_warnings() -> None:
-    """Silence Pillow's warning about large images, which `open_image` rejects anyway."""
-    from PIL.Image import DecompressionBombWarning
-
-    warnings.simplefilter("ignore", DecompressionBombWarning)

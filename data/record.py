@@ -25,7 +25,7 @@ from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
 # The attributes that hold the values in Stoker's splits and in most data sets.
-IN_MEMORY = ("inputs", "targets", "data")
+IN_MEMORY = ("inputs", "targets", "tokens", "data")
 LARGE = 2**30  # bytes; a larger array may be memory-mapped from disk, so hash only its shape
 
 
@@ -297,9 +297,9 @@ def fingerprint(data: Data) -> str:
     """Return a short hex string that identifies the data that a run trains on. If it changes, a
     resumed run would see different samples.
 
-    It covers the relative paths, sizes and labels of image files; the tokens of texts; and the
-    length of any other split, with its dense tensors and numeric arrays of at most 1 GiB. It does
-    not cover the root or modification times, so a copied folder has the same fingerprint.
+    It covers the relative paths, sizes and labels of image files, and the length of any other
+    split, with its dense tensors and numeric arrays of at most 1 GiB. It does not cover the root or
+    modification times, so a copied folder has the same fingerprint.
     """
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stoker.trainer.errors import UserError, cause, check_number, kind_of
+from stoker.trainer.errors import UserError, check_number, kind_of
 from stoker.trainer.loading import length_of
 from stoker.trainer.seeding import mix_seed, random_stream
 
@@ -78,9 +78,15 @@ class DatasetSplit:
                 "Pass a map-style Dataset."
             )
         with random_stream():
-            self.nbytes: int = len(dataset) * _stacked(dataset, [dataset[0]], 0).nbytes
+            first = dataset[0]
+            if not isinstance(first, (tuple, list)):
+                raise UserError(
+                    f"DatasetSplit: a sample of this {type(dataset).__name__} is {kind_of(first)}, "
+                    "not (input, target)."
+                )
+            self.nbytes: int = len(dataset) * _stacked([first], 0).nbytes
             if targets is None:
-                targets = _stacked(dataset, [dataset[i] for i in range(len(dataset))], 1)
+                targets = _stacked([dataset[i] for i in range(len(dataset))], 1)
         self.dataset = dataset
         self.targets = torch.as_tensor(targets)
         if self.targets.is_floating_point():  # for regression: (N, number of targets)
@@ -90,25 +96,13 @@ class DatasetSplit:
         return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        inputs = _stacked(self.dataset, [self.dataset[i] for i in indices], 0)
+        inputs = _stacked([self.dataset[i] for i in indices], 0)
         return inputs, self.targets[indices]
 
 
-def _stacked(dataset: Any, samples: Sequence[Any], part: int) -> Tensor:
-    """Return the inputs (part 0) or targets (part 1) of samples as one tensor; raise UserError if
-    they are not numeric or differ in shape.
-    """
-    try:
-        for sample in samples:
-            if not isinstance(sample, (tuple, list)) or len(sample) < 2:
-                raise TypeError(f"a sample is {kind_of(sample)}, not (input, target)")
-        return torch.stack([torch.as_tensor(sample[part]) for sample in samples])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"DatasetSplit: the samples of this {type(dataset).__name__} cannot be stacked: "
-            f"{cause(error)}.\nReturn (input, target) from __getitem__, as numbers or as tensors "
-            "of equal shape."
-        ) from error
+def _stacked(samples: Sequence[Any], part: int) -> Tensor:
+    """Return the inputs (part 0) or targets (part 1) of samples as one tensor."""
+    return torch.stack([torch.as_tensor(sample[part]) for sample in samples])
 
 
 def check_fractions(**fractions: float) -> list[float]:

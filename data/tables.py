@@ -5,7 +5,6 @@ pyarrow reads the file; columns are converted to numbers one at a time.
 
 import contextlib
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from stoker.data.record import Data, unknown_class
 from stoker.data.splits import check_fractions, divide, tensor_splits
 from stoker.trainer.errors import (
     UserError,
-    as_typed,
     check_choice,
     did_you_mean,
     first_few,
@@ -110,7 +108,6 @@ def csv(
     if trained is None:
         categorical = table.check("dataset.categorical=", categorical)
         ignore = table.check("dataset.ignore=", ignore)
-        table.lists = {"ignore": ignore, "categorical": categorical}
         left_out = {target, *ignore, *divided_by}
         names = [name for name in table.names if name not in left_out]
     else:
@@ -182,7 +179,6 @@ class Table:
         notation: How numbers are written in the table.
         shown: The path, as shown in messages.
         warned: The columns for which unknown categories are no longer reported.
-        lists: The columns listed in dataset.ignore and dataset.categorical.
     """
 
     def __init__(self, path: str, reading: dict[str, Any], key: str = "dataset.path") -> None:
@@ -190,7 +186,6 @@ class Table:
         self.shown = printable(path)
         self.key = key
         self.warned: set[str] = set()
-        self.lists: dict[str, list[str]] = {"ignore": [], "categorical": []}
         if pyarrow is None:
             raise UserError(
                 f"{key}={self.shown}: reading tables needs pyarrow.\nInstall it with pip install "
@@ -317,10 +312,6 @@ class Table:
         names = [column["name"] for column in columns]
         return self.check("The model was trained on the column ", names)
 
-    def adding(self, key: str, name: str) -> str:
-        """Return the setting that adds a column to the list `key`, as typed in a shell."""
-        return shlex.quote(f"dataset.{key}={as_typed([*self.lists[key], name])}")
-
     def complete(self, columns: dict[str, Any], line: int = FIRST) -> Tensor:
         """Return the indices of the rows to use: all, or those without missing values."""
         is_used = torch.ones(len(next(iter(columns.values()))), dtype=torch.bool)
@@ -360,31 +351,30 @@ class Table:
         learned = values.take(pyarrow.array(train.numpy()))
         if learned.null_count == len(learned):
             raise UserError(
-                f"Column {name!r} has no values in the training split. "
-                f"Type {self.adding('ignore', name)}."
+                f"Column {name!r} has no values in the training split. Add it to dataset.ignore."
             )
         for is_date in () if categorical else (False, True):
             amounts = self.amounts(values, is_date)
             if amounts.isnan().sum() == values.null_count:
                 if not is_date and is_count(amounts):
                     log.warning(
-                        "%s: the column %r looks like a row number. If it is only an id, type %s.",
+                        "%s: the column %r looks like a row number. If it is only an id, add it to "
+                        "dataset.ignore.",
                         self.shown,
                         name,
-                        self.adding("ignore", name),
                     )
                 mean, std = mean_and_std(amounts[train])
                 return {"name": name, "mean": mean, "std": std, "date": is_date}
         categories = sorted(learned.unique().drop_null().to_pylist())
         if not categorical:
             is_text = len(categories) <= max(FEW_KINDS, len(train) / 2)
-            instead = f"{self.adding('ignore', name)} or {self.adding('categorical', name)}"
+            instead = "add the column to dataset.ignore or dataset.categorical"
             self.check_text(f"Column {name!r}", values, is_text, instead)
         return {"name": name, "categories": categories}
 
     def check_text(self, where: str, texts: Texts, is_text: bool, instead: str) -> None:
         """Raise UserError if the values look like numbers or dates with typos or in another
-        notation, or if `is_text` is False. `instead` is what to type to accept the values.
+        notation, or if `is_text` is False. `instead` says how to accept the values.
         """
         is_odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         is_wrong = is_odd & self.amounts(texts, is_date=True).isnan()
@@ -400,7 +390,7 @@ class Table:
         raise UserError(
             f"{where}: {len(odd)} of {present} values cannot be read as a number; the first is "
             f"{first}.\nFor another notation, type dataset.decimal=',' or \"dataset.marks='%$'\" "
-            f"(characters to ignore).\n{CORRECT}, or type {instead}."
+            f"(characters to ignore).\n{CORRECT}, or {instead}."
         )
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
@@ -540,7 +530,7 @@ def _read_target(
     if not is_text:
         texts = present
     elif kind != "classification":
-        table.check_text(where, present, kind == "auto", "dataset.kind=classification")
+        table.check_text(where, present, kind == "auto", "type dataset.kind=classification")
     names = sorted(texts.unique().drop_null().to_pylist())
     rows = len(texts) - texts.null_count
     if kind == "auto":

@@ -23,8 +23,6 @@ FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
 PARTS = ("train", "val", "test")
 MOST_IDS = 2**24  # maximum number of classes; larger numbers are unlikely to be token ids
-PIECE = 2**20  # tokens in each piece of a large text that goes into its fingerprint
-PIECES = 256  # maximum number of these pieces
 UNICODE = 0x110000  # number of possible code points
 
 
@@ -59,12 +57,6 @@ class TextSplit:
         tokens = torch.from_numpy(self.tokens.astype(np.int64))
         windows = tokens.unfold(0, self.length + 1, self.stride)
         return windows[:, :-1], windows[:, 1:]
-
-    def feed(self, state: Any) -> None:
-        """Add the windows to a fingerprint; for a large text, add only evenly spaced pieces."""
-        state.update(f"{len(self.tokens)} {self.length} {self.stride} ".encode())
-        for start in range(0, len(self.tokens), max(PIECE, len(self.tokens) // PIECES)):
-            state.update(self.tokens[start : start + PIECE].astype(np.int64).data)
 
 
 def text(

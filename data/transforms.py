@@ -1,6 +1,5 @@
 """torchvision transforms, applied to each training sample as it is read."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +10,11 @@ from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import CPU, mix_seed, random_states_kept, seed_generators
 
-MODULE = "torchvision.transforms.v2"
-
 
 def is_transform(item: Any) -> bool:
-    """Return whether this is a torchvision v2 transform; raise UserError for a v1 transform."""
-    modules = [base.__module__ for base in type(item).__mro__]
-    name = type(item).__name__
-    if any(module.startswith(MODULE) for module in modules):
-        return True
-    if any(module.startswith("torchvision.transforms.") for module in modules):
-        raise UserError(f"dataset.augment: this {name} is a v1 transform. Use {MODULE}.{name}.")
-    return False
+    """Return whether this is a transform of torchvision, without importing torchvision."""
+    bases = type(item).__mro__
+    return any(base.__module__.startswith("torchvision.transforms.") for base in bases)
 
 
 class PerSample:
@@ -46,7 +38,10 @@ class PerSample:
             )
         from torchvision.transforms import v2
 
-        modules = itertools.chain.from_iterable(step.modules() for step in transforms)
+        modules: list[Any] = []
+        for step in transforms:
+            if isinstance(step, torch.nn.Module):  # not all of torchvision.transforms are
+                modules += step.modules()
         # Whether a transform resizes images, instead of only cropping them as RandomCrop does.
         self.sets_size = any(isinstance(one, (v2.RandomResizedCrop, v2.Resize)) for one in modules)
 

@@ -191,7 +191,6 @@ IMAGES = {
     "text": b"no image",
     "bomb": png(20_000, 20_000),
     "large bomb": png(2**31 - 1, 2**31 - 1),
-    "bomb that is only warned of": png(10_000, 10_000),
     "text bomb": png(6, 5, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**8)))),
     "no pixels": png(0, 5),
     "cut short": saved("PNG")[:-30],
@@ -239,6 +238,18 @@ def test_images(name, place):
                 lambda options=options: decode(**options),
             )
     assert sum(len(inputs) for inputs, _ in decode(on_bad_sample="skip")) == 10
+
+
+def test_an_image_above_the_limit_of_pillow_is_a_warning_and_above_twice_the_limit_an_error(
+    place, monkeypatch
+):
+    file = place / "large.png"
+    file.write_bytes(saved("PNG", (6, 5)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15)
+    with pytest.warns(Image.DecompressionBombWarning, match="30 pixels"):
+        assert images.decode_image(str(file), None, 3).shape == (3, 5, 6)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 14)
+    refused("large.png: this image cannot be read", lambda: images.decode_image(str(file), None, 3))
 
 
 def test_what_is_no_file_among_the_images(place):

@@ -929,7 +929,9 @@ def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
 def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
     for split, count in (("train", 1259), ("val", 179), ("test", 359)):
         out = asked(forks, runs, "task=evaluate", "run=digits", f"split={split}")
-        assert out.startswith(f"data     digits: {count:,} {split} samples of 1x8x8, 10 classes; ")
+        assert out.startswith(
+            f"data     digits: {count:,} {split} samples of 1x8x8 numbers, 10 classes; "
+        )
     out = asked(forks, runs, "task=evaluate", "run=digits", "split=all")
     assert out.startswith("data     digits: 1,797 train samples of 1x8x8") and out.splitlines()[
         -1

@@ -69,7 +69,6 @@ FUNCTIONS = {
         "stoker.data.datasets.digits",
         "stoker.data.datasets.mnist",
         "stoker.data.datasets.fashion_mnist",
-        "stoker.data.datasets.kmnist",
         "stoker.data.datasets.cifar10",
         "stoker.data.datasets.cifar100",
         "stoker.data.datasets.synthetic",
