@@ -5,8 +5,6 @@ import importlib.util
 import io
 import logging
 import os
-import platform
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +16,12 @@ from torch import Tensor
 from stoker.command import invocation
 from stoker.command.build import build_dataset
 from stoker.data.description import Description
-from stoker.runs import card, directory
+from stoker.runs import directory
 from stoker.runs.inference import Trained, check_output
-from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
-from stoker.trainer.files import replacing, write_text
+from stoker.trainer.files import replacing
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 SAMPLES = 64  # samples for comparing outputs, in batches of 1, 3 and all of them
@@ -44,7 +41,6 @@ def check(form: str | None, output: str | None = None) -> None:
         )
     if output is not None:
         check_output(output)
-        check_output(f"{output}.md")
 
 
 def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
@@ -96,10 +92,13 @@ def export(
     inputs: Tensor,
     whose: str,
     output: str | Path | None = None,
-) -> Path:
-    """Export a `Trained` model, and write `<path>.md`, which explains how to use it.
+) -> tuple[Path, Tensor]:
+    """Export a `Trained` model to `output`, or to a file in the run directory `folder`.
 
     The outputs for batches of 1, 3 and all `inputs` are compared with those of the eager model.
+
+    Returns:
+        The path of the file, and the outputs for all `inputs`.
 
     Raises:
         TrainingError: the outputs differ by more than rounding errors, or the weights are not those
@@ -107,7 +106,7 @@ def export(
         UserError: the model cannot be exported. Nothing is written.
     """
     check_tested(model, Path(folder))
-    path = place(folder, form, output)
+    path = Path(output or Path(folder) / FILES[form])
     with replacing(path) as partial:
         try:
             with quiet():
@@ -127,8 +126,7 @@ def export(
                 f"({type(error).__name__}: {first_line(error)}).\n"
                 "Load it in Python with stoker.load."
             ) from error
-    write_card(path, model, folder, form, inputs, whose, outputs)
-    return path
+    return path, outputs
 
 
 def check_tested(model: Trained, folder: Path) -> None:
@@ -145,17 +143,6 @@ def check_tested(model: Trained, folder: Path) -> None:
                 f"({directory.WEIGHTS}). Nothing was written.\n"
                 f"The tested weights are in {path}; model.md next to it explains how to load them."
             )
-
-
-def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
-    """Return `output`, or a path in the run directory, where a new export replaces an older one."""
-    if output is not None:
-        return Path(output)
-    path = Path(folder) / "export" / FILES[form]
-    if path.parent.is_symlink():
-        raise UserError(f"run={folder}: its export folder is a symbolic link. Type output=FILE.")
-    directory.make(path.parent, "output")
-    return path
 
 
 def to_onnx(model: Trained, inputs: Tensor, path: str) -> Run:
@@ -228,28 +215,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def write_card(
-    path: Path,
-    model: Trained,
-    folder: str | Path,
-    form: str,
-    inputs: Tensor,
-    whose: str,
-    outputs: Tensor,
-) -> None:
-    """Write `<path>.md`, which explains what the file contains and how to use it."""
-    text = render(
-        "export.md.jinja",
-        **card.facts(model.module, model.about, RunResult.read(folder) or RunResult()),
-        usual=card.is_usual(outputs, model.about),
-        parameters=sum(p.numel() for p in model.module.parameters()),
-        form=form,
-        file=path.name,
-        row=inputs[:1].flatten().tolist(),
-        outputs=outputs,
-        date=time.strftime("%Y-%m-%d"),
-        versions={"python": platform.python_version(), "torch": torch.__version__},
-        tolerance=TOLERANCE,
-        checked=whose,
-    )
-    write_text(path.with_name(f"{path.name}.md"), f"{text}\n")
+def describe(tensor: Tensor) -> str:
+    """Return the data type and the shape of a batch, like 'uint8 of shape (N, 1, 8, 8)'."""
+    shape = ", ".join(["N", *map(str, tensor.shape[1:])])
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape ({shape})"
