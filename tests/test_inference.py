@@ -319,11 +319,8 @@ def test_a_run_that_has_not_finished_is_said_to_be_on_its_way(runs, tmp_path, ca
 
 
 def test_folders_that_are_no_runs(runs, tmp_path):
-    for folder, message in (
-        (tmp_path / "no", "no such folder"),
-        (tmp_path, "this is not a run directory"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for folder in (tmp_path / "no", tmp_path):
+        with pytest.raises(UserError, match="not a run directory"):
             package.load(folder)
     shutil.copytree(runs / "digits", tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():

@@ -1440,8 +1440,8 @@ def test_mistakes_are_answered(tmp_path, capsys):
         ([], "Type python -m stoker.runs.report DIR"),
         (["--opn", "x"], "Type python -m stoker.runs.report DIR"),
         ([str(tmp_path / "mien")], "no such folder."),
-        ([str(tmp_path / "folder")], "folder: this is not a run directory, because it has no "),
-        ([str(tmp_path / "folder")], "config.yaml.\n"),
+        ([str(tmp_path / "folder")], "folder: not a run directory, because "),
+        ([str(tmp_path / "folder")], "config.yaml does not exist.\n"),
     ]:
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
