@@ -331,17 +331,13 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
-    ("task=evaluate run=nope", "error: run=nope: no such folder.", "Type run=DIR."),
     (
-        f"task=evaluate run={TRAIN}",
-        f"error: run={TRAIN}: this is not a folder.",
+        "task=evaluate run=nope",
+        f"error: run=nope: not a run directory, because {Path('nope/config.yaml')} does not exist.",
         "Type run=DIR.",
     ),
-    (
-        f"task=evaluate run={ROOT / 'tests'}",
-        "tests: this is not a run directory",
-        "not a run directory",
-    ),
+    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: not a run directory", "Type run=DIR."),
+    (f"task=evaluate run={ROOT / 'tests'}", "tests: not a run directory", "Type run=DIR."),
     (f"resume={ROOT / 'tests'}", "tests: expected auto, never, or a checkpoint file", ""),
     (
         "resume=nope",
@@ -891,9 +887,11 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert refusal(file) == f"run={file}: this is not a folder. Type run=DIR."
-    assert refusal(tmp_path / "mien").endswith("mien: no such folder. Type run=DIR.")
-    assert "because it has no config.yaml. Type run=DIR." in refusal(tmp_path / "mine")
+    for run in (file, tmp_path / "mien", tmp_path / "mine"):
+        assert refusal(run) == (
+            f"run={run}: not a run directory, because {run / 'config.yaml'} does not exist. "
+            "Type run=DIR."
+        )
 
 
 def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):

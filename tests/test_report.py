@@ -1098,7 +1098,9 @@ def test_the_warmup_is_that_of_our_schedules():
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 23])
 def test_the_generated_texts_of_a_report_spread_over_the_training(tmp_path, count):
     texts = [json.dumps({"step": i, "epoch": i, "text": f"text {i}"}) for i in range(count)]
-    (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    (tmp_path / "samples.jsonl").write_text(
+        "".join(f"{text}\n" for text in texts), encoding="utf-8"
+    )
     steps = [row["step"] for row, _ in inputs.read_texts(tmp_path / "samples.jsonl")]
     if count <= 5:
         assert steps == list(range(count))
@@ -1113,7 +1115,9 @@ def test_a_stream_s_verdict_names_steps(tmp_path):
     best = Best("val/loss", "min", 40, 1.0)
     rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
     texts = [json.dumps({**row, "text": "a"}) for row in rows]
-    (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    (tmp_path / "samples.jsonl").write_text(
+        "".join(f"{text}\n" for text in texts), encoding="utf-8"
+    )
     fields = {"result": RunResult(best=best), "has_ended": True}
     for config, moments in (
         ({"max_steps": 40}, ("step 10", "step 40")),

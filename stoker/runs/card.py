@@ -56,9 +56,15 @@ def write(
         split = evaluation.split
         unit = evaluation.unit
         classes = classes_of(evaluation)
+    module_text = parallel.plain_text(module)
     text = render(
         "model.md.jinja",
-        **facts(module, about, result),
+        name=module_text.partition("(")[0],
+        module=module_text,
+        about=about,
+        is_image=is_image(about),
+        step=result.steps if result.best is None else result.best.step,
+        results=results(result),
         usual=usual,
         task=task_of(about, data.target_shape),
         date=datetime.date.today(),
@@ -74,19 +80,6 @@ def write(
         can_generate=data.tokens is not None and hasattr(module, "generate"),
     )
     write_text(folder / "model.md", f"{text}\n")
-
-
-def facts(module: torch.nn.Module, about: Description, result: RunResult) -> dict[str, Any]:
-    """Return the template variables that all model cards share."""
-    text = parallel.plain_text(module)
-    return {
-        "name": text.partition("(")[0],
-        "module": text,
-        "about": about,
-        "is_image": is_image(about),
-        "step": result.steps if result.best is None else result.best.step,
-        "results": results(result),
-    }
 
 
 def is_usual(outputs: Any, about: Description) -> bool:

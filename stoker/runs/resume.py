@@ -8,7 +8,6 @@ from typing import Any
 
 from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, JOB, RESULT, WRITTEN
-from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import SCRIPT, for_reading, load_config
@@ -41,20 +40,20 @@ def to_resume(
     if resume != "auto":
         settings.check_resume(resume)
         given = Path(resume).resolve()
-        origin = sha256_of(given)
-        if newest is None or about(newest[1]).get("origin") != origin:
-            if newest is not None and given.parent != (folder / "checkpoints").resolve():
-                raise UserError(
-                    f"run_dir={folder} contains checkpoints from a run that did not start "
-                    f"from {resume}.\n"
-                    "Type resume=auto to continue that run, or choose a different run_dir."
-                )
-            try:
+        try:
+            origin = checkpoint.read_tensors(given)[0].get("sha256")
+            if newest is None or about(newest[1]).get("origin") != origin:
+                if newest is not None and given.parent != (folder / "checkpoints").resolve():
+                    raise UserError(
+                        f"run_dir={folder} contains checkpoints from a run that did not start "
+                        f"from {resume}.\n"
+                        "Type resume=auto to continue that run, or choose a different run_dir."
+                    )
                 state = checkpoint.load_whole(given)
-            except checkpoint.DamagedCheckpoint as error:
-                raise UserError(f"resume={resume}: {error}") from None
-            check_same(f"resume={resume}", about(state).get("config"), cfg, longer=True)
-            return given, state, origin
+                check_same(f"resume={resume}", about(state).get("config"), cfg, longer=True)
+                return given, state, origin
+        except checkpoint.DamagedCheckpoint as error:
+            raise UserError(f"resume={resume}: {error}") from None
     if newest is None:
         check_beginning(folder, cfg)
         return None
@@ -154,20 +153,3 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             "To train that run for longer, choose a different run_dir and set resume=FILE to one "
             "of its checkpoints."
         )
-
-
-def sha256_of(path: str | Path) -> str | None:
-    """Return the SHA-256 in the header of a checkpoint, or None if the header has none.
-
-    The SHA-256 identifies the contents; loading the checkpoint verifies them.
-    """
-    from stoker.trainer import checkpoint
-
-    try:
-        with files.open_plain(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = parsed(file.read(min(length, checkpoint.MAX_HEADER))) or {}
-        sha256: str = header["__metadata__"]["sha256"]
-        return sha256
-    except (OSError, KeyError, TypeError):
-        return None

@@ -1,6 +1,5 @@
 """metrics.jsonl: the rows of numbers that a run logs, one JSON object per line."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,11 @@ def lines_of(path: str | Path) -> Iterator[tuple[Row, bytes]]:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Return all rows, or [] if the file is missing."""
-    return [row for row, _ in lines_of(path)] if os.path.lexists(path) else []
+    """Return all rows, or [] if the file is missing, or is a link or a pipe."""
+    try:
+        return [row for row, _ in lines_of(path)]
+    except OSError:
+        return []
 
 
 def last_values(rows: list[Row]) -> Row:

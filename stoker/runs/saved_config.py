@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -215,10 +214,9 @@ def load_config(key: str, folder: str | Path) -> Config:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        reason = "this is not a run directory, because it has no config.yaml"
-        if not os.path.isdir(folder):
-            reason = "this is not a folder" if os.path.exists(folder) else "no such folder"
-        raise UserError(f"{key}={folder}: {reason}. Type {key}=DIR.")
+        raise UserError(
+            f"{key}={folder}: not a run directory, because {path} does not exist. Type {key}=DIR."
+        )
     try:
         text = files.read(path, MOST_YAML).decode()
         if not is_plain(text):

@@ -1,6 +1,5 @@
 """The page of a sweep: its table, and the data from which templates/sweep.js draws its plots."""
 
-import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -115,10 +114,9 @@ def axis(key: str, values: list[str]) -> dict[str, Any]:
 def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
     """Return (epoch, value) of the monitored metric, with no more than about `most` points."""
     points = []
-    with contextlib.suppress(OSError):
-        for row in map(metrics_in, read_rows(sweep.folder / job.name / METRICS)):
-            if is_number(row.get("epoch")) and is_number(row.get(sweep.name)):
-                points.append((round(row["epoch"], 4), float(f"{row[sweep.name]:.5g}")))
+    for row in map(metrics_in, read_rows(sweep.folder / job.name / METRICS)):
+        if is_number(row.get("epoch")) and is_number(row.get(sweep.name)):
+            points.append((round(row["epoch"], 4), float(f"{row[sweep.name]:.5g}")))
     return list(thin(points, max(4, most)))
 
 

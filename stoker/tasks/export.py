@@ -26,9 +26,9 @@ def export(cfg: DictConfig) -> None:
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
     inputs, whose = exporting.samples(model.about, dataset)
-    path, difference, largest = exporting.export(
-        model, cfg.run, cfg.format, inputs, whose, cfg.output
-    )
-    terminal.show(f"export   {path}; {path.name}.md explains how to use it")
-    match = exporting.match(difference)
-    terminal.show(f"check    on {whose}, the outputs {match} (largest output: {largest:.2g})")
+    path, outputs = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
+    terminal.show(f"export   {path}")
+    terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
+    terminal.show(f"returns  outputs: {exporting.describe(outputs)}")
+    tolerance = f"{exporting.TOLERANCE:.2%} of the largest output"
+    terminal.show(f"check    on {whose}, the outputs match PyTorch's to within {tolerance}")
