@@ -42,7 +42,7 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path: str | Path, state: State) -> None:
-    """Write `state` to `path` atomically.
+    """Write `state`, which `copy` or `load` returned, to `path` atomically.
 
     A state is any nested structure of dicts, lists, tuples, tensors and plain values.
 
@@ -59,7 +59,6 @@ def save(path: str | Path, state: State) -> None:
         raise TrainingError(
             f"{path}: the state has too many values. A checkpoint can hold at most {MAX_VALUES:,}."
         )
-    tensors = own_storage(tensors)
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
 
 
@@ -104,7 +103,7 @@ def load(path: str | Path) -> Any:
         # Count again: the first count was of the raw header, where a comma can be hidden as \u002c.
         if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
-        return unpack(json.loads(tree), tensors)
+        return unpack(tree, tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"{path} does not contain a valid state ({type(error).__name__}: {str(error)[:100]})."
@@ -156,7 +155,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
     """
     tensors: Tensors = {}
-    tree = pack(state, tensors, "state")
+    tree = json.dumps(pack(state, tensors, "state"))
     copies: dict[str, Any] = dict.fromkeys(tensors)
     for name, tensor in tensors.items():
         whole = parallel.unsharded(tensor)
@@ -218,20 +217,18 @@ def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def unpack(value: Any, tensors: Tensors) -> Any:
-    """Undo `pack`."""
-    if isinstance(value, list):
-        return [unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(MARK)
-    if kind == "tensor":
-        return tensors[value["name"]]
-    if kind == "tuple":
-        return tuple(unpack(value["items"], tensors))
-    if kind == "dict":
-        return dict(unpack(value["items"], tensors))
-    return {key: unpack(item, tensors) for key, item in value.items()}
+def unpack(tree: str, tensors: Tensors) -> Any:
+    """Undo `pack` for its data as JSON text."""
+
+    def restored(value: Any) -> Any:  # the values inside it are already restored
+        kind = value.get(MARK)
+        if kind == "tensor":
+            return tensors[value["name"]]
+        if kind == "tuple":
+            return tuple(value["items"])
+        return dict(value["items"]) if kind == "dict" else value
+
+    return json.loads(tree, object_hook=restored)
 
 
 @contextlib.contextmanager
@@ -312,18 +309,6 @@ def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
         return moment
     target = torch.empty_like(parameter, dtype=moment.dtype)
     return target.copy_(parallel.like(moment, target))
-
-
-def own_storage(tensors: Tensors) -> Tensors:
-    """Return contiguous CPU tensors that do not share memory, as safetensors requires."""
-    storages: set[int] = set()
-    separate: Tensors = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-    return separate
 
 
 def digest(tensors: Tensors, tree: str) -> str:

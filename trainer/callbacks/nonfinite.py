@@ -252,7 +252,7 @@ def strange_entry(batch: Any) -> str | None:
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:
     """Write the state before a step and the batch of the step; return the path of the state."""
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
-    tensors = checkpoint.own_storage(dict(batches.entries(batch)))
+    tensors = checkpoint.copy(dict(batches.entries(batch)), everywhere=True)
     checkpoint.write_tensors(
         folder / f"batch_{state['step'] + 1:08d}{rank}.safetensors", tensors, {}
     )
