@@ -164,6 +164,12 @@ def test_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TrainingError, match="more than 64 MiB outside its tensors"):
+        save(tmp_path / "new" / "state.ckpt", {"text": "x" * 2**26})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_that_make_the_same_name_are_two_tensors(tmp_path):
     state = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1)}
     assert equal(state, round_trip(tmp_path, state))

@@ -8,7 +8,6 @@ from typing import Any
 
 from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, JOB, RESULT, WRITTEN
-from stoker.runs.json_files import parsed
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import SCRIPT, for_reading, load_config
@@ -164,10 +163,7 @@ def sha256_of(path: str | Path) -> str | None:
     from stoker.trainer import checkpoint
 
     try:
-        with files.open_plain(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = parsed(file.read(min(length, checkpoint.MAX_HEADER))) or {}
-        sha256: str = header["__metadata__"]["sha256"]
-        return sha256
-    except (OSError, KeyError, TypeError):
+        metadata, _ = checkpoint.read_tensors(path)
+    except (UserError, TrainingError):
         return None
+    return metadata.get("sha256")
