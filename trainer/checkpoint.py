@@ -321,9 +321,9 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
     """
     paths = files(folder)
     damaged = []
-    for number, path in paths.items():
+    for path in paths.values():
         try:
-            state = load_whole(path, number)
+            state = load_whole(path)
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
@@ -368,8 +368,8 @@ def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any
     return result
 
 
-def load_whole(path: str | Path, step: int | None = None) -> State:
-    """Return the whole state of a Trainer from a file; if `step` is given, check it.
+def load_whole(path: str | Path) -> State:
+    """Return the whole state of a Trainer from a file.
 
     Raises:
         DamagedCheckpoint: The file contains anything else.
@@ -378,10 +378,6 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)
     if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
-    if step not in (None, state["step"]):
-        raise DamagedCheckpoint(
-            f"{path} contains the state after step {state['step']}, which does not match its name."
-        )
     return state
 
 
@@ -396,15 +392,14 @@ def best(folder: str | Path) -> tuple[Path, State] | None:
         return None
     path, state = result
     try:
-        step = state["callbacks"]["Checkpoint"]["best"]["step"]
-        chosen = path_of(folder, step)
+        chosen = path_of(folder, state["callbacks"]["Checkpoint"]["best"]["step"])
     except (KeyError, TypeError, ValueError):
         return result  # nothing was monitored
     if chosen == path:
         return result
     del result, state  # holding two states would take more memory than training did
     try:
-        return chosen, load_whole(chosen, step)
+        return chosen, load_whole(chosen)
     except (DamagedCheckpoint, UserError) as error:
         log.warning("%s Using the newest checkpoint, %s, instead of the best one.", error, path)
     return newest(folder)

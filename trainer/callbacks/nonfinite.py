@@ -158,7 +158,7 @@ def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] |
         saver.wait()
         for step, path in checkpoint.files(saver.folder).items():
             if step > first_step:
-                state = checkpoint.load_whole(path, step)
+                state = checkpoint.load_whole(path)
                 if math.isfinite(state["train_loss"]["total"] + state["grad_norm"]["total"]):
                     return path, state
     return None
