@@ -302,13 +302,15 @@ class MSE(Sums):
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)
-        errors = (wide(outputs) - wide(targets)).abs() ** self.power
-        totals = (errors.sum(0) if self.scale.ndim else errors.sum()).reshape(-1)
-        self.add(torch.cat([totals, torch.full_like(totals[:1], errors.numel())]))
+        errors = wide(outputs) - wide(targets)
+        self.scale = self.scale.to(errors)  # waits for the device in the first batch only
+        total = ((errors * self.scale).abs() ** self.power).sum()
+        self.add(torch.stack([total, torch.full_like(total, errors.numel())]))
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        scale = (self.scale**self.power).to(sums)
-        return (sums[:-1] / sums[-1] * scale).sum()
+        total, count = sums
+        mean: torch.Tensor = total / count
+        return mean
 
 
 class MAE(MSE):
