@@ -61,7 +61,7 @@ def bits(tensor):
 
 
 def round_trip(folder, state):
-    save(folder / "state.ckpt", state)
+    save(folder / "state.ckpt", checkpoint.copy(state))
     assert [path.name for path in folder.iterdir()] == ["state.ckpt"]
     return load(folder / "state.ckpt")
 
@@ -164,6 +164,12 @@ def test_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TrainingError, match="more than 64 MiB outside its tensors"):
+        save(tmp_path / "new" / "state.ckpt", {"text": "x" * 2**26})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_that_make_the_same_name_are_two_tensors(tmp_path):
     state = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1)}
     assert equal(state, round_trip(tmp_path, state))
@@ -177,7 +183,7 @@ def test_a_number_and_its_text_are_two_keys(tmp_path):
 def test_a_tuple_as_a_key_comes_back_or_is_refused(tmp_path):
     state = {(0, 1): 2}
     try:
-        save(tmp_path / "state.ckpt", state)
+        save(tmp_path / "state.ckpt", checkpoint.copy(state))
     except UserError:
         return
     assert equal(state, load(tmp_path / "state.ckpt"))

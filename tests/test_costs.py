@@ -223,9 +223,10 @@ def test_fp16_asks_the_device_for_nothing_but_the_numbers_of_a_row(max_grad_norm
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
     with Operators() as operators:
         scaled.fit(Uniform(batches(100)))
-    assert [row["train/skipped_steps"] > 0 for row in rows] == [True, False, False, False]
-    # the loss, the share of skipped steps, the scale, and the norm
-    asked = 3 if max_grad_norm is None else 4
+    assert scaled.scaler.get_scale() < 2.0**22, "no step was skipped"
+    assert len(rows) == 4
+    # the loss and the scale, the number of norms and their sum
+    asked = 2 if max_grad_norm is None else 4
     assert operators.counts["aten._local_scalar_dense.default"] == asked * len(rows)
 
 

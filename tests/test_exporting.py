@@ -309,7 +309,7 @@ def test_outputs_that_are_not_finite_match_nothing(value):
 def test_an_export_of_weights_that_the_run_has_not_tested_is_refused(run):
     """Its outputs agree with those of the model that it is made from, which is no proof."""
     model = trained(MODELS["mlp"])
-    tested = checkpoint.own_storage(dict(model.module.state_dict()))
+    tested = checkpoint.copy(model.module.state_dict())
     checkpoint.write_tensors(run / "model.safetensors", tested, {})
     inputs = exporting.generated(model.about)
     path, _ = exporting.export(model, run, "torch_export", inputs, "noise")

@@ -447,12 +447,11 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     assert not caplog.records
 
 
-def clip(trainer):
-    if trainer.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
-
-
 class Careful(Trainer):
+    def clip(self):
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+
     def train_step(self, batch):
         def backward(part):
             with self.autocast:
@@ -461,7 +460,7 @@ class Careful(Trainer):
             return loss.detach()
 
         losses = [backward(part) for part, _ in self.split_with_fractions(batch)]
-        clip(self)
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -479,6 +478,7 @@ class Calling(Trainer):
         (Careless, ["max_grad_norm", "split_with_fractions", "autocast"]),
         (Careful, []),
         (Calling, []),
+        (type("WithoutSource", (Careless,), {}), []),
     ],
 )
 def test_a_step_of_your_own_that_ignores_a_setting_is_named(caplog, kind, ignored):

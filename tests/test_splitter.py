@@ -199,7 +199,7 @@ def refusal(work, *args):
     with pytest.raises(TrainingError) as caught:
         work(*args)
     text = str(caught.value)
-    assert len(text.splitlines()) == 2 and "GiB free" in text
+    assert len(text.splitlines()) == 2
     return text
 
 
@@ -207,7 +207,7 @@ def refusal(work, *args):
 @pytest.mark.parametrize(
     ("most", "settings", "says", "advice"),
     [
-        (3, {}, "with a batch of 8:", "micro_batch=auto, or a lower batch_size"),
+        (3, {}, "with a batch of 8.", "micro_batch=auto, or a lower batch_size"),
         (3, {"micro_batch": 4}, "with a batch of 8 (micro_batch=4)", "a lower batch_size"),
         (3, {"grad_accum_steps": 2}, "with a batch of 8 (grad_accum_steps=2)", "micro_batch=auto"),
         (0, {"micro_batch": "auto"}, "with a batch of 8 (micro_batch=1)", "a smaller model"),
@@ -223,8 +223,8 @@ def test_an_evaluation_that_does_not_fit_says_so():
     model = Small(most_evaluated=3)
     for work in ("evaluate", "predict"):
         text = refusal(getattr(make_trainer(model), work), loaders()[1])
-        assert "with a batch of 25:" in text and "or a lower eval_batch_size" in text
-    assert "with a batch of 25:" in refusal(
+        assert "with a batch of 25." in text and "or a lower eval_batch_size" in text
+    assert "with a batch of 25." in refusal(
         make_trainer(model).fit, *loaders()
     )  # in the midst of a fit
     assert "(micro_batch=1)" in refusal(

@@ -16,7 +16,7 @@ from stoker import Trainer
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.carried import Carried
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import IterableLoader
 
 SAMPLES = 37
@@ -191,6 +191,26 @@ def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     history = trainer.fit(loader(), IterableLoader(Endless(), steps_per_epoch=2))
     expected = trainer.evaluate(itertools.islice(IterableLoader(Endless()), 2))
     assert history.last()["val/loss"] == expected["val/loss"]
+
+
+def test_an_evaluation_draws_the_same_numbers_each_time_and_none_of_the_global_ones():
+    trainer = make_trainer()
+    shuffled = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
+    for reader in (loader(), DataLoader(shuffled, 5, shuffle=True)):
+        first = trainer.predict(reader)
+        torch.rand(3)
+        state = torch.get_rng_state()
+        assert torch.equal(trainer.predict(reader), first)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_evaluation_says_at_which_batch_the_loader_failed():
+    def broken():
+        yield torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)
+        raise ValueError("no such file")
+
+    with pytest.raises(TrainingError, match="The loader failed at batch 2 .*: .*no such file"):
+        make_trainer().evaluate(broken())
 
 
 def test_an_evaluation_or_prediction_reads_a_stream_to_its_end_or_to_its_steps():

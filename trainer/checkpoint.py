@@ -31,10 +31,8 @@ Tensors = dict[str, torch.Tensor]
 FORMAT = "stoker-1"
 # This key marks JSON objects that represent tensors, tuples, or dicts with keys other than strings.
 MARK = "$"
-# Limits that are checked before any tensor is read. A limit on bytes is not enough, because one
-# byte of JSON can become an object of a hundred bytes.
-MAX_HEADER = 64 * 2**20
-MAX_VALUES = 2**20
+# First bytes of the two formats of torch.save: a zip file, and a pickle.
+TORCH_FORMATS = (b"PK\3\4", b"\x80\2\x8a\n")
 
 
 class DamagedCheckpoint(TrainingError):
@@ -42,24 +40,19 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path: str | Path, state: State) -> None:
-    """Write `state` to `path` atomically.
+    """Write `state`, which `copy` or `load` returned, to `path` atomically.
 
     A state is any nested structure of dicts, lists, tuples, tensors and plain values.
 
     Raises:
         UserError: The state contains anything else.
-        TrainingError: The file cannot be written, or the state has too many values to be read back.
+        TrainingError: The file cannot be written, or the state is too large to be read back.
     """
     path = Path(path)
     tensors: Tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
-    header = len(tree) + 200 * len(tensors)
-    values = values_in(tree.encode()) + 10 * len(tensors)
-    if header > MAX_HEADER or values > MAX_VALUES:
-        raise TrainingError(
-            f"{path}: the state has too many values. A checkpoint can hold at most {MAX_VALUES:,}."
-        )
-    tensors = own_storage(tensors)
+    if len(tree) > 64 * 2**20:  # safetensors does not read headers of more than 100 MB
+        raise TrainingError(f"{path}: the state has more than 64 MiB outside its tensors.")
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
 
 
@@ -81,8 +74,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
 def load(path: str | Path) -> Any:
     """Return the state that `save` wrote, with its tensors on the CPU.
 
-    This never runs code from the file, and its memory use is bounded by the size of the file plus a
-    limit for the header.
+    This never runs code from the file, and its memory use is proportional to the size of the file.
 
     Raises:
         UserError: The file does not exist.
@@ -101,10 +93,7 @@ def load(path: str | Path) -> Any:
     # checking the digest, because cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest proves that nothing has changed, but not who wrote the file
-        # Count again: the first count was of the raw header, where a comma can be hidden as \u002c.
-        if values_in(tree.encode()) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} values")
-        return unpack(json.loads(tree), tensors)
+        return unpack(tree, tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"{path} does not contain a valid state ({type(error).__name__}: {str(error)[:100]})."
@@ -112,22 +101,10 @@ def load(path: str | Path) -> Any:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
-    """Return (metadata, tensors) of a safetensors file, if its header is within the limits."""
+    """Return (metadata, tensors) of a safetensors file."""
     try:
         with open_plain(path) as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            header = file.read(min(length, MAX_HEADER))
-        if len(header) < length or values_in(header) > MAX_VALUES:
-            reason = f"its header contains more than {MAX_VALUES:,} values"
-            if len(header) < length:
-                reason = f"its header is cut short or too large ({length:,} bytes)"
-            if start.startswith((b"PK\3\4", b"\x80\2")):  # a zip file or a pickle
-                reason = (
-                    "it was written by torch.save. In Python, call "
-                    "model.load_state_dict(torch.load(FILE))"
-                )
-            raise ValueError(reason)
+            start = file.read(4)
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
@@ -140,13 +117,13 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
-        message = f"{path} is not a readable checkpoint: {first_line(error)}."
-        raise DamagedCheckpoint(message) from None
-
-
-def values_in(header: bytes) -> int:
-    """Return an upper bound on the number of values in JSON text, including nested JSON."""
-    return sum(header.count(mark) for mark in (b",", b"[", b"{"))
+        reason = first_line(error)
+        if isinstance(error, SafetensorError) and start in TORCH_FORMATS:
+            reason = (
+                "it was written by torch.save. In Python, call "
+                "model.load_state_dict(torch.load(FILE))"
+            )
+        raise DamagedCheckpoint(f"{path} is not a readable checkpoint: {reason}.") from None
 
 
 def copy(state: Any, everywhere: bool = False) -> Any:
@@ -156,7 +133,7 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     unless `everywhere` is True. Copies from a GPU are asynchronous, but complete on return.
     """
     tensors: Tensors = {}
-    tree = pack(state, tensors, "state")
+    tree = json.dumps(pack(state, tensors, "state"))
     copies: dict[str, Any] = dict.fromkeys(tensors)
     for name, tensor in tensors.items():
         whole = parallel.unsharded(tensor)
@@ -218,20 +195,18 @@ def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def unpack(value: Any, tensors: Tensors) -> Any:
-    """Undo `pack`."""
-    if isinstance(value, list):
-        return [unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(MARK)
-    if kind == "tensor":
-        return tensors[value["name"]]
-    if kind == "tuple":
-        return tuple(unpack(value["items"], tensors))
-    if kind == "dict":
-        return dict(unpack(value["items"], tensors))
-    return {key: unpack(item, tensors) for key, item in value.items()}
+def unpack(tree: str, tensors: Tensors) -> Any:
+    """Undo `pack` for its data as JSON text."""
+
+    def restored(value: Any) -> Any:  # the values inside it are already restored
+        kind = value.get(MARK)
+        if kind == "tensor":
+            return tensors[value["name"]]
+        if kind == "tuple":
+            return tuple(value["items"])
+        return dict(value["items"]) if kind == "dict" else value
+
+    return json.loads(tree, object_hook=restored)
 
 
 @contextlib.contextmanager
@@ -314,18 +289,6 @@ def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
     return target.copy_(parallel.like(moment, target))
 
 
-def own_storage(tensors: Tensors) -> Tensors:
-    """Return contiguous CPU tensors that do not share memory, as safetensors requires."""
-    storages: set[int] = set()
-    separate: Tensors = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-    return separate
-
-
 def digest(tensors: Tensors, tree: str) -> str:
     """Return the SHA-256 of the JSON and of each tensor's name, type, shape and bytes."""
     total = hashlib.sha256(tree.encode())
@@ -358,9 +321,9 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
     """
     paths = files(folder)
     damaged = []
-    for number, path in paths.items():
+    for path in paths.values():
         try:
-            state = load_whole(path, number)
+            state = load_whole(path)
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
@@ -405,8 +368,8 @@ def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any
     return result
 
 
-def load_whole(path: str | Path, step: int | None = None) -> State:
-    """Return the whole state of a Trainer from a file; if `step` is given, check it.
+def load_whole(path: str | Path) -> State:
+    """Return the whole state of a Trainer from a file.
 
     Raises:
         DamagedCheckpoint: The file contains anything else.
@@ -415,10 +378,6 @@ def load_whole(path: str | Path, step: int | None = None) -> State:
     is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)
     if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} does not contain the state of a Trainer.")
-    if step not in (None, state["step"]):
-        raise DamagedCheckpoint(
-            f"{path} contains the state after step {state['step']}, which does not match its name."
-        )
     return state
 
 
@@ -433,15 +392,14 @@ def best(folder: str | Path) -> tuple[Path, State] | None:
         return None
     path, state = result
     try:
-        step = state["callbacks"]["Checkpoint"]["best"]["step"]
-        chosen = path_of(folder, step)
+        chosen = path_of(folder, state["callbacks"]["Checkpoint"]["best"]["step"])
     except (KeyError, TypeError, ValueError):
         return result  # nothing was monitored
     if chosen == path:
         return result
     del result, state  # holding two states would take more memory than training did
     try:
-        return chosen, load_whole(chosen, step)
+        return chosen, load_whole(chosen)
     except (DamagedCheckpoint, UserError) as error:
         log.warning("%s Using the newest checkpoint, %s, instead of the best one.", error, path)
     return newest(folder)

@@ -191,10 +191,8 @@ def place(
     except RuntimeError as error:
         if not memory.is_out_of_memory(error):
             raise
-        raise TrainingError(
-            f"{name} does not fit on {device}: {memory.describe_memory(device)}.\n"
-            "Choose a smaller model."
-        ) from error
+        message = f"{name} does not fit into the memory of {device}.\nChoose a smaller model."
+        raise TrainingError(message) from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
         raise UserError(

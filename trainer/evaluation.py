@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import by_name, dealt
+from stoker.trainer.loading import by_name, seekable
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import EvaluationInterrupted
@@ -29,7 +29,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
-    loader = dealt(loader, trainer.seed, trainer.sample_dims)
+    loader = seekable(loader, trainer.seed, trainer.sample_dims)
     loss_mean = Mean()
     batch = None
 

@@ -12,7 +12,6 @@ NUMBERS = (
     "train/samples",
     "train/weight",
     "train/seconds",
-    "train/skipped_steps",
     "train/grad_norm",
     "device/memory_mib",
 )

@@ -39,7 +39,10 @@ def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim
     Any iterable works, such as a DataLoader. For an IterableLoader, a new one with the same
     settings is returned.
     """
-    loader = dealt(loader, seed, sample_dim)
+    if isinstance(loader, IterableLoader):
+        return IterableLoader(
+            loader.loader, seed, sample_dim, loader.steps_per_epoch, loader.accumulate
+        )
     return loader if hasattr(loader, "seek") else IterableLoader(loader, seed, sample_dim)
 
 
@@ -69,27 +72,6 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
     if not steps:
         raise UserError("The training loader is empty: it has fewer samples than one batch.")
     return steps
-
-
-def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
-    """Return the loader, or with several processes, a loader that splits each batch among them.
-
-    Raises:
-        UserError: The loader has `seek`, but does not split its batches.
-    """
-    if isinstance(loader, IterableLoader):
-        return IterableLoader(
-            loader.loader, seed, sample_dim, loader.steps_per_epoch, loader.accumulate
-        )
-    if parallel.process_count == 1 or hasattr(loader, "global_size"):
-        return loader
-    if hasattr(loader, "seek"):
-        raise UserError(
-            f"{type(loader).__name__}: with several processes, a loader with a `seek` method must "
-            "split each batch among the processes itself.\n"
-            "Remove `seek`, or add `global_size`, the number of samples in the whole batch."
-        )
-    return IterableLoader(loader, seed, sample_dim)
 
 
 class Seekable:

@@ -66,7 +66,6 @@ def divides_by(loss: Any) -> str | None:
 
 def kind_of(loss: Any) -> str | None:
     """Return what a loss would divide by if it took the mean, ignoring its reduction."""
-    loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         loss = None if loss.args else loss.func
     # Check the function that computes the loss, because a subclass may have its own forward.
@@ -78,7 +77,6 @@ def kind_of(loss: Any) -> str | None:
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
     """Return an option of a loss: an attribute of a module, or a keyword of a functools.partial."""
-    loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         return loss.keywords.get(name, option(loss.func, name, default))
     return getattr(loss, name, default)
@@ -109,37 +107,23 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 @contextlib.contextmanager
 def examined(trainer: Any) -> Iterator[None]:
-    """Find what the loss divides by. For torch's losses, check the arguments of the first call."""
+    """Find what the loss divides by. For torch's modules, check the arguments of the first call."""
     loss = trainer.loss
     trainer.divisor = divisor(loss)
     module = loss.func if isinstance(loss, functools.partial) else loss
-    if kind_of(loss) is None:
+    if kind_of(loss) is None or not isinstance(module, nn.Module):
         yield
-    elif isinstance(module, nn.Module):
+        return
 
-        def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            handle.remove()
-            check_arguments(loss, arguments)
+    def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        handle.remove()
+        check_arguments(loss, arguments)
 
-        handle = module.register_forward_pre_hook(check)
-        try:
-            yield
-        finally:
-            handle.remove()
-    else:
-
-        def checked(*arguments: Any, **options: Any) -> Any:
-            trainer.loss = loss
-            check_arguments(loss, arguments)
-            return loss(*arguments, **options)
-
-        checked.unchecked = loss  # type: ignore[attr-defined]
-        trainer.loss = checked
-        try:
-            yield
-        finally:
-            if trainer.loss is checked:
-                trainer.loss = loss
+    handle = module.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:

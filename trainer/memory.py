@@ -24,36 +24,18 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory in bytes: of the device or, for the CPU, of the machine."""
-    free, _ = memory_info(device)
-    # If unknown (macOS, Windows, some accelerators), assume an amount that every device has.
-    return 4 * 2**30 if free is None else free
+    """Return the free memory in bytes: of the device or, for the CPU, of the machine.
 
-
-def memory_info(device: torch.device) -> tuple[int | None, int | None]:
-    """Return (free, total) memory in bytes, or (None, None) if unknown."""
-    if device.type == "cpu":
-        return host_memory()
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
-        return total - torch.mps.driver_allocated_memory(), total
-    backend = torch.get_device_module(device)
-    ask = getattr(backend, "mem_get_info", torch.accelerator.get_memory_info)
+    If it is unknown (macOS, Windows, some accelerators), assume an amount that every device has.
+    """
     try:
-        free, total = ask(device)
-    except (RuntimeError, ValueError):  # the backend does not report memory
-        return None, None
-    return int(free), int(total)
-
-
-def host_memory() -> tuple[int | None, int | None]:
-    """Return the host's (free, total) memory in bytes, or (None, None) if unknown."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None, None
-    sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE))
-    return int(sizes["MemAvailable"]) * 1024, int(sizes["MemTotal"]) * 1024
+        if device.type == "cpu":
+            kilobytes = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+            return 1024 * int(kilobytes[0])
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    except (OSError, RuntimeError, ValueError):
+        return 4 * 2**30
 
 
 def counted(name: str, device: torch.device) -> float:
@@ -63,18 +45,6 @@ def counted(name: str, device: torch.device) -> float:
         return float(ask(device))
     except (RuntimeError, ValueError):
         return math.nan
-
-
-def describe_memory(device: torch.device) -> str:
-    """Return a phrase such as "0.4 of 24.0 GiB free"."""
-    free, total = memory_info(device)
-    if free is None or total is None:
-        return "free memory unknown"
-    return f"{gib(free)} of {gib(total)} GiB free"
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"
 
 
 def peak_memory(device: torch.device) -> float:

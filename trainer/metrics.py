@@ -55,8 +55,6 @@ class Mean:
 
     def compute(self) -> torch.Tensor:
         """Return the mean, or NaN if the total weight is 0."""
-        if not self.samples:
-            return torch.tensor(torch.nan)
         total = self.total
         if not isinstance(total, torch.Tensor):
             total = torch.tensor(total, dtype=torch.float64)
@@ -67,16 +65,15 @@ class Mean:
         if parallel.process_count == 1:
             return self
         mean = Mean()
-        total = parallel.add_up(float(self.total))
+        mean.total = parallel.add_up(float(self.total))
         mean.weight = parallel.add_up(float(self.weight))
         mean.samples = parallel.add_up(self.samples)
-        if mean.samples:  # make it a tensor, as in a single process
-            mean.total = torch.tensor(total, dtype=torch.float64)
         return mean
 
     def state_dict(self) -> dict[str, Any]:
         mean = self.over_ranks()
-        return {"total": mean.total, "samples": mean.samples, "weight": float(mean.weight)}
+        total = float(mean.total)
+        return {"total": total, "samples": mean.samples, "weight": float(mean.weight)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total = float(state["total"])
@@ -302,13 +299,15 @@ class MSE(Sums):
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)
-        errors = (wide(outputs) - wide(targets)).abs() ** self.power
-        totals = (errors.sum(0) if self.scale.ndim else errors.sum()).reshape(-1)
-        self.add(torch.cat([totals, torch.full_like(totals[:1], errors.numel())]))
+        errors = wide(outputs) - wide(targets)
+        self.scale = self.scale.to(errors)  # waits for the device in the first batch only
+        total = ((errors * self.scale).abs() ** self.power).sum()
+        self.add(torch.stack([total, torch.full_like(total, errors.numel())]))
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        scale = (self.scale**self.power).to(sums)
-        return (sums[:-1] / sums[-1] * scale).sum()
+        total, count = sums
+        mean: torch.Tensor = total / count
+        return mean
 
 
 class MAE(MSE):

@@ -35,7 +35,7 @@ from stoker.trainer.errors import (
     kind_of,
 )
 from stoker.trainer.loading import by_name
-from stoker.trainer.overrides import is_usual, names_in, step_uses
+from stoker.trainer.overrides import is_usual, reads_any, step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.splitter import Splitter
@@ -296,7 +296,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
 
 
 def warn_of_own_step(trainer: "Trainer") -> None:
-    """Warn about settings that your own train_step ignores, because its code never uses them."""
+    """Warn about settings that your own train_step ignores, because your class never uses them."""
     kind = type(trainer)
     cut = "splitter" if trainer.splitter.adapts else "split_with_fractions"
     cast = "scaler" if trainer.scaler.is_enabled() else "autocast"
@@ -332,7 +332,7 @@ def warn_of_schedule(trainer: "Trainer") -> None:
 
 def uses_loss(kind: type) -> bool:
     """Return whether the code of a Trainer class uses its loss."""
-    return is_usual(kind, "compute_loss") or bool(names_in(kind) & {"loss", "compute_loss"})
+    return is_usual(kind, "compute_loss") or reads_any(kind, "loss", "compute_loss")
 
 
 def raise_if_explained(

@@ -9,7 +9,7 @@ import torch
 from stoker.trainer import batches, evaluation, misuse, parallel, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
-from stoker.trainer.loading import dealt
+from stoker.trainer.loading import seekable
 from stoker.trainer.spans import Spans
 
 Combine = Callable[[list[Any]], Any]  # combines corresponding leaves into one
@@ -44,7 +44,7 @@ class Predicting(Batching):
         """
         trainer: Any = self
         misuse.check_loader(trainer, loader, "predict")
-        loader = dealt(loader, trainer.seed, trainer.sample_dims)
+        loader = seekable(loader, trainer.seed, trainer.sample_dims)
         batch = None
 
         # Not inference_mode, after which sharded parameters could not be trained. Decorate a

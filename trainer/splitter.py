@@ -126,8 +126,7 @@ class Splitter:
         advice = f"micro_batch=auto, or a lower {self.key}"
         if self.adapts:
             advice = "precision=bf16, or choose a smaller model or an optimizer with less state"
-        left = memory.describe_memory(self.device)
-        return TrainingError(f"Out of memory on {place}: {left}.\nType {advice}.")
+        return TrainingError(f"Out of memory on {place}.\nType {advice}.")
 
     def description(self) -> str:
         """Return " (micro_batch=8)" for the plan of a run, "" for whole batches."""

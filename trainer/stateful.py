@@ -63,7 +63,6 @@ class Stateful:
             "scaler": self.scaler,
             "train_loss": self.window.loss,
             "grad_norm": self.window.grad_norm,
-            "skipped": self.window.skipped if self.scaler.is_enabled() else None,
             "micro_batch": self.splitter,
         }
         return {name: part for name, part in parts.items() if part is not None}

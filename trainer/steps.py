@@ -67,10 +67,9 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
             unscale_others(trainer)
         norm = clip(trainer)
         scaler.step(trainer.optimizer)  # skips the update if a gradient is not finite
-        if scaler.is_enabled():
-            norm = update_scale(trainer, norm)
+        was_taken = update_scale(trainer) if scaler.is_enabled() else None
         optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norm)
+    finish(trainer, norm, was_taken)
     return loss
 
 
@@ -110,17 +109,12 @@ def unscale_others(trainer: "Trainer") -> None:
             parameter.grad /= scale_of(trainer)
 
 
-def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
-    """Update the fp16 scale and record whether the step was skipped, without synchronizing.
-
-    Return the norm, or 0 if the step was skipped.
-    """
+def update_scale(trainer: "Trainer") -> torch.Tensor:
+    """Update the fp16 scale; return whether the step was taken, without synchronizing."""
     scale = scale_of(trainer)
     before = scale.clone()
-    trainer.scaler.update()
-    is_skipped = scale < before
-    trainer.window.add_skipped(is_skipped)
-    return None if norm is None else torch.where(is_skipped, 0.0, parallel.unsharded(norm))
+    trainer.scaler.update()  # lowers the scale after a skipped step
+    return scale >= before
 
 
 def check_scale(trainer: "Trainer") -> None:
@@ -197,8 +191,10 @@ def start_over(trainer: "Trainer") -> None:
     trainer.seed_generators("step")
 
 
-def finish(trainer: "Trainer", norm: torch.Tensor | None) -> None:
-    """Advance the schedule and record the gradient norm."""
+def finish(
+    trainer: "Trainer", norm: torch.Tensor | None, was_taken: torch.Tensor | None = None
+) -> None:
+    """Advance the schedule and record the gradient norm, unless the scaler skipped the step."""
     trainer.scheduler.step()
     if norm is not None:
-        trainer.window.add_norm(norm)
+        trainer.window.add_norm(norm, was_taken)

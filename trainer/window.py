@@ -14,37 +14,30 @@ class Window:
 
     Attributes:
         loss: Mean loss over the window. Each step is weighted by the weight of its batch.
-        grad_norm: Mean gradient norm over the window, if gradients are clipped. A skipped step
-            counts as 0.
-        skipped: Fraction of steps that the fp16 scaler skipped; empty without a scaler.
+        grad_norm: Mean gradient norm over the window, if gradients are clipped. Steps that the
+            fp16 scaler skipped have weight 0.
         start: Time at which the window started, in seconds. Evaluation time is added to it.
     """
 
     def __init__(self) -> None:
         self.loss = Mean()
         self.grad_norm = Mean()
-        self.skipped = Mean()
         self.start: float = 0.0
 
     def clear(self) -> None:
         """Forget all steps."""
-        for mean in (self.loss, self.grad_norm, self.skipped):
-            mean.reset()
+        self.loss.reset()
+        self.grad_norm.reset()
 
     def start_clock(self) -> None:
         """Start measuring the time of the steps."""
         self.start = time.perf_counter()
 
-    def add_norm(self, norm: torch.Tensor) -> None:
+    def add_norm(self, norm: torch.Tensor, weight: torch.Tensor | None = None) -> None:
         """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks."""
         norm = parallel.unsharded(norm)
         if launch.is_first():
-            self.grad_norm.update(norm)
-
-    def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Record on rank 0 whether the fp16 scaler skipped a step; the ranks always agree."""
-        if launch.is_first():
-            self.skipped.update(is_skipped.float())
+            self.grad_norm.update(norm, weight=weight)
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
         """Return the numbers of the window across all processes, and clear the window.
@@ -57,7 +50,6 @@ class Window:
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
-        skipped = self.skipped.over_ranks()
         weight = float(loss.weight)
         row = {"train/loss": loss.compute().item()} if weight else {}
         row["train/lr"] = float(rates[0])
@@ -69,12 +61,7 @@ class Window:
             for label, rate in zip(labels[1:], rates[1:], strict=True):
                 if label != labels[0]:
                     row[f"train/lr/{label}"] = float(rate)
-        done = 1.0  # fraction of the steps that were not skipped
-        if skipped.samples:
-            fraction = skipped.compute().item()
-            row["train/skipped_steps"] = round(fraction * skipped.samples)
-            done -= fraction
-        if grad_norm.samples and done:
-            row["train/grad_norm"] = grad_norm.compute().item() / done
+        if float(grad_norm.weight):
+            row["train/grad_norm"] = grad_norm.compute().item()
         self.clear()
         return row

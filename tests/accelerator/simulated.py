@@ -106,7 +106,6 @@ memory_allocated = torch.accelerator.memory_allocated
 memory_reserved = torch.accelerator.memory_reserved
 max_memory_allocated = torch.accelerator.max_memory_allocated
 reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
-mem_get_info = torch.accelerator.get_memory_info
 empty_cache = torch.accelerator.empty_cache
 
 

@@ -70,15 +70,16 @@ def not_implemented(*arguments):
     raise NotImplementedError
 
 
-@pytest.mark.parametrize("lacks", ["mem_get_info", "get_device_name", "empty_cache"])
+@pytest.mark.parametrize("lacks", ["get_memory_info", "get_device_name", "empty_cache"])
 def test_what_its_backend_does_not_tell_is_left_out(accelerator, monkeypatch, lacks):
     device = torch.device(accelerator.NAME, 0)
-    monkeypatch.delattr(accelerator, lacks)
-    if lacks == "mem_get_info":
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", not_implemented)
+    if lacks == "get_memory_info":
+        monkeypatch.setattr(torch.accelerator, lacks, not_implemented)
+    else:
+        monkeypatch.delattr(accelerator, lacks)
     text = devices.describe(device)
     assert ("accelerator" in text) == (lacks != "get_device_name")
-    assert (memory.memory_info(device) == (None, None)) == (lacks == "mem_get_info")
+    assert (memory.free_memory(device) == 4 * 2**30) == (lacks == "get_memory_info")
     memory.release(device)
 
 

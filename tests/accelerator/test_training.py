@@ -129,9 +129,8 @@ def test_autocast_trains_as_plain_torch_does(accelerator, dtype, precision, size
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
         scheduler=None,
     )
-    history = trainer.fit(*loaders(data, accelerator.NAME))
+    trainer.fit(*loaders(data, accelerator.NAME))
     assert_same(trainer.module.state_dict(), expected)
-    assert sum(row.get("train/skipped_steps", 0) for row in history) == skipped
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

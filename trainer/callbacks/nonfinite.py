@@ -158,7 +158,7 @@ def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] |
         saver.wait()
         for step, path in checkpoint.files(saver.folder).items():
             if step > first_step:
-                state = checkpoint.load_whole(path, step)
+                state = checkpoint.load_whole(path)
                 if math.isfinite(state["train_loss"]["total"] + state["grad_norm"]["total"]):
                     return path, state
     return None
@@ -252,7 +252,7 @@ def strange_entry(batch: Any) -> str | None:
 def keep(trainer: "Trainer", batch: Any, state: State, folder: Path) -> Path:
     """Write the state before a step and the batch of the step; return the path of the state."""
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
-    tensors = checkpoint.own_storage(dict(batches.entries(batch)))
+    tensors = checkpoint.copy(dict(batches.entries(batch)), everywhere=True)
     checkpoint.write_tensors(
         folder / f"batch_{state['step'] + 1:08d}{rank}.safetensors", tensors, {}
     )
