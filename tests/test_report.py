@@ -1030,32 +1030,6 @@ def test_a_logarithmic_axis(values, ticks):
     )
 
 
-def test_spikes_that_dwarf_the_other_values_are_cut_off():
-    falling = [(step, 3 + 40 / step) for step in range(1, 21)]
-    assert plots.limit([falling]) == math.inf
-    spike = [*falling[:5], (6, 246.2), *falling[6:]]
-    assert plots.limit([spike]) == 43
-    assert plots.limit([falling, spike]) == 43
-    wide = [*falling[:5], (6, 246.2), (7, 240.0), *falling[7:]]
-    assert plots.limit([wide]) == 43
-    for more in (
-        [*falling[:5], (6, 110.0), *falling[6:]],  # not three times as high
-        [(1, 246.2), *falling[1:]],
-        [*falling[:-1], (20, 246.2)],
-        [(x, 200.0 if x > 10 else 1.0) for x, _ in falling],  # not few
-        [*spike[2:9]],  # too few points to tell
-        [(x, 246.2 if x == 5 else 1.0) for x, _ in falling],  # no range
-    ):
-        assert plots.limit([more]) == math.inf
-    svg = plots.curves({"val": spike}, "the loss", {"val": "val"}, end=20)
-    assert "↑ max 246" in svg and "6,246.2" in svg and ">60<" not in svg and ">50<" in svg
-    ends = svg.index('class="curve"')
-    path = re.search(r' d="M([^"]*)"', svg[ends:])[1]
-    heights = [float(place.split()[1]) for place in path.split("L")]
-    assert min(heights) == heights[5] == plots.TOP
-    assert "max" not in plots.curves({"val": falling}, "the loss", {"val": "val"}, end=20)
-
-
 def test_a_curve_has_its_values_and_their_places():
     svg = plots.curves(
         {"val": [(0, 2), (50, 1), (200, 0)]}, "loss", {"val": "val"}, best=(50, 1), warmup=10

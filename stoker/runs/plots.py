@@ -5,14 +5,13 @@ Curves keep their values in `data-points`, which templates/script.js shows and s
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from markupsafe import Markup
 
 from stoker.runs.page import render
-from stoker.trainer.number_format import brief
 
 Points = Sequence[tuple[float, float]]
 
@@ -25,8 +24,6 @@ RIGHT = 346
 FOOT = 186
 TOP = 8
 SMALLEST = 1e-100  # smaller values are drawn as 0
-SPIKES = 1 / 8  # largest fraction of a curve's points that can be spikes
-DWARFS = 3  # a spike is at least this many times as high as all other values
 
 
 @dataclass
@@ -59,15 +56,14 @@ class Plot:
     ylabel: str = ""
     epochs: float = 0  # epochs per step
     marks: list[dict[str, str]] = field(default_factory=list)
-    peak: tuple[float, str] | None = None  # (x, label) of a spike that is cut off at the top
 
     def across(self, x: float) -> float:
         """Return the x coordinate of a value in pixels."""
         return round(LEFT + (RIGHT - LEFT) * self.x.fraction(x), 1)
 
     def up(self, y: float) -> float:
-        """Return the y coordinate of a value in pixels. Values above the axis are cut off."""
-        return round(FOOT + (TOP - FOOT) * min(1.0, self.y.fraction(y)), 1)
+        """Return the y coordinate of a value in pixels."""
+        return round(FOOT + (TOP - FOOT) * self.y.fraction(y), 1)
 
     def mark(self, kind: str, path: str, **attributes: str) -> None:
         """Draw a path with an optional `colour`. The page shows `name` and `points` if given."""
@@ -166,21 +162,16 @@ def curves(
     The x axis runs from 0 to `end`, or to the last step of the longest curve if that is later.
 
     `colours` maps each curve to a CSS variable of the page. The axis is logarithmic if the largest
-    value is over `far` times the smallest. `epochs` is the number of epochs per step. Spikes above
-    the `limit` of the curves are cut off, and the highest one is labeled.
+    value is over `far` times the smallest. `epochs` is the number of epochs per step.
     """
     drawn = {name: thin(points) for name, points in lines.items()}
     together = list(itertools.chain(*drawn.values()))
     steps = [0, end, *[step for step, _ in together]]
-    most = limit(drawn.values())
-    values = [min(value, most) for _, value in together]
+    values = [value for _, value in together]
     x = linear(steps, 5)
     last = float(max(steps)) or x.high
     x = replace(x, high=last, ticks=[tick for tick in x.ticks if tick[0] <= last])
     plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
-    step, top = max(together, key=itemgetter(1))
-    if top > most:
-        plot.peak = (plot.across(step), f"max {brief(top)}")
     if warmup:
         plot.box("warmup", 0, min(warmup, plot.x.high), plot.y.high)
     for name, points in drawn.items():
@@ -189,28 +180,6 @@ def curves(
         plot.rule(best[0])
         plot.dots("best", [best], "val")
     return plot.svg()
-
-
-def limit(lines: Collection[Points]) -> float:
-    """Return the largest value to draw: infinity, unless a few spikes dwarf all other values.
-
-    The first and the last point of a curve are never spikes: a loss starts high, and an accuracy
-    ends high.
-    """
-    ends: list[float] = []
-    inner: list[float] = []
-    for points in lines:
-        values = [value for _, value in points]
-        ends += [values[0], values[-1]]
-        inner += values[1:-1]
-    inner.sort(reverse=True)
-    low = min([*ends, *inner])
-    limits = []
-    for i in range(int(SPIKES * len(inner))):
-        rest = max(*ends, inner[i + 1])
-        if inner[i] - low > DWARFS * (rest - low) > 0:
-            limits.append(rest)
-    return min(limits, default=math.inf)
 
 
 def fractions(

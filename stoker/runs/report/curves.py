@@ -11,7 +11,8 @@ from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
 MOST_METRICS = 6  # maximum number of metrics drawn besides the loss, and of other numbers
-LOSS_FAR = 30  # the axis is logarithmic if the largest loss is over this many times the smallest
+FAR = 30  # the axis is logarithmic if the largest value is over this many times the smallest,
+LOGARITHMIC = ("loss", "gradient norm")  # for these, which spike or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
     "train/lr": "learning rate",
@@ -38,8 +39,7 @@ def frames(run: Run) -> list[dict[str, Any]]:
     for name in [loss, *metrics[:MOST_METRICS]]:
         _, _, metric = name.partition("/")
         lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
-        far = LOSS_FAR if metric == "loss" else math.inf
-        drawn.append(frame(run, shortened(metric), lines, far))
+        drawn.append(frame(run, shortened(metric), lines))
     rest = others(names, [loss, *metrics])[:MOST_METRICS]
     titles = MEASURED | {name: shortened(name) for name in rest}
     for name, title in titles.items():
@@ -55,7 +55,7 @@ def others(names: list[str], validated: list[str]) -> list[str]:
     return sorted(rest, key=lambda name: name.startswith("train/"))
 
 
-def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
+def frame(run: Run, title: str, lines: Lines) -> dict[str, Any] | None:
     """Draw curves over the steps, and mark the best step of the validation curve.
 
     Returns None if no curve has two points.
@@ -76,7 +76,7 @@ def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str
         end=last["step"],
         best=best,
         warmup=warmup,
-        far=far,
+        far=FAR if title in LOGARITHMIC else math.inf,
         epochs=epochs,
     )
     return {

@@ -99,8 +99,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     const curve = curveOf(run);
     if (!curve) return;
     const svg = shape(cell, "svg", {width: 84, height: 22, viewBox: "0 0 84 22", "aria-hidden": true});
-    const [steps, values, most = Infinity] = curve; // spikes above `most` are cut off
-    shape(svg, "path", {d: path(placed([steps, values.map(value => Math.min(value, most))], 84, 22))});
+    shape(svg, "path", {d: path(placed(curve, 84, 22))});
   }],
   ["settings", (cell, run) => {
     put(cell, "div", "", pairs(more(run)));
