@@ -1,8 +1,6 @@
 """The curves of a run over its steps: loss, metrics, learning rate, gradient norm and memory."""
 
 import itertools
-import math
-from typing import Any
 
 from stoker.runs import plots
 from stoker.runs.report.inputs import Row, Run
@@ -11,8 +9,7 @@ from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
 MOST_METRICS = 6  # maximum number of metrics drawn besides the loss, and of other numbers
-FAR = 30  # the axis is logarithmic if the largest value is over this many times the smallest,
-LOGARITHMIC = ("loss", "gradient norm")  # for these, which spike or fall over decades
+LOGARITHMIC = ("loss", "gradient norm")  # these spike, or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
 MEASURED = {  # {name in a row: title}
     "train/lr": "learning rate",
@@ -23,11 +20,8 @@ MEASURED = {  # {name in a row: title}
 Lines = dict[str, list[tuple[float, float]]]
 
 
-def frames(run: Run) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "warmup", "svg"} for each plot that has a curve.
-
-    "keys" is {name of a curve: its color}.
-    """
+def frames(run: Run) -> list[plots.Figure]:
+    """Return the plots that have a curve."""
     rows = run.rows
     names = list(dict.fromkeys(itertools.chain(*rows)))  # in the order they were logged
     split = "val"
@@ -55,7 +49,7 @@ def others(names: list[str], validated: list[str]) -> list[str]:
     return sorted(rest, key=lambda name: name.startswith("train/"))
 
 
-def frame(run: Run, title: str, lines: Lines) -> dict[str, Any] | None:
+def frame(run: Run, title: str, lines: Lines) -> plots.Figure | None:
     """Draw curves over the steps, and mark the best step of the validation curve.
 
     Returns None if no curve has two points.
@@ -63,29 +57,18 @@ def frame(run: Run, title: str, lines: Lines) -> dict[str, Any] | None:
     lines = {name: points for name, points in lines.items() if points}
     if max(map(len, lines.values()), default=0) < 2:
         return None
-    colours = {name: name if name in ("train", "val") else "c0" for name in lines}
     step = run.best.step if run.best else None
-    best = next((point for point in lines.get("val", []) if point[0] == step), None)
-    warmup = warmup_of(run)
     last = run.rows[-1]
-    epochs = 0 if run.is_one_epoch else last["epoch"] / max(1, last["step"])
-    svg = plots.curves(
-        lines,
-        f"{title} over the steps",
-        colours,
+    return plots.figure(
+        title,
+        "step",
+        {name: plots.thin(points) for name, points in lines.items()},
         end=last["step"],
-        best=best,
-        warmup=warmup,
-        far=FAR if title in LOGARITHMIC else math.inf,
-        epochs=epochs,
+        epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
+        warmup=warmup_of(run),
+        best=next((point for point in lines.get("val", []) if point[0] == step), None),
+        log=title in LOGARITHMIC,
     )
-    return {
-        "title": title,
-        "keys": {} if title in lines else colours,
-        "best": f"step {best[0]:,}" if best else None,
-        "warmup": warmup,
-        "svg": svg,
-    }
 
 
 def warmup_of(run: Run) -> int:

@@ -193,7 +193,7 @@ function compare() {
 
 function drawOverlay(place, name, shown) {
   const width = place.clientWidth, height = 240, left = 52, top = 6, wide = width - left - 14, high = height - top - 42;
-  const across = scale(shown.flatMap(run => run.curves[name][0]), 5, 1);
+  const across = scale(shown.flatMap(run => run.curves[name][0]), 5, {least: 1});
   const up = scale(shown.flatMap(run => run.curves[name][1]), 5);
   const svg = canvas(place, width, height, `${name} of ${shown.length} runs`);
   drawAxes(svg, left, top, wide, high, across.ticks, up.ticks, "step");
