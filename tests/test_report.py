@@ -1094,23 +1094,6 @@ def test_numbers_of_your_own_and_of_further_groups_are_drawn():
     assert titles == ["loss", "acc", "learning rate", "my/norm", "hard/loss", "train/lr/head"]
 
 
-def test_the_train_loss_is_drawn_without_rows_of_few_samples():
-    windows = [(1, 0.9, 640), (1.2, 0.1, 64), (2.2, 0.8, 640), (2.7, 0.7, 192), (3, 0.9, 128)]
-    rows = [
-        {"step": step, "train/loss": loss, "train/samples": samples}
-        for step, loss, samples in windows
-    ]
-    assert curves.training(rows, "train/loss") == [(1, 0.9), (2.2, 0.8), (2.7, 0.7)]
-    assert curves.training(rows[1:2], "train/loss") == [(1.2, 0.1)]
-    assert curves.training([], "train/loss") == []
-    weights = (4.2, 13.7, 0.1)  # class weights do not make a row one of few samples
-    uneven = [
-        {"step": i, "train/loss": 1.0, "train/samples": 8, "train/weight": weight}
-        for i, weight in enumerate(weights)
-    ]
-    assert len(curves.training(uneven, "train/loss")) == len(weights)
-
-
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(run[0], "result.json") | {

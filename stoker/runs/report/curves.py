@@ -32,7 +32,7 @@ def frames(run: Run) -> list[plots.Figure]:
     drawn = []
     for name in [loss, *metrics[:MOST_METRICS]]:
         _, _, metric = name.partition("/")
-        lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
+        lines = {"train": series(rows, f"train/{metric}"), "val": series(rows, name)}
         drawn.append(frame(run, shortened(metric), lines))
     rest = others(names, [loss, *metrics])[:MOST_METRICS]
     titles = MEASURED | {name: shortened(name) for name in rest}
@@ -85,13 +85,3 @@ def warmup_of(run: Run) -> int:
 
 def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if name in row]
-
-
-def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    """Return the series of a training metric, without the rows that cover few samples.
-
-    The row before an evaluation can cover only a batch or two, so its mean would be noisy.
-    """
-    logged = [row for row in rows if name in row]
-    most = max((row.get("train/samples", 0) for row in logged), default=0)
-    return series([row for row in logged if row.get("train/samples", 0) >= most / 4], name)
