@@ -1087,11 +1087,40 @@ def test_a_step_near_zero_leaves_the_time_unknown():
 
 
 def test_numbers_of_your_own_and_of_further_groups_are_drawn():
-    names = ("train/loss", "val/loss", "val/acc", "train/acc", "train/lr", "train/seconds")
-    own = ("train/lr/head", "my/norm", "hard/loss")
-    rows = [{"step": i, "epoch": i, **dict.fromkeys((*names, *own), i)} for i in (1, 2)]
-    titles = [frame["title"] for frame in curves.frames(run_with(rows))]
-    assert titles == ["loss", "acc", "learning rate", "my/norm", "hard/loss", "train/lr/head"]
+    names = ("train/lr", "train/loss", "my/norm", "val/acc", "val/loss", "train/acc")
+    more = ("train/lr/head", "hard/loss", "train/seconds", "device/memory_mib", "train/grad_norm")
+    rows = [{"step": i, "epoch": i, **dict.fromkeys((*names, *more), i)} for i in (1, 2)]
+    rows.append({"step": 3, "epoch": 3, "val/once": 1})
+    drawn = curves.frames(run_with(rows))
+    expected = {
+        "loss": {"train": "train", "val": "val", "hard": "c2"},
+        "acc": {"val": "val", "train": "train"},
+        "learning rate": {"train": "train"},
+        "norm": {"my": "c0"},
+        "lr/head": {"train": "train"},
+        "device memory held, MiB": {"device": "c0"},
+        "gradient norm": {"train": "train"},
+    }
+    colours = {}
+    for plot in drawn:
+        colours[plot["title"]] = {line["name"]: line["colour"] for line in plot["lines"]}
+    assert list(colours.items()) == list(expected.items())
+    assert [plot["title"] for plot in drawn if plot["log"]] == ["loss", "gradient norm"]
+
+
+def test_the_best_of_another_split_is_marked_on_its_curves():
+    rows = [{"step": i, "epoch": i, "val/loss": 1, "hard/loss": i / 10} for i in (1, 2, 3)]
+    best = Best("hard/loss", "min", 2, 0.2)
+    run = run_with(rows, result=RunResult(best=best), has_ended=True)
+    assert curves.frames(run)[0]["best"] == (2, 0.2)
+
+
+def test_plots_and_curves_are_limited():
+    names = [f"{split}/{metric}" for split in range(50) for metric in range(50)]
+    rows = [{"step": i, "epoch": i, **dict.fromkeys(names, i)} for i in (1, 2)]
+    drawn = curves.frames(run_with(rows))
+    assert len(drawn) == curves.MOST_PLOTS
+    assert {len(plot["lines"]) for plot in drawn} == {curves.MOST_CURVES}
 
 
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):

@@ -190,11 +190,10 @@ def shown(value: object) -> str:
 def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
     """Return {metric: [steps, values]} for the losses and for `name`."""
     from stoker.runs.plots import thin
-    from stoker.runs.report.curves import series
 
     curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
-        points = thin(series(rows, key), MOST_POINTS)
+        points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
             steps = [step for step, _ in points]
             curves[shown(key)] = [steps, [four_digits(value) for _, value in points]]

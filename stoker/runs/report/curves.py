@@ -3,71 +3,62 @@
 import itertools
 
 from stoker.runs import plots
-from stoker.runs.report.inputs import Row, Run
+from stoker.runs.report.inputs import Run
 from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # maximum number of metrics drawn besides the loss, and of other numbers
-LOGARITHMIC = ("loss", "gradient norm")  # these spike, or fall over decades
+MOST_PLOTS = 14
+MOST_CURVES = 6  # in a plot
+LOGARITHMIC = ("loss", "grad_norm")  # these spike, or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
-MEASURED = {  # {name in a row: title}
-    "train/lr": "learning rate",
-    "train/grad_norm": "gradient norm",
-    "device/memory_mib": "device memory held, MiB",
+TITLES = {  # of the NUMBERS that are drawn
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "memory_mib": "device memory held, MiB",
 }
 
 Lines = dict[str, list[tuple[float, float]]]
 
 
 def frames(run: Run) -> list[plots.Figure]:
-    """Return the plots that have a curve."""
-    rows = run.rows
-    names = list(dict.fromkeys(itertools.chain(*rows)))  # in the order they were logged
-    split = "val"
-    if run.best is not None and not run.best.name.startswith("train/"):
-        split, _, _ = run.best.name.partition("/")
-    loss = f"{split}/loss"
-    metrics = [name for name in names if name.startswith(f"{split}/") and name != loss]
-    drawn = []
-    for name in [loss, *metrics[:MOST_METRICS]]:
-        _, _, metric = name.partition("/")
-        lines = {"train": series(rows, f"train/{metric}"), "val": series(rows, name)}
-        drawn.append(frame(run, shortened(metric), lines))
-    rest = others(names, [loss, *metrics])[:MOST_METRICS]
-    titles = MEASURED | {name: shortened(name) for name in rest}
-    for name, title in titles.items():
-        drawn.append(frame(run, title, {title: series(rows, name)}))
-    return [one for one in drawn if one is not None]
+    """Return a plot for each metric, with a curve for each split: "val/acc" is in the plot "acc".
 
-
-def others(names: list[str], validated: list[str]) -> list[str]:
-    """Return the remaining names: logged numbers, extra validation sets and parameter groups."""
-    drawn = {*NUMBERS, *validated}
-    drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
-    rest = [name for name in names if "/" in name and name not in drawn]
-    return sorted(rest, key=lambda name: name.startswith("train/"))
-
-
-def frame(run: Run, title: str, lines: Lines) -> plots.Figure | None:
-    """Draw curves over the steps, and mark the best step of the validation curve.
-
-    Returns None if no curve has two points.
+    The loss comes first, then the metrics of the validation set.
     """
-    lines = {name: points for name, points in lines.items() if points}
-    if max(map(len, lines.values()), default=0) < 2:
-        return None
-    step = run.best.step if run.best else None
+    metrics: dict[str, Lines] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            split, slash, metric = name.partition("/")
+            if slash and (metric in TITLES or name not in NUMBERS):
+                lines = metrics.setdefault(metric, {})
+                lines.setdefault(split, []).append((row["step"], value))
+    order = sorted(metrics, key=lambda metric: (metric != "loss", "val" not in metrics[metric]))
+    drawn = [metric for metric in order if max(map(len, metrics[metric].values())) > 1]
+    return [frame(run, metric, metrics[metric]) for metric in drawn[:MOST_PLOTS]]
+
+
+def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
+    """Draw the curves of a metric over the steps, and mark the best step."""
+    step = None
+    points = []
+    if run.best is not None:
+        step = run.best.step
+        points = lines.get(run.best.name.partition("/")[0], [])
     last = run.rows[-1]
+    drawn = {}
+    for split in itertools.islice(lines, MOST_CURVES):
+        drawn[shortened(split)] = plots.thin(lines[split])
     return plots.figure(
-        title,
+        TITLES.get(metric, shortened(metric)),
         "step",
-        {name: plots.thin(points) for name, points in lines.items()},
+        drawn,
         end=last["step"],
         epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
         warmup=warmup_of(run),
-        best=next((point for point in lines.get("val", []) if point[0] == step), None),
-        log=title in LOGARITHMIC,
+        best=next((point for point in points if point[0] == step), None),
+        log=metric in LOGARITHMIC,
     )
 
 
@@ -81,7 +72,3 @@ def warmup_of(run: Run) -> int:
     if warmup < 1:
         warmup *= total
     return round(min(max(0, warmup), total))
-
-
-def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[name]) for row in rows if name in row]
