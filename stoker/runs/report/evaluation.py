@@ -5,7 +5,6 @@ from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.plots import Figure, figure
-from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
@@ -15,6 +14,7 @@ MOST_DOTS = 800  # maximum dots in a scatter plot
 BARS = 24  # of a histogram
 MOST_NUMBERS = 8  # maximum target values shown per sample
 MOST_PICTURES = 200_000  # maximum characters of all pictures together
+MOST_PNG = 40_000  # maximum characters of a picture
 MOST_TOKENS = 200  # maximum tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
@@ -72,7 +72,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         if isinstance(value, float):
             value = f"{value:.12g}"
         cells.setdefault(shortened(name), shortened(value))
-    pictures = list(filter(is_small_png, [sample.png or "", *sample.masks]))
+    pictures = [text for text in (sample.png, *sample.masks) if text and len(text) <= MOST_PNG]
     return {
         "cells": cells,
         "is_right": sample.true == sample.predicted,
