@@ -219,7 +219,9 @@ def test_the_page_shows_these_numbers(run, tested):
     assert len(plots_of(shown)) == 4
     commands = shown.all("pre")
     assert f"{PROGRAM} epochs=2 optimizer.lr=2e-3 run_dir=run" in commands
-    assert f"{PROGRAM} evaluate run={run[0]}" in commands
+    evaluate, predict = commands[-2:]
+    assert evaluate == f"{PROGRAM} evaluate run={run[0]}"
+    assert predict == f"{PROGRAM} predict run={run[0]} split=test"
 
 
 SCRIPTS = ("script.js", "chart.js", "report.js")
@@ -733,7 +735,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     ]  # a callback of one's own is built, so they trust it, and say so
     assert (
         all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others])
-        and len(others) == 2
+        and len(others) == 1
     )
     assert any(text.startswith("These commands run code from faults, ") for text in shown.all("p"))
     done = forks.run(tmp_path, *shlex.split(evaluate)[2:])
