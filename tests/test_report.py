@@ -831,7 +831,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({}, [], {}, None, "No verdict yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
         ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
-        ({}, up[:1], {}, None, "val/acc was 0.5000 after epoch 1."),
+        ({}, up[:1], {}, None, "val/acc was 0.5000 after step 1."),
         (
             {},
             [*up, {"epoch": 3, "step": 8}],
@@ -844,7 +844,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             down[:1],
             even,
             None,
-            f"The model gets {half}, {chance}; val/loss was 2.0000 after epoch 1.",
+            f"The model gets {half}, {chance}; val/loss was 2.0000 after step 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
         ({}, [], luck, None, f"The model gets 60.0% of 20 test samples right, {chance}."),
@@ -878,7 +878,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             best(up, 1),
             "val/acc was 0.5000 after epoch 1, and did not improve later.",
         ),
-        ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
+        ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
         ({"a": 1}, [], even, None, f"The model gets 50.0% of 20 test samples right, {chance}."),
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
@@ -1063,22 +1063,26 @@ def test_the_generated_texts_of_a_report_spread_over_the_training(tmp_path, coun
         assert max(gaps) - min(gaps) <= 1
 
 
-def test_a_stream_s_verdict_names_steps(tmp_path):
-    """So do the texts that its model generated."""
+@pytest.mark.parametrize(
+    ("epochs", "first", "last"),
+    [
+        ((0.25, 1), "step 10", "step 40"),
+        ((1, 4), "epoch 1", "epoch 4"),
+        ((0.5, 2), "step 10", "epoch 2"),
+    ],
+    ids=["stream", "epochs", "parts"],
+)
+def test_a_verdict_names_epochs_at_their_ends_and_steps_within_them(tmp_path, epochs, first, last):
+    """So do the texts that its model generated. A stream is a single epoch."""
     best = Best("val/loss", "min", 40, 1.0)
-    rows = [{"step": i, "epoch": i / 40, "val/loss": 41 - i} for i in (10, 40)]
+    steps = zip((10, 40), epochs, strict=True)
+    rows = [{"step": step, "epoch": epoch, "val/loss": 41 - step} for step, epoch in steps]
     texts = [json.dumps({**row, "text": "a"}) for row in rows]
     (tmp_path / "samples.jsonl").write_text("\n".join(texts), encoding="utf-8")
-    fields = {"result": RunResult(best=best), "has_ended": True}
-    for config, moments in (
-        ({"max_steps": 40}, ("step 10", "step 40")),
-        ({}, ("epoch 0.25", "epoch 1")),
-    ):
-        run = run_with(rows, config=config, folder=tmp_path, **fields)
-        verdict = report.summary.quality_verdict(run)
-        first, last = moments
-        assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
-        assert [report.summary.moment(run, row) for row, _ in run.texts] == [first, last]
+    run = run_with(rows, folder=tmp_path, result=RunResult(best=best), has_ended=True)
+    verdict = report.summary.quality_verdict(run)
+    assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
+    assert [report.summary.moment(run, row) for row, _ in run.texts] == [first, last]
 
 
 def test_a_step_near_zero_leaves_the_time_unknown():

@@ -55,7 +55,7 @@ def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
         "step",
         drawn,
         end=last["step"],
-        epochs=0 if run.is_one_epoch else last["epoch"] / max(1, last["step"]),
+        epochs=last["epoch"] / max(1, last["step"]),
         warmup=warmup_of(run),
         best=next((point for point in points if point[0] == step), None),
         log=metric in LOGARITHMIC,

@@ -71,15 +71,6 @@ class Run:
         return self.result.total_steps or self.status.total_steps
 
     @property
-    def is_one_epoch(self) -> bool:
-        """Whether the whole run of `max_steps` steps is a single epoch, as for a stream."""
-        most = self.config.get("max_steps")
-        if not self.rows or not is_number(most):
-            return False
-        last = self.rows[-1]
-        return abs(last["epoch"] * most - last["step"]) < 0.5
-
-    @property
     def step(self) -> float:
         """The step of the last row, or of an interrupted run's checkpoint if that is later."""
         if self.result.steps is not None:
