@@ -10,7 +10,6 @@ of the run's files. These files are untrusted, and are read again only if their 
 import contextlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,26 +186,15 @@ def shown(value: object) -> str:
 
 
 def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
-    """Return {metric: [steps, values]} for the losses and for `name`.
-
-    If spikes dwarf the other values, a third entry gives the largest value that the plot shows.
-    """
-    from stoker.runs.plots import limit, thin
-    from stoker.runs.report.curves import series
+    """Return {metric: [steps, values]} for the losses and for `name`."""
+    from stoker.runs.plots import thin
 
     curves: dict[str, list[Any]] = {}
     for key in dict.fromkeys(["train/loss", "val/loss", name]):
-        points = thin(series(rows, key), MOST_POINTS)
-        if not points:
-            continue
-        curve: list[Any] = [
-            [step for step, _ in points],
-            [four_digits(value) for _, value in points],
-        ]
-        most = limit([points])
-        if most < math.inf:
-            curve.append(four_digits(most))
-        curves[shown(key)] = curve
+        points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
+        if points:
+            steps = [step for step, _ in points]
+            curves[shown(key)] = [steps, [four_digits(value) for _, value in points]]
     return curves
 
 

@@ -1,8 +1,7 @@
 """Render pages and cards from templates/.
 
 The HTML pages need no network, have a light and a dark mode, and contain one inline script, which
-their content security policy allows by its hash. NAME.html includes script.js, chart.js and
-style.css, and NAME.js and NAME.css if they exist.
+their content security policy allows by its hash. base.html includes the scripts and the CSS.
 """
 
 import base64
@@ -17,36 +16,13 @@ from stoker.trainer.number_format import brief, counted, number
 
 if TYPE_CHECKING:
     import jinja2
-    import markupsafe
 
 TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **facts: Any) -> str:
     """Render a template from templates/. HTML pages escape all facts except Markup."""
-    if template.endswith(".html"):
-        facts |= inline(template.removesuffix(".html"))
     return templates().get_template(template).render(facts)
-
-
-@functools.cache
-def inline(name: str) -> dict[str, "markupsafe.Markup"]:
-    """Return the script of a page, its hash for the content security policy, and the CSS."""
-    from markupsafe import Markup
-
-    script = source("script.js", "chart.js", f"{name}.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return {
-        "script": Markup(script),
-        "script_hash": Markup(f"sha256-{digest}"),
-        "style": Markup(source("style.css", f"{name}.css")),
-    }
-
-
-def source(*names: str) -> str:
-    """Return the text of these files in templates/, skipping missing ones."""
-    paths = [TEMPLATES / name for name in names]
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 
 
 @functools.cache
@@ -63,9 +39,16 @@ def templates() -> "jinja2.Environment":
     )
     environment.globals |= {"brief": brief, "counted": counted, "number": number}
     environment.globals |= {"duration": duration, "seconds": seconds}
+    environment.filters["sha256"] = sha256
     return environment
 
 
 def plain(value: Any) -> Any:
     """Remove control characters from a value, before the template escapes it."""
     return value if hasattr(value, "__html__") else printable(value)
+
+
+def sha256(script: str) -> str:
+    """Return the hash of a script for the content security policy."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

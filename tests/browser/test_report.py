@@ -1,5 +1,6 @@
 """The report of a training in a real browser: it follows the training, and its curves can be read."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 import pytest
 from made_runs import make_run
 
-from stoker.runs import report
+from stoker.runs import plots, report
 
 # A training of 12 epochs that draws its report as often as it can, and whose page asks as often.
 LIVE = """
@@ -146,3 +147,94 @@ def test_the_page_of_a_killed_training_says_that_it_is_old(open_page, tmp_path):
     assert page.locator(".late").text_content() == (
         "not updated for 10 min: the run may have been killed"
     )
+
+
+TICKS = [
+    ((0.91, 0.98), "0.90 0.92 0.94 0.96 0.98"),
+    ((0.3, 1), "0.2 0.4 0.6 0.8 1.0"),  # a share ends at 1
+    ((1, 1), "1.00 1.05 1.10"),
+    ((0, 0), "0 0.5 1.0"),
+    ((0, 23_000), "0 10,000 20,000 30,000"),
+    ((0, 3e-5), "0 1e-5 2e-5 3e-5"),
+    ((-3, 5e6), "-2e6 0 2e6 4e6 6e6"),
+    ((1e-200, 2e99), "0 5.0e98 1.0e99 1.5e99 2.0e99"),
+    ((0.02, 2.5), "0.01 0.1 1 10"),
+    ((1e-6, 1), "1e-6 1e-4 1e-2 1e0"),
+    ((1, 31), "1 10 100"),
+]
+
+
+def test_ticks_are_round_and_of_one_notation(open_page, tmp_path):
+    make_run(tmp_path / "run")
+    page = open_page(report.write(tmp_path / "run")).page
+    for values, labels in TICKS:
+        code = "numbers => scale(numbers, 4, {margin: 0, log: true}).ticks"
+        ticks = page.evaluate(code, list(values))
+        assert " ".join(label for _, label in ticks) == labels
+        assert (ticks[0][0], ticks[-1][0]) == pytest.approx((0, 1))
+    at = "[0.01, 0.1, 10].map(scale([0.02, 2.5], 4, {margin: 0, log: true}).at)"
+    assert page.evaluate(at) == pytest.approx([0, 1 / 3, 1])
+
+
+PATHS = """plot => {
+  const place = document.createElement("div");
+  place.dataset.plot = JSON.stringify(plot);
+  document.body.append(place);
+  draw(place);
+  return [...place.querySelectorAll("path:not(.grid)")].map(part => [part.getAttribute("class"), part.getAttribute("d")]);
+}"""
+
+
+def test_marks_are_at_their_values(open_page, tmp_path):
+    make_run(tmp_path / "run")
+    page = open_page(report.write(tmp_path / "run")).page
+    left, right, top, foot = page.evaluate("[LEFT, RIGHT, TOP, FOOT]")
+    half, quarter = (top + foot) / 2, left + (right - left) / 4
+    lines = {"val": [(0, 2), (50, 1), (200, 0)]}
+    drawn = plots.figure("loss", "step", lines, end=200, best=(50, 1), warmup=10)
+    warm, curve, _, rule, best = page.evaluate(PATHS, drawn)
+    assert warm == ["warmup", f"M{left} {foot}V{top}H{left + (right - left) / 20}V{foot}z"]
+    places = f"M{left:.1f} {top:.1f}L{quarter:.1f} {half:.1f}L{right:.1f} {foot:.1f}"
+    assert curve == ["curve", places]
+    assert rule == ["rule", f"M{quarter:g} {foot}V{top}"]
+    assert best == ["dots best", f"M{quarter:.1f} {half:.1f}h0"]
+    bars = plots.figure("errors", "error", {}, bars=[[-2, -1, 1, 2], [4, 0, 2]])
+    first, second, zero = page.evaluate(PATHS, bars)
+    assert first == ["histogram", f"M{left} {foot}V{top}H{quarter:g}V{foot}z"]
+    assert second[1] == f"M{right - (right - left) / 4:g} {foot}V{half:g}H{right}V{foot}z"
+    assert zero == ["rule", f"M{(left + right) / 2:g} {foot}V{top}"]
+    dots = plots.figure("a", "true", {}, dots=[(0, 0), (4, 2)], ideal=True)
+    diagonal, dots = page.evaluate(PATHS, dots)
+    assert diagonal == ["rule", f"M{left} {foot}L{right} {top}"]
+    assert dots[1] == f"M{left:.1f} {foot:.1f}h0M{right:.1f} {half:.1f}h0"
+
+
+def test_names_in_plots_are_text(open_page, tmp_path):
+    make_run(tmp_path / "run")
+    bad = """'><img src=x onerror="document.title=1">"""
+    rows = [{"step": i, "epoch": i, f"{bad}/x": i} for i in (900, 1000)]
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    path = report.write(tmp_path / "run")
+    opened = open_page(path)
+    page = opened.page
+    figure = page.locator("figure", has_text="onerror")
+    figure.locator("svg.plot").hover()
+    assert bad in page.locator(".tip").inner_text()
+    with page.expect_download() as download:
+        figure.locator("button.csv").click()
+    head = download.value.path().read_text().splitlines()[0]
+    assert bad.replace('"', '""') in head
+    figure.locator("svg.plot").click()
+    assert page.locator("dialog svg.plot").count() == 1 and page.locator("img").count() == 0
+    assert page.title() == "Run run" and opened.requests == [path.as_uri()]
+    assert opened.complaints == []
+
+
+def test_a_page_without_scripts_has_the_last_values(chromium, tmp_path):
+    make_run(tmp_path / "run")
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(report.write(tmp_path / "run").as_uri())
+    assert "last value" in page.locator("figure").first.inner_text()
+    context.close()

@@ -49,11 +49,11 @@ def html(folder: str | Path, state: str | None = None) -> str:
 
 
 def page_of(run: inputs.Run) -> str:
-    """Return the page. If it exceeds MOST_PAGE bytes, omit pictures, settings and classes."""
+    """Return the page. If it exceeds MOST_PAGE bytes, omit most of its parts."""
     shown = facts(run)
     text = render("report.html", **shown)
     if len(text.encode()) >= MOST_PAGE:
-        shown |= {"hardest": [], "settings": [], "classes": []}
+        shown |= {"hardest": [], "settings": [], "classes": [], "frames": []}
         text = render("report.html", **shown)
     return text
 

@@ -1,91 +1,65 @@
 """The curves of a run over its steps: loss, metrics, learning rate, gradient norm and memory."""
 
 import itertools
-import math
-from typing import Any
 
 from stoker.runs import plots
-from stoker.runs.report.inputs import Row, Run
+from stoker.runs.report.inputs import Run
 from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
 from stoker.trainer.typed import is_number
 
-MOST_METRICS = 6  # maximum number of metrics drawn besides the loss, and of other numbers
-LOSS_FAR = 30  # the axis is logarithmic if the largest loss is over this many times the smallest
+MOST_PLOTS = 14
+MOST_CURVES = 6  # in a plot
+LOGARITHMIC = ("loss", "grad_norm")  # these spike, or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
-MEASURED = {  # {name in a row: title}
-    "train/lr": "learning rate",
-    "train/grad_norm": "gradient norm",
-    "device/memory_mib": "device memory held, MiB",
+TITLES = {  # of the NUMBERS that are drawn
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "memory_mib": "device memory held, MiB",
 }
 
 Lines = dict[str, list[tuple[float, float]]]
 
 
-def frames(run: Run) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "warmup", "svg"} for each plot that has a curve.
+def frames(run: Run) -> list[plots.Figure]:
+    """Return a plot for each metric, with a curve for each split: "val/acc" is in the plot "acc".
 
-    "keys" is {name of a curve: its color}.
+    The loss comes first, then the metrics of the validation set.
     """
-    rows = run.rows
-    names = list(dict.fromkeys(itertools.chain(*rows)))  # in the order they were logged
-    split = "val"
-    if run.best is not None and not run.best.name.startswith("train/"):
-        split, _, _ = run.best.name.partition("/")
-    loss = f"{split}/loss"
-    metrics = [name for name in names if name.startswith(f"{split}/") and name != loss]
-    drawn = []
-    for name in [loss, *metrics[:MOST_METRICS]]:
-        _, _, metric = name.partition("/")
-        lines = {"train": training(rows, f"train/{metric}"), "val": series(rows, name)}
-        far = LOSS_FAR if metric == "loss" else math.inf
-        drawn.append(frame(run, shortened(metric), lines, far))
-    rest = others(names, [loss, *metrics])[:MOST_METRICS]
-    titles = MEASURED | {name: shortened(name) for name in rest}
-    for name, title in titles.items():
-        drawn.append(frame(run, title, {title: series(rows, name)}))
-    return [one for one in drawn if one is not None]
+    metrics: dict[str, Lines] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            split, slash, metric = name.partition("/")
+            if slash and (metric in TITLES or name not in NUMBERS):
+                lines = metrics.setdefault(metric, {})
+                lines.setdefault(split, []).append((row["step"], value))
+    order = sorted(metrics, key=lambda metric: (metric != "loss", "val" not in metrics[metric]))
+    drawn = [metric for metric in order if max(map(len, metrics[metric].values())) > 1]
+    return [frame(run, metric, metrics[metric]) for metric in drawn[:MOST_PLOTS]]
 
 
-def others(names: list[str], validated: list[str]) -> list[str]:
-    """Return the remaining names: logged numbers, extra validation sets and parameter groups."""
-    drawn = {*NUMBERS, *validated}
-    drawn |= {f"train/{name.partition('/')[2]}" for name in drawn}
-    rest = [name for name in names if "/" in name and name not in drawn]
-    return sorted(rest, key=lambda name: name.startswith("train/"))
-
-
-def frame(run: Run, title: str, lines: Lines, far: float = math.inf) -> dict[str, Any] | None:
-    """Draw curves over the steps, and mark the best step of the validation curve.
-
-    Returns None if no curve has two points.
-    """
-    lines = {name: points for name, points in lines.items() if points}
-    if max(map(len, lines.values()), default=0) < 2:
-        return None
-    colours = {name: name if name in ("train", "val") else "c0" for name in lines}
-    step = run.best.step if run.best else None
-    best = next((point for point in lines.get("val", []) if point[0] == step), None)
-    warmup = warmup_of(run)
+def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
+    """Draw the curves of a metric over the steps, and mark the best step."""
+    step = None
+    points = []
+    if run.best is not None:
+        step = run.best.step
+        points = lines.get(run.best.name.partition("/")[0], [])
     last = run.rows[-1]
-    epochs = 0 if run.is_one_epoch else last["epoch"] / max(1, last["step"])
-    svg = plots.curves(
-        lines,
-        f"{title} over the steps",
-        colours,
+    drawn = {}
+    for split in itertools.islice(lines, MOST_CURVES):
+        drawn[shortened(split)] = plots.thin(lines[split])
+    return plots.figure(
+        TITLES.get(metric, shortened(metric)),
+        "step",
+        drawn,
         end=last["step"],
-        best=best,
-        warmup=warmup,
-        far=far,
-        epochs=epochs,
+        epochs=last["epoch"] / max(1, last["step"]),
+        warmup=warmup_of(run),
+        best=next((point for point in points if point[0] == step), None),
+        log=metric in LOGARITHMIC,
     )
-    return {
-        "title": title,
-        "keys": {} if title in lines else colours,
-        "best": f"step {best[0]:,}" if best else None,
-        "warmup": warmup,
-        "svg": svg,
-    }
 
 
 def warmup_of(run: Run) -> int:
@@ -98,17 +72,3 @@ def warmup_of(run: Run) -> int:
     if warmup < 1:
         warmup *= total
     return round(min(max(0, warmup), total))
-
-
-def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[name]) for row in rows if name in row]
-
-
-def training(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    """Return the series of a training metric, without the rows that cover few samples.
-
-    The row before an evaluation can cover only a batch or two, so its mean would be noisy.
-    """
-    logged = [row for row in rows if name in row]
-    most = max((row.get("train/samples", 0) for row in logged), default=0)
-    return series([row for row in logged if row.get("train/samples", 0) >= most / 4], name)

@@ -1,23 +1,24 @@
 """The report's view of the evaluation of the best weights: plots, and the hardest samples."""
 
+import math
 from typing import Any
 
-from stoker.runs import plots
 from stoker.runs.evaluation import Evaluation, Sample
-from stoker.runs.report.inputs import is_small_png
+from stoker.runs.plots import Figure, figure
 from stoker.runs.report.words import one_line, rounded_percent, shortened
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 
 MOST_TARGETS = 4  # maximum number of regression targets drawn
+MOST_DOTS = 800  # maximum dots in a scatter plot
+BARS = 24  # of a histogram
 MOST_NUMBERS = 8  # maximum target values shown per sample
 MOST_PICTURES = 200_000  # maximum characters of all pictures together
+MOST_PNG = 40_000  # maximum characters of a picture
 MOST_TOKENS = 200  # maximum tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
 MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # maximum samples in each list
-
-Figure = dict[str, Any]  # {"title", "note", "svg"}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -71,7 +72,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         if isinstance(value, float):
             value = f"{value:.12g}"
         cells.setdefault(shortened(name), shortened(value))
-    pictures = list(filter(is_small_png, [sample.png or "", *sample.masks]))
+    pictures = [text for text in (sample.png, *sample.masks) if text and len(text) <= MOST_PNG]
     return {
         "cells": cells,
         "is_right": sample.true == sample.predicted,
@@ -91,34 +92,27 @@ def tokens_of(sample: Sample) -> list[tuple[str, int]]:
     return tokens[:MOST_TOKENS]
 
 
-def figure(title: str, svg: Any, note: str = "") -> Figure:
-    return {"title": title, "note": note, "svg": svg}
-
-
 def probabilities(evaluation: Evaluation) -> list[Figure]:
     """Return the calibration plot and, for two classes, the ROC and precision-recall curves."""
     import numpy
 
-    diagonal = [(0.0, 0.0), (1.0, 1.0)]
     drawn = []
     points = calibration(evaluation.confidence) if evaluation.confidence else []
     if len(points) > 1:
-        svg = plots.fractions(
-            "correct", points, "predicted probability", "fraction correct", ideal=diagonal
-        )
         note = f"gray: perfect; bins of at least {FEWEST} samples"
-        drawn.append(figure("calibration", svg, note))
+        square = {"y": "fraction correct", "unit": True, "ideal": True}
+        lines = {"correct": points}
+        drawn.append(figure("calibration", "predicted probability", lines, note=note, **square))
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         false_positives, recall = roc.T
         area = numpy.diff(false_positives) @ (recall[1:] + recall[:-1]) / 2
         note = f"for class {evaluation.classes[1]}, AUC {area:.3f}; gray: guessing"
-        svg = plots.fractions(
-            "recall", roc.tolist(), "false positive rate", "recall", ideal=diagonal
-        )
-        drawn.append(figure("ROC", svg, note))
-        svg = plots.fractions("precision", precision.tolist(), "recall", "precision")
-        drawn.append(figure("precision and recall", svg))
+        square = {"y": "recall", "unit": True, "ideal": True}
+        lines = {"recall": roc.tolist()}
+        drawn.append(figure("ROC", "false positive rate", lines, note=note, **square))
+        lines = {"precision": precision.tolist()}
+        drawn.append(figure("precision and recall", "recall", lines, y="precision", unit=True))
     return drawn
 
 
@@ -153,14 +147,17 @@ def thresholds(counts: list[list[int]]) -> tuple[Any, Any]:
 
 def regression(evaluation: Evaluation) -> list[Figure]:
     """Return a scatter plot and an error histogram for each of the first MOST_TARGETS targets."""
+    import numpy
+
     figures = []
     targets = evaluation.targets if evaluation.points else 0
     for i in range(min(targets, MOST_TARGETS)):
         points = [(true[i], predicted[i]) for true, predicted in evaluation.points]
-        errors = [predicted - true for true, predicted in points]
+        counts, edges = numpy.histogram([predicted - true for true, predicted in points], BARS)
+        dots = points[:: math.ceil(len(points) / MOST_DOTS)]
+        bars = [edges.tolist(), counts.tolist()]
         of = f" (target {i + 1})" if targets > 1 else ""
         title = f"predicted against true{of}"
-        figures.append(figure(title, plots.against(points, title)))
-        svg = plots.histogram(errors, "predicted minus true", f"histogram of errors{of}")
-        figures.append(figure(f"errors{of}", svg))
+        figures.append(figure(title, "true", {}, y="predicted", dots=dots, ideal=True))
+        figures.append(figure(f"errors{of}", "predicted minus true", {}, bars=bars))
     return figures

@@ -48,30 +48,16 @@ def origin(run: Run) -> list[tuple[str, str]]:
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) for each task that uses the model of a run."""
+    """Return (purpose, command) pairs: how to evaluate and to use the model of a run."""
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
     packages = trusted(run)
     samples = run.result.samples or {}
-    split = "train"
-    for name in ("val", "test"):
-        if name in samples:
-            split = name
-    dataset = str(run.config.get("dataset._target_"))
-    listed = [["Evaluate it", "evaluate"]]
-    if split == "val":
-        listed[0].append("split=val")
-    if dataset.startswith(OF_TEXT):
-        listed.append(["Generate text", "generate"])
-    else:
-        listed.append(["Make predictions", "predict", f"split={split}"])
-    if dataset.startswith("stoker.") or run.evaluation is not None:
-        # If samples have an arbitrary structure, the inputs of the model are unknown.
-        listed.append(["Export it", "export", "format=onnx"])
-    return [
-        (purpose, command_for(task, run.folder, packages, *options))
-        for purpose, task, *options in listed
-    ]
+    split = next((name for name in ("test", "val") if name in samples), "train")
+    use = ("Make predictions", command_for("predict", run.folder, packages, f"split={split}"))
+    if str(run.config.get("dataset._target_")).startswith(OF_TEXT):
+        use = ("Generate text", command_for("generate", run.folder, packages))
+    return [("Evaluate it", command_for("evaluate", run.folder, packages)), use]
 
 
 def trusted(run: Run) -> list[str]:

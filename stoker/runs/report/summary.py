@@ -8,7 +8,6 @@ from stoker.runs.readable import seconds
 from stoker.runs.report import words
 from stoker.runs.report.inputs import SPLITS, Row, Run
 from stoker.runs.report.words import one_line, shortened
-from stoker.trainer.number_format import brief
 from stoker.trainer.typed import is_number
 
 MOST_ERROR = 1000  # maximum characters of an error, whose last line says what to type
@@ -109,8 +108,10 @@ def quality_verdict(run: Run) -> str:
 
 
 def moment(run: Run, row: Row) -> str:
-    """Return 'epoch 2', or 'step 500' if the whole run is a single epoch."""
-    return f"step {row['step']:,.0f}" if run.is_one_epoch else f"epoch {brief(row['epoch'])}"
+    """Return 'epoch 2' at the end of an epoch, or 'step 500' within one and in the first one."""
+    epoch = row["epoch"]
+    is_end = epoch == round(epoch) and run.rows[-1]["epoch"] > 1
+    return f"epoch {epoch:,.0f}" if is_end else f"step {row['step']:,.0f}"
 
 
 def scores(run: Run) -> dict[str, float]:

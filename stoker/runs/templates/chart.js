@@ -12,31 +12,46 @@ function canvas(place, width, height, label) {
   return shape(place, "svg", {class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
 }
 
-// Return a scale for numbers. `at` maps a number to a fraction of the axis, from 0 to 1; `ticks` are [fraction, label] pairs.
-// The scale is logarithmic if the range is wide and most numbers are small. Ticks are at least `least` apart.
-function scale(numbers, steps, least = 0) {
+function exponent(value) {
+  return Math.floor(Math.log10(value) + 1e-9);
+}
+
+// Return a scale for numbers. `at` maps a number to a fraction of the axis, from 0 to 1; `ticks` are [fraction, label] pairs, at least `least` apart.
+// The scale can be logarithmic only if the range is wide, and `log` says whether it then is: by default, if most numbers are small.
+// `margin` is the part of the axis before the smallest and after the largest number. Without it, the axis ends at ticks.
+function scale(numbers, steps, {least = 0, log, margin = 0.04} = {}) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
   const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];
-  const log = low > 0 && high > 30 * low && middle < (low + high) / 4, turn = log ? Math.log10 : value => value;
+  log = low > 1e-100 && high > 30 * low && (log ?? middle < (low + high) / 4);
+  const turn = log ? Math.log10 : value => value;
+  if (!margin && high - low <= 1e-9 * Math.abs(high)) high = low + (Math.abs(low) / 10 || 1);
   low = turn(low); high = turn(high);
   let size = high - low || Math.abs(high) || 1;
-  const margin = 0.04;
   const at = value => high > low ? margin + (1 - 2 * margin) * (turn(value) - low) / size : 0.5;
-  let step = 10 ** Math.floor(Math.log10(size / steps));
-  step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
+  let step = 10 ** exponent(size / steps);
+  step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps * 1.001);
   if (log) step = Math.max(1, Math.round(step));
   else if (size >= least) step = Math.max(least, step);
-  if (!log && high > low && steps > 1) { // both ends have a tick
+  if ((!log || !margin) && high > low && steps > 1) { // both ends have a tick
     low = Math.floor(low / step + 1e-9) * step;
     high = Math.ceil(high / step - 1e-9) * step;
     size = high - low;
   }
-  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size && ticks.length < 50; i++) {
-    const value = log ? 10 ** (i * step) : i * step;
-    ticks.push([at(value), log || !value || decimals > 6 ? String(+value.toPrecision(4)) : value.toFixed(decimals)]);
-  }
-  return {at, ticks};
+  const values = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size && values.length < 50; i++) values.push(log ? 10 ** (i * step) : i * step);
+  const labels = labelsOf(values, log ? values[0] : step, log);
+  return {at, ticks: values.map((value, i) => [at(value), labels[i]])};
+}
+
+// Return the labels of ticks, all in one notation, such as 0.05, 20,000 or 1e-5. Linear ticks are `step` apart.
+function labelsOf(values, step, log) {
+  const most = Math.max(...values.map(Math.abs)), isFar = step < 1e-4 || most >= 1e6;
+  return values.map(value => {
+    const last = exponent(log ? value : step);
+    if (!value) return "0";
+    if (isFar) return value.toExponential(log ? 0 : Math.max(0, exponent(most) - last)).replace("e+", "e");
+    return last < 0 ? value.toFixed(-last) : value.toFixed().replace(/\B(?=(\d{3})+$)/g, ",");
+  });
 }
 
 function short(text, letters) { // keep the end, because names differ there

@@ -99,8 +99,7 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
     const curve = curveOf(run);
     if (!curve) return;
     const svg = shape(cell, "svg", {width: 84, height: 22, viewBox: "0 0 84 22", "aria-hidden": true});
-    const [steps, values, most = Infinity] = curve; // spikes above `most` are cut off
-    shape(svg, "path", {d: path(placed([steps, values.map(value => Math.min(value, most))], 84, 22))});
+    shape(svg, "path", {d: path(placed(curve, 84, 22))});
   }],
   ["settings", (cell, run) => {
     put(cell, "div", "", pairs(more(run)));
@@ -194,7 +193,7 @@ function compare() {
 
 function drawOverlay(place, name, shown) {
   const width = place.clientWidth, height = 240, left = 52, top = 6, wide = width - left - 14, high = height - top - 42;
-  const across = scale(shown.flatMap(run => run.curves[name][0]), 5, 1);
+  const across = scale(shown.flatMap(run => run.curves[name][0]), 5, {least: 1});
   const up = scale(shown.flatMap(run => run.curves[name][1]), 5);
   const svg = canvas(place, width, height, `${name} of ${shown.length} runs`);
   drawAxes(svg, left, top, wide, high, across.ticks, up.ticks, "step");

@@ -230,7 +230,7 @@ function drawScatter(place) {
 function drawCurves(place) {
   const curves = order.map(i => [i, sweep.jobs[i].curve]).filter(([, curve]) => curve.length > 0);
   const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
-  const across = scale(curves.flatMap(([, curve]) => curve.map(([x]) => x)), width < 500 ? 5 : 10, 1);
+  const across = scale(curves.flatMap(([, curve]) => curve.map(([x]) => x)), width < 500 ? 5 : 10, {least: 1});
   const up = scale(curves.flatMap(([, curve]) => curve.map(([, y]) => y)), 6);
   const svg = canvas(place, width, height, `${sweep.metric} of each job over the epochs`);
   drawAxes(svg, left, top, wide, high, across.ticks, up.ticks, "epoch");
