@@ -369,7 +369,6 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
     """
     import optuna
 
-    parallel = large and importlib.util.find_spec("joblib") is not None
     typed = [
         "-m",
         "sweep=optuna",
@@ -377,7 +376,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
         "sweep.trials=5",
         *SMALL,
     ]
-    typed += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] * parallel
+    typed += ["sweep.at_once=2"] * large
     assert forks.run(tmp_path, *typed).code == 0
     journal = optuna.storages.journal
     storage = journal.JournalStorage(journal.JournalFileBackend(f"{tmp_path}/trials.log"))

@@ -88,8 +88,7 @@ def read_job(folder: Path) -> Job:
     elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error
-        known = (exit_codes.INTERNAL_ERROR, exit_codes.USER_ERROR, exit_codes.TRAINING_ERROR)
-        job.code = result.code if result.code in known else exit_codes.TRAINING_ERROR
+        job.code = result.code if result.code in exit_codes.FAILED else exit_codes.TRAINING_ERROR
     else:
         job.status = "running" if is_running else "unfinished"
         job.code = exit_codes.IN_USE if is_running else exit_codes.TRAINING_ERROR
@@ -149,13 +148,13 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
     )
 
 
-def begin(folder: str, number: int) -> None:
+def begin(folder: str) -> None:
     """Write the job.json of this process's job, and remove the result of an earlier failure."""
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
     if overrides_in(path) != arguments.typed():
-        write_json(path / JOB, {"number": number, "overrides": arguments.typed()})
+        write_json(path / JOB, {"overrides": arguments.typed()})
 
 
 def value_of(folder: str) -> float | None:

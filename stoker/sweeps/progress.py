@@ -3,8 +3,10 @@
 import contextlib
 import re
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from stoker.command import arguments
 from stoker.runs.directory import RESULT
@@ -20,7 +22,7 @@ from stoker.trainer.number_format import counted, number
 # The minimum widths of the columns of a line.
 OUTCOME = 14
 LEFT = 15
-OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
+OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs
 
 
 class Ends:
@@ -34,6 +36,7 @@ class Ends:
         self.folder = folder
         self.total = total
         self.keys = keys
+        self.lock = threading.Lock()
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
@@ -46,13 +49,14 @@ class Ends:
     def show_new(self) -> list[Job]:
         """Print a line for each job that has ended since the last call, and return these jobs."""
         ended = []
-        for path in self.results():
-            with contextlib.suppress(OSError):  # the job may be replacing the file
-                time_ns = path.stat().st_mtime_ns
-                if time_ns != self.times.get(path):
-                    self.times[path] = time_ns
-                    ended.append(read_job(path.parent))
-                    terminal.show(self.line(ended[-1]))
+        with self.lock:
+            for path in self.results():
+                with contextlib.suppress(OSError):  # the job may be replacing the file
+                    time_ns = path.stat().st_mtime_ns
+                    if time_ns != self.times.get(path):
+                        self.times[path] = time_ns
+                        ended.append(read_job(path.parent))
+                        terminal.show(self.line(ended[-1]))
         return ended
 
     @property
@@ -111,9 +115,21 @@ def announce(
     terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
 
 
-def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:
-    """Redirect standard output to the file of a job until the stack `until` is closed."""
-    path = folder / OUTPUT / f"{name}.txt"
+def show_ends(on_error: str = "continue") -> Job | None:
+    """Print a line for each new result. Return the failed job that stops the sweep, if any."""
+    ended = ends.show_new() if ends else []
+    failed = [job for job in ended if job.status == "failed"]
+    return failed[0] if failed and on_error == "stop" else None
+
+
+def open_output(folder: Path) -> TextIO:
+    """Open the file for the output of the job in a folder."""
+    path = folder.parent / OUTPUT / f"{folder.name}.txt"
     path.parent.mkdir(exist_ok=True)
-    file = until.enter_context(path.open("a", buffering=1, encoding="utf-8"))
-    until.enter_context(contextlib.redirect_stdout(file))
+    return path.open("a", buffering=1, encoding="utf-8")
+
+
+def redirect(folder: Path) -> None:
+    """Redirect standard output to the file of a job until `output` is closed."""
+    file = output.enter_context(open_output(folder))
+    output.enter_context(contextlib.redirect_stdout(file))

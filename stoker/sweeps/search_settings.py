@@ -16,14 +16,8 @@ PREDICTS_TOKENS = ("stoker.data.text.text",)
 
 def at_once(cfg: DictConfig) -> int:
     """Return how many trials to propose at once: as many as the launcher runs in parallel."""
-    launcher = cfg.hydra.runtime.choices["hydra/launcher"]
-    node = cfg.hydra.launcher
-    if launcher == "basic":
-        return 1
-    if launcher == "submitit_slurm":
-        return node.array_parallelism
-    if launcher == "joblib":
-        return node.n_jobs
+    if cfg.hydra.runtime.choices["hydra/launcher"] == launchers.SLURM:
+        return int(cfg.hydra.launcher.array_parallelism)
     return launchers.jobs_at_once(cfg.sweep.at_once, cfg.device)
 
 

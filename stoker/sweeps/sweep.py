@@ -56,6 +56,7 @@ class SweepCallback(Callback):
                 f"Type {program} -m ... strategy=ddp devices=N."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
+        launchers.check(config)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
         sweeper = str(config.hydra.sweeper.get("_target_"))
@@ -78,16 +79,14 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Redirect the output of a job in this process to the job's file."""
-        is_here = progress.ends is not None and not launchers.apart
+        is_here = progress.ends is not None
         if is_here and config.task == "train" and config.overfit is None:
-            folder = Path(config.hydra.runtime.output_dir)
-            progress.redirect(folder.parent, folder.name)
+            progress.redirect(Path(config.hydra.runtime.output_dir))
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         """Print the line for the job that has ended."""
         progress.output.close()
-        if progress.ends is not None and not launchers.apart:
-            progress.ends.show_new()
+        progress.show_ends()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         progress.output.close()

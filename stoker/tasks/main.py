@@ -18,7 +18,7 @@ from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
 from stoker.runs.directory import CONFIG
-from stoker.sweeps import jobs, launchers
+from stoker.sweeps import jobs, launchers, progress
 from stoker.tasks import current_job, running
 from stoker.tasks.new import new
 from stoker.tasks.report import draws_report
@@ -29,6 +29,7 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     current_job.process_start = start
+    launchers.begin_job()
     is_new = sys.argv[1:2] == ["new"]
     exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
 
@@ -51,7 +52,7 @@ def main(cfg: DictConfig) -> float | None:
     sweep.on_error is stop.
     """
     try:
-        if current_job.in_sweep():
+        if current_job.in_sweep() and launch.world_size() == 1:
             return do_job(cfg)
         prepare(cfg)
         do(cfg)
@@ -62,17 +63,17 @@ def main(cfg: DictConfig) -> float | None:
 
 def do_job(cfg: DictConfig) -> float | None:
     """Run a job of a sweep, unless it is already finished; return its value for the sweeper."""
-    config = HydraConfig.get()
-    folder = config.runtime.output_dir
+    folder = current_job.run_directory(cfg)
     is_finished = current_job.is_finished(cfg)
     if not is_finished:
-        print(f"\njob {config.job.num}    {' '.join(arguments.typed())}", flush=True)
+        print(f"\njob {Path(folder).name}    {' '.join(arguments.typed())}", flush=True)
     prepare(cfg)
     if is_finished:
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     else:
         if not current_job.task_typed(cfg):
-            jobs.begin(folder, config.job.num)
+            jobs.begin(folder)
+        launchers.limit_threads()
         do(cfg)
     return jobs.value_of(folder)
 
@@ -122,7 +123,8 @@ def failed(cfg: DictConfig, error: Exception) -> float:
     if exit_codes.is_interruption(error):
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
-    stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
+    is_sweep = progress.ends is not None  # whether this process also runs the other jobs
+    stops = is_sweep and OmegaConf.select(cfg, "sweep.on_error") == "stop"
     if not current_job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
         # The error itself is not raised, because Hydra would print another line above it.
         raise SystemExit(code) from error
@@ -163,7 +165,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
             raise SystemExit(code)
         return
     folder = current_job.run_directory(cfg)
-    typed = [*arguments.typed(), shell.setting("run_dir", folder), *arguments.search_path()]
+    typed = [*HydraConfig.get().overrides.task, *arguments.search_path()]
     code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
     if code > 128:
         stopping.received = code - 128
@@ -178,7 +180,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     For a job of a sweep, do this even if the job failed before training began.
     """
     folder = running.begun
-    if processes.job() is not None or current_job.in_sweep():
+    if current_job.in_sweep():
         folder = Path(current_job.run_directory(cfg))
         if code == exit_codes.IN_USE:
             return
