@@ -250,7 +250,7 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
     other = forks.run(tmp_path, *typed)
     assert (
         other.code == 2
-        and "its job 0 was started with monitor=val/loss, not (default)" in other.err
+        and "this sweep was started with monitor=val/loss, not (default)" in other.err
     )
     own = ["model._target_=examples.autoencoder.Autoencoder", "loss=mse"]
     own += ["trainer._target_=examples.autoencoder.AutoencoderTrainer"]
@@ -265,21 +265,14 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
 def test_a_search_with_other_settings_is_another_one(forks, whole):
     before = trials_of(whole)
     done = forks.run(whole, *ASHA, "sweep.trials=9", "epochs=4")
-    assert done.code == 2 and "its job 0 was started with epochs=3, not 4." in done.err
+    assert done.code == 2 and "this sweep was started with epochs=3, not 4." in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
-    assert (
-        done.code == 2
-        and "batch_size" in done.err
-        and "Choose a different hydra.sweep.dir." in done.err
-    )
+    assert done.code == 2 and "started with batch_size=(default), not interval" in done.err
     said = (whole / "s" / "sweep.json").read_bytes()
     done = forks.run(whole, *ASHA, "sweep/space=none", LR)
     first, _, again = done.err.splitlines()
     assert done.code == 2 and done.out == "" and (whole / "s" / "sweep.json").read_bytes() == said
-    assert (
-        ": this search varies optimizer.lr, but the earlier one varied batch_size, optimizer.lr, "
-        in first
-    )
+    assert ": this sweep was started with sweep/space=(default), not none." in first
     assert "sweep/space" not in again and "sweep.trials=8 hydra.sweep.dir=" in again
     assert trials_of(whole) == before
 

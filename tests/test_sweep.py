@@ -535,15 +535,21 @@ def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, t
     done = forks.run(tmp_path, "-m", *JOB, "seed=2,1", "hydra.sweep.dir=all")
     first, second, third = done.err.splitlines()
     assert done.code == 2 and done.out == ""
-    assert first == "error: hydra.sweep.dir=all: its job 0 was started with seed=0, not 2."
+    assert first == "error: hydra.sweep.dir=all: this sweep was started with seed=0,1, not 2,1."
     assert second.startswith("Choose a different hydra.sweep.dir") and arguments_of(third)[-2:] == [
         "seed=0,1",
         "hydra.sweep.dir=all",
     ]
     assert {path: path.read_bytes() for path in before} == before
-    # More values behind the ones that are there, and what changes no result, are the same sweep.
-    done = forks.run(tmp_path, "-m", *JOB, "seed=0,1,2", "log_every=7", "hydra.sweep.dir=all")
-    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 3 done;")
+    done = forks.run(tmp_path, "-m", *JOB, "seed=0,1", "log_every=7", "hydra.sweep.dir=all")
+    assert done.code == 2 and "was started with log_every=(default), not 7." in done.err
+    done = forks.run(tmp_path, "-m", "sweep=optuna", *JOB, "seed=0,1", "hydra.sweep.dir=all")
+    assert done.code == 2 and "was started with sweep=(default), not optuna." in done.err
+    assert {path: path.read_bytes() for path in before} == before
+    # The order of the settings, and those of the sweep as a whole, make no other sweep.
+    typed = ("seed=0,1", *JOB, "sweep.on_error=stop", "hydra.sweep.dir=all")
+    done = forks.run(tmp_path, "--multirun", *typed)
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;")
     # A directory in which no training has begun is nobody's.
     assert forks.run(tmp_path, "-m", *JOB, "seed=-1,-2", "hydra.sweep.dir=typo").code == 2
     assert forks.run(tmp_path, "-m", *JOB, "seed=1,2", "hydra.sweep.dir=typo").code == 0
@@ -554,12 +560,8 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
     assert forks.run(tmp_path, *one, "eval_every=1,4").code == 0
     before = identities(tmp_path / "all")
     done = forks.run(tmp_path, *one, "eval_every=4,1")
-    assert done.code == 2 and "its job 0 was started with eval_every=1, not 4." in done.err, (
-        done.err
-    )
-    assert (
-        forks.run(tmp_path, *one, "eval_every=1,4", "log_every=3").code == 0
-    )  # which all of them share
+    assert done.code == 2 and "this sweep was started with eval_every=1,4, not 4,1." in done.err
+    assert forks.run(tmp_path, *one, "eval_every=1,4").code == 0
     assert identities(tmp_path / "all") == before
 
 

@@ -17,7 +17,7 @@ from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: it parses ran
     create_optuna_distribution_from_override,
 )
 from omegaconf import DictConfig
-from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage
@@ -88,11 +88,9 @@ class OptunaSearch(Sweeper):
         # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
         varied = list(settings_of(example))
-        keys = sorted(varied)
         with held(self.folder):
-            search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, sorted(varied))
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)
@@ -195,15 +193,6 @@ class OptunaSearch(Sweeper):
                 f"hydra.sweep.dir={self.folder} holds a search for the {end} value. "
                 "Choose a different hydra.sweep.dir."
             )
-        try:
-            for trial in study.trials:
-                for key in trial.distributions.keys() & self.space.keys():
-                    check_distribution_compatibility(trial.distributions[key], self.space[key])
-        except ValueError:
-            raise UserError(
-                f"hydra.sweep.dir={self.folder}: the trials in it use a different range for {key}. "
-                "Choose a different hydra.sweep.dir."
-            ) from None
         return study
 
 

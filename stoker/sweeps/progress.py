@@ -2,18 +2,16 @@
 
 import contextlib
 import re
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import TextIO
 
-from stoker.command import arguments
 from stoker.runs.directory import RESULT
 from stoker.runs.readable import seconds
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import ranking
-from stoker.sweeps.jobs import Job, read_job, read_jobs, typed_for
+from stoker.sweeps.jobs import Job, command_line, read_job, read_jobs, typed_for
 from stoker.sweeps.table import Sweep, list_in_index, short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
@@ -105,9 +103,7 @@ def announce(
 ) -> None:
     """Record and print what this process will run. Call this after checking the directory."""
     global ends
-    added = arguments.search_path()
-    typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
-    SweepRecord(typed, count, searched, started=time.time()).write(folder)
+    SweepRecord(command_line(), count, searched, started=time.time()).write(folder)
     list_in_index(Sweep(folder))
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} already done" if ends.earlier else ""

@@ -1,13 +1,10 @@
 """The settings of a search: the number of trials, the direction and the search space."""
 
-from pathlib import Path
-
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
 from stoker.command.new_targets import takes
-from stoker.runs.sweep_record import SweepRecord
-from stoker.sweeps import jobs, launchers
+from stoker.sweeps import launchers
 from stoker.trainer.errors import UserError
 
 # The data sets whose first metric is perplexity; others have val/acc, val/miou or val/r2.
@@ -53,14 +50,3 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
             f"monitor: the trials and the search disagree on whether a higher {name} is better.\n"
             f"Type monitor={name} monitor_mode={mode}, and a different hydra.sweep.dir."
         )
-
-
-def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
-    """Raise UserError unless the search in the folder has the same keys and fixed settings."""
-    before = SweepRecord.read(folder).searched
-    if before is not None and before != searched:
-        reason = f"this search varies {', '.join(searched)}, but the earlier one varied "
-        raise jobs.of_another_sweep(folder, reason + ", ".join(before))
-    for job in jobs.read_jobs(folder):
-        found = [f"{key}={value}" for key, value in job.settings.items() if key not in searched]
-        jobs.check_same(folder, job.name, fixed, found)

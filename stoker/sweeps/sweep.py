@@ -66,13 +66,13 @@ class SweepCallback(Callback):
                 f"hydra/sweeper={chosen}: sweep=optuna has its own sweeper. Remove this setting."
             )
         folder = Path(config.hydra.sweep.dir)
+        jobs.check_command(folder)
         make(folder, PLACE)
         if sweeper.startswith("stoker."):
             # On its own, Hydra only finds the sweepers in hydra_plugins.
             Plugins.instance().register(hydra.utils.get_class(sweeper))
         else:
             varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
-            check_goes_on(folder, planned, varied)
             if not lock.is_held(folder):  # this shows the sweep as running in the index
                 holding.enter_context(lock.held(folder))
             progress.announce(folder, len(planned) or None, varied)
@@ -152,19 +152,6 @@ def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
             hydra_config.cfg = before
     if errors and len(planned) <= MOST_CHECKED:
         raise SystemExit(max(map(exit_codes.report, errors.values())))
-
-
-def check_goes_on(folder: Path, planned: list[list[str]], varied: list[str]) -> None:
-    """Raise UserError if the directory of one of these jobs belongs to another job.
-
-    A directory without a run may be used. Settings that do not affect the result may differ, unless
-    the sweep varies them.
-    """
-    for name, typed in enumerate(planned):
-        place = folder / str(name)
-        before = jobs.overrides_in(place)
-        if before is not None and (place / CONFIG).exists():
-            jobs.check_same(folder, str(name), typed, before, varied)
 
 
 def report(sweep: Sweep, draws: bool = True) -> None:
