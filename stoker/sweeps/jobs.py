@@ -156,11 +156,3 @@ def begin(folder: str) -> None:
         (path / RESULT).unlink()
     if overrides_in(path) != arguments.typed():
         write_json(path / JOB, {"overrides": arguments.typed()})
-
-
-def value_of(folder: str) -> float | None:
-    """Return the best value of a job's monitored metric, for the sweeper; None without a value."""
-    result = results.finished(folder)
-    if result is None or result.best is None:
-        return None
-    return result.best.value

@@ -26,11 +26,10 @@ OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs
 class Ends:
     """The jobs of a sweep that have ended, and a line to print for each new one.
 
-    `total` is the total number of jobs, or None if it is unknown. `keys` are the settings in which
-    the jobs differ.
+    `total` is the total number of jobs, and `keys` are the settings in which they differ.
     """
 
-    def __init__(self, folder: Path, total: int | None, keys: list[str]) -> None:
+    def __init__(self, folder: Path, total: int, keys: list[str]) -> None:
         self.folder = folder
         self.total = total
         self.keys = keys
@@ -70,19 +69,18 @@ class Ends:
         """Return the line for a job that has ended, such as '7/12  val/acc 0.98  3 min left'."""
         self.jobs[job.name] = job
         count = len(self.jobs)
-        total = self.total or count
-        width = len(str(total))
-        of_total = f"/{total}" if self.total else ""
         mark = "(best)" if self.best is job else ""
         if job.status == "pruned":
             mark = job.status
-        parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
-        if self.total:
-            ended = max(1, count - self.earlier)  # a job may end more than once
-            each = (time.monotonic() - self.start) / ended
-            left = f"{seconds(each * (total - count))} left" if count < total else ""
-            parts.append(left.rjust(LEFT))
-        parts.append(" ".join([f"job {job.name}", *typed_for(job, self.keys, short)]))
+        ended = max(1, count - self.earlier)  # a job may end more than once
+        each = (time.monotonic() - self.start) / ended
+        left = f"{seconds(each * (self.total - count))} left" if count < self.total else ""
+        parts = [
+            f"{count:>{len(str(self.total))}}/{self.total}",
+            f"{outcome(job):{OUTCOME}} {mark:6}",
+            left.rjust(LEFT),
+            " ".join([f"job {job.name}", *typed_for(job, self.keys, short)]),
+        ]
         return printable("  ".join(parts))
 
 
@@ -99,7 +97,7 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(
-    folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
+    folder: Path, count: int, varied: list[str], searched: list[str] | None = None
 ) -> None:
     """Record and print what this process will run. Call this after checking the directory."""
     global ends
@@ -107,8 +105,7 @@ def announce(
     list_in_index(Sweep(folder))
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} already done" if ends.earlier else ""
-    jobs = counted(count, "job") if count else "several jobs"
-    terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
+    terminal.show(f"sweep    {counted(count, 'job')}{done}; output in {folder / OUTPUT}")
 
 
 def show_ends(on_error: str = "continue") -> Job | None:

@@ -59,23 +59,25 @@ class SweepCallback(Callback):
         launchers.check(config)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
-        sweeper = str(config.hydra.sweeper.get("_target_"))
-        if "trials" in config.sweep and not sweeper.startswith("stoker."):
-            chosen = config.hydra.runtime.choices["hydra/sweeper"]
+        is_search = "trials" in config.sweep
+        sweeper = config.hydra.runtime.choices["hydra/sweeper"]
+        if sweeper != ("stoker_optuna" if is_search else "basic"):
+            kind = "optuna" if is_search else "grid"
             raise UserError(
-                f"hydra/sweeper={chosen}: sweep=optuna has its own sweeper. Remove this setting."
+                f"hydra/sweeper={sweeper}: sweep={kind} has its own sweeper. Remove this setting."
             )
         folder = Path(config.hydra.sweep.dir)
         jobs.check_command(folder)
         make(folder, PLACE)
-        if sweeper.startswith("stoker."):
+        if is_search:
             # On its own, Hydra only finds the sweepers in hydra_plugins.
-            Plugins.instance().register(hydra.utils.get_class(sweeper))
+            target = config.hydra.sweeper._target_
+            Plugins.instance().register(hydra.utils.get_class(target))
         else:
             varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
             if not lock.is_held(folder):  # this shows the sweep as running in the index
                 holding.enter_context(lock.held(folder))
-            progress.announce(folder, len(planned) or None, varied)
+            progress.announce(folder, len(planned), varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Redirect the output of a job in this process to the job's file."""

@@ -44,25 +44,23 @@ def compose() -> None:
     )(main)()
 
 
-def main(cfg: DictConfig) -> float | None:
+def main(cfg: DictConfig) -> None:
     """Check the config (without importing torch), and run its task. Hydra calls this for each job.
 
-    A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
-    that fails returns nan, which marks a failed trial. The failure ends the sweep only if
-    sweep.on_error is stop.
+    The failure of a job ends its sweep only if sweep.on_error is stop.
     """
     try:
         if current_job.in_sweep() and launch.world_size() == 1:
-            return do_job(cfg)
-        prepare(cfg)
-        do(cfg)
-        return None
+            do_job(cfg)
+        else:
+            prepare(cfg)
+            do(cfg)
     except Exception as error:
-        return failed(cfg, error)
+        failed(cfg, error)
 
 
-def do_job(cfg: DictConfig) -> float | None:
-    """Run a job of a sweep, unless it is already finished; return its value for the sweeper."""
+def do_job(cfg: DictConfig) -> None:
+    """Run a job of a sweep, unless it is already finished."""
     folder = current_job.run_directory(cfg)
     is_finished = current_job.is_finished(cfg)
     if not is_finished:
@@ -75,7 +73,6 @@ def do_job(cfg: DictConfig) -> float | None:
             jobs.begin(folder)
         launchers.limit_threads()
         do(cfg)
-    return jobs.value_of(folder)
 
 
 def prepare(cfg: DictConfig) -> None:
@@ -118,8 +115,8 @@ def do(cfg: DictConfig) -> None:
         task(cfg)
 
 
-def failed(cfg: DictConfig, error: Exception) -> float:
-    """Report an error, then end the process, or return nan if the sweep continues."""
+def failed(cfg: DictConfig, error: Exception) -> None:
+    """Report an error, and end the process unless the sweep continues."""
     if exit_codes.is_interruption(error):
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
@@ -128,7 +125,6 @@ def failed(cfg: DictConfig, error: Exception) -> float:
     if not current_job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
         # The error itself is not raised, because Hydra would print another line above it.
         raise SystemExit(code) from error
-    return float("nan")
 
 
 @contextlib.contextmanager
