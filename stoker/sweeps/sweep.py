@@ -6,7 +6,6 @@ are written.
 """
 
 import contextlib
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
-from stoker.trainer.errors import UserError, cause, log, printable
+from stoker.trainer.errors import UserError, printable
 
 PLACE = "hydra.sweep.dir"
 MOST_CHECKED = 20  # maximum jobs whose settings are checked before the sweep is announced
@@ -108,7 +107,7 @@ class SweepCallback(Callback):
             return
         print()
         try:
-            report(sweep, draws=config.get("report") is not False)
+            report(sweep)
         except Exception as error:
             exit_codes.report(error)
 
@@ -156,8 +155,8 @@ def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
         raise SystemExit(max(map(exit_codes.report, errors.values())))
 
 
-def report(sweep: Sweep, draws: bool = True) -> None:
-    """Print the lines that end a sweep; write sweep.csv, sweep.html and the jobs' reports."""
+def report(sweep: Sweep) -> None:
+    """Print the lines that end a sweep; write sweep.csv and sweep.html."""
     from stoker.sweeps import page
 
     summary = summary_of(sweep)
@@ -174,8 +173,6 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     if again:
         print(printable(f"resume   {again}"), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
-    if draws:
-        draw_reports(sweep)
     typed = again or jobs.command_to_continue(sweep.folder)
     html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
     files.write_text(page_path, html)
@@ -208,21 +205,6 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     if is_over or sweep.of("running"):
         return None
     return jobs.command_to_continue(sweep.folder)
-
-
-def draw_reports(sweep: Sweep) -> None:
-    """Draw missing reports of the finished jobs, best first."""
-    from stoker.runs import report
-
-    for job in itertools.chain(*sweep.groups):
-        folder = sweep.folder / job.name
-        # A symbolic link may lead out of the sweep's folder.
-        is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
-        if is_run and not (folder / report.NAME).exists():
-            try:
-                report.write(folder)
-            except Exception as error:
-                log.warning("%s: no report could be drawn (%s).", printable(folder), cause(error))
 
 
 def show(folder: Path) -> None:

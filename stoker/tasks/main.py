@@ -21,7 +21,6 @@ from stoker.runs.directory import CONFIG
 from stoker.sweeps import jobs, launchers, progress
 from stoker.tasks import current_job, running
 from stoker.tasks.new import new
-from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
 
@@ -184,5 +183,5 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         return  # nothing was trained, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed like a killed one
-    running.leave_reason(folder, error, code, draws=draws_report(cfg))
+    running.leave_reason(folder, error, code, draws=bool(cfg.report))
     index.update(folder)
