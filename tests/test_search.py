@@ -16,7 +16,6 @@ from forks import TRAIN, Forks
 from omegaconf import OmegaConf
 
 from stoker.command import messages
-from stoker.sweeps import search_settings
 from stoker.sweeps.jobs import read_job, read_jobs
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import UserError
@@ -316,15 +315,6 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
     assert done.code == 0, done.err
     assert [trial.state.name for trial in study_of(tmp_path).trials] == ["FAIL", "FAIL", "COMPLETE"]
     assert sorted(path.name for path in (tmp_path / "s").glob("[0-9]*")) == ["2"]
-
-
-def test_a_default_range_of_an_argument_that_the_optimizer_lacks_is_left_out():
-    space = {"optimizer.lr": "a", "optimizer.weight_decay": "b", "batch_size": "c"}
-    for target, left_out in (("AdamW", []), ("Rprop", ["optimizer.weight_decay=b"])):
-        cfg = {"optimizer": {"_target_": f"torch.optim.{target}"}, "sweep": {"space": space}}
-        ranges = search_settings.space_of(OmegaConf.create(cfg))
-        wanted = [f"{key}={value}" for key, value in space.items()]
-        assert ranges == [one for one in wanted if one not in left_out]
 
 
 @pytest.mark.slow

@@ -48,6 +48,13 @@ def jobs_at_once(at_once: int | str, device: str) -> int:
     return int(at_once)
 
 
+def trials_at_once(config: DictConfig) -> int:
+    """Return how many trials a search proposes at once: as many as run in parallel."""
+    if config.hydra.runtime.choices["hydra/launcher"] == SLURM:
+        return int(config.hydra.launcher.array_parallelism)
+    return jobs_at_once(config.sweep.at_once, config.device)
+
+
 def check(config: DictConfig) -> None:
     """Register `Local`; raise UserError for another launcher, unless it is Slurm's."""
     Plugins.instance().register(Local)  # on its own, Hydra only finds the ones in hydra_plugins

@@ -28,7 +28,7 @@ from optuna.trial import TrialState
 from stoker.command import settings
 from stoker.runs.lock import held
 from stoker.runs.result import RunResult, finished
-from stoker.sweeps import progress, search_settings
+from stoker.sweeps import launchers, progress
 from stoker.sweeps.jobs import settings_of
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
@@ -71,8 +71,9 @@ class OptunaSearch(Sweeper):
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
         self.trials = settings.check("sweep.trials", cfg.sweep.trials)
-        count = search_settings.at_once(cfg)
-        ranges = [*search_settings.space_of(cfg), *arguments]
+        count = launchers.trials_at_once(cfg)
+        space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
+        ranges = [*space, *arguments]
         parsed = OverridesParser.create().parse_overrides(ranges)
         last = {override.key_or_group: override for override in parsed}  # typed overrides win
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
