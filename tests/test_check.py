@@ -111,7 +111,7 @@ def test_a_typed_option_that_a_file_overrides_is_refused(processed, project):
         (b"callbacks: {ema: 3}\n", "callbacks.ema=3: expected a group of keys, as in 'callbacks.ema="),
         (b"callbacks: [1, 2]\n", "In 'experiment/mine': "),
         (b"metrics: 3\n", "metrics=3: expected a group of keys, as in 'metrics={{}}'."),
-        (b"sweep: 3\n", "ConfigTypeError raised while resolving interpolation: Error"),
+        (b"sweep: 3\n", "sweep=3: expected a group of keys, as in 'sweep={{at_once:"),
         (b"dataset: [a]\n", "In 'experiment/mine': "),
         (b"dataset: {augment: flip}\n", "dataset.augment=flip: expected a list, as in 'dataset.augment=[flip]'."),
         (b"model: {hidden: {a: 1}}\n", "In 'experiment/mine': "),

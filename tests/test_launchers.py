@@ -1,11 +1,12 @@
 """Jobs of a sweep in processes of their own: each is the run that it would be alone, and none
 outlives its sweep.
 
-`pytest --large tests/test_launchers.py` stops and kills a sweep of each launcher.
+`pytest --large tests/test_launchers.py` stops and kills a sweep in every way.
 """
 
 import contextlib
 import glob
+import importlib.util
 import os
 import re
 import signal
@@ -22,12 +23,12 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from test_cli import answers, run
 
+from stoker.command import processes
 from stoker.runs import lock
 from stoker.sweeps import launchers
 from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHERS = ("joblib", "submitit_local")
 JOB = (
     "dataset=synthetic",
     "dataset.n=100",
@@ -41,6 +42,16 @@ CNN = (
     "max_grad_norm=1",
 )  # whose sums have another order with other threads
 PATIENCE = 300  # seconds for one sweep: for a hang, no limit to be near to
+ONLY_SLURM = (  # the keys that submitit's launcher for this machine lacks
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "array_parallelism",
+    "max_num_timeout",
+    "signal_delay_s",
+    "additional_parameters",
+)
 HOLD = """
 import os, pathlib, time
 from stoker.trainer import stopping
@@ -54,18 +65,9 @@ class Hold(Callback):
 """  # a callback beside train.py, for what is on the PYTHONPATH
 
 
-def is_installed(launcher):
-    try:
-        launchers.check_installed(launcher)
-    except UserError:
-        return False
-    return True
-
-
-def needs(launcher):
-    if not is_installed(launcher):
-        extra = launchers.EXTRAS[launcher]
-        pytest.skip(f"hydra/launcher={launcher} is not installed: pip install -e '.[{extra}]'")
+def needs_submitit():
+    if not importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"):
+        pytest.skip("hydra/launcher=submitit_slurm is not installed: pip install -e '.[submitit]'")
 
 
 def start(folder, *arguments):
@@ -134,11 +136,10 @@ def test_each_job_has_its_own_slot_first():
 
 
 def device_in(slot, names, name="auto"):
-    launchers.slot, before = slot, launchers.slot
-    try:
+    job = {} if slot is None else {"slot": slot}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "job", lambda: job)
         return launchers.device(name, names)
-    finally:
-        launchers.slot = before
 
 
 def test_only_auto_is_dealt_out_and_only_where_there_are_several():
@@ -157,46 +158,13 @@ def test_how_many_jobs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_slot_is_one_process_alone(tmp_path):
-    """As long as the process lives; where all are taken, a job asks whether to go on, and waits."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from stoker.sweeps import launchers; from pathlib import Path\n"
-    code += (
-        f"print(launchers.claim(Path({str(tmp_path)!r}), 0, 2, None), flush=True); sys.stdin.read()"
-    )
-    taken = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    assert sorted(int(each.stdout.readline()) for each in taken) == [0, 1]
-    asked = []
-
-    def go_on():
-        asked.append(1)
-        if len(asked) == 2:
-            taken[1].communicate()
-        assert len(asked) < 50
-
-    before = set(lock.locks)
-    assert launchers.claim(tmp_path, 0, 2, go_on) in (0, 1) and len(asked) >= 2
-    taken[0].communicate()
-    for file in lock.locks - before:
-        lock.locks.discard(file)
-        file.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
+def test_a_job_is_the_run_that_it_would_be_alone(tmp_path):
     """Two at once have a thread each on two cores, and a job with a mistake is none of the others'
     business.
     """
-    needs(launcher)
     at_once = max(2, launchers.cores())
     done = sweep(
         tmp_path,
-        f"hydra/launcher={launcher}",
         "seed=0,-1,1",
         *CNN,
         f"sweep.at_once={at_once}",
@@ -217,16 +185,14 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
         assert "device   cpu, 1 thread" in said and f"run      all/{job}" in said
     assert same(weights(tmp_path / "all" / "2"), alone(tmp_path, *CNN, "seed=1"))
     assert not same(weights(tmp_path / "all" / "0"), weights(tmp_path / "all" / "2"))
-    left = {path.name for path in (tmp_path / "all").iterdir()} - {".submitit"}
+    left = {path.name for path in (tmp_path / "all").iterdir()}
     assert left == {"0", "1", "2", "jobs", "multirun.yaml", "sweep.json", "sweep.csv", "sweep.html"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_path, launcher):
-    needs(launcher)
+def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_path):
     typed = (*JOB, "epochs=1", "dataset.resident=false", "dataset.workers=1")
-    command = (f"hydra/launcher={launcher}", "seed=0,1", *typed, "hydra.sweep.dir=all")
+    command = ("seed=0,1", *typed, "hydra.sweep.dir=all")
     done = sweep(tmp_path, *command, "sweep.at_once=2")
     assert done.code == 0, done.out
     said = (tmp_path / "all" / "jobs" / "1.txt").read_text()
@@ -235,19 +201,16 @@ def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number, large):
+def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, number, large):
     """Each saves the step it is at, none is begun any more, and the same command ends them as they
     would have been.
     """
-    needs(launcher)
-    if not large and (launcher, number) != ("joblib", signal.SIGTERM):
+    if not large and number != signal.SIGTERM:
         pytest.skip("one of them without --large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
     command = [
-        f"hydra/launcher={launcher}",
         "seed=0,1,2,3",
         *JOB,
         "epochs=3",
@@ -288,13 +251,11 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
 
 
 def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
-    needs("joblib")
     if not large:
         pytest.skip("--large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
     command = [
-        "hydra/launcher=joblib",
         "seed=0,-1,2,3",
         *JOB,
         "epochs=3",
@@ -309,14 +270,39 @@ def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
     assert not (tmp_path / "all" / "3").exists() and "Traceback" not in done.err
 
 
-def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_path, large):
-    """As Slurm does it before a job's time is over, and when it is preempted."""
-    needs("submitit_local")
+def test_a_killed_job_is_a_failure_of_its_own(tmp_path, large):
+    """The others go on, and the same command ends it."""
     if not large:
         pytest.skip("--large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
-    command = ["hydra/launcher=submitit_local", "seed=0,1", *JOB, "epochs=3", "hydra.sweep.dir=all"]
+    command = ["seed=0,1,2", *JOB, "epochs=3", "hydra.sweep.dir=all", "sweep.at_once=2"]
+    command += ["+callbacks.hold._target_=mine.Hold"]
+    process = start(tmp_path, *command)
+    wait(lambda: process.poll() is not None or len(glob.glob(f"{tmp_path}/holds.*")) == 2)
+    killed = int((tmp_path / "all" / "0" / lock.LOCK).read_text().split()[1])
+    os.kill(killed, signal.SIGKILL)
+    (tmp_path / "hold").unlink()
+    done = end(process, tmp_path)
+    assert done.code == 3 and "2 done, 1 failed" in done.out, done.err
+    assert "failed, the process ended with exit code -9." in done.out
+    done = sweep(tmp_path, *command)
+    assert done.code == 0 and "all: 3 done" in done.out, done.err
+
+
+def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_path, large):
+    """As Slurm does it before a job's time is over, and when it is preempted; submitit's launcher
+    for this machine takes the place of Slurm's.
+    """
+    needs_submitit()
+    if not large:
+        pytest.skip("--large")
+    (tmp_path / "mine.py").write_text(HOLD)
+    (tmp_path / "hold").touch()
+    command = ["hydra/launcher=submitit_slurm", "seed=0,1", *JOB, "epochs=3", "hydra.sweep.dir=all"]
+    command += [f"~hydra.launcher.{key}" for key in ONLY_SLURM]
+    local = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher"
+    command += [f"hydra.launcher._target_={local}"]
     process = start(tmp_path, *command, "+callbacks.hold._target_=mine.Hold")
     wait(
         lambda: (
@@ -331,63 +317,54 @@ def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_pa
     done = end(process, tmp_path)
     assert done.code == 0 and "all: 2 done" in done.out, done.err
     assert "interrupted at step 13." in (tmp_path / "all" / "jobs" / "0.txt").read_text()
+    assert [line.split()[0] for line in done.out.splitlines()[1:3]] == ["1/2", "2/2"]
     assert same(weights(tmp_path / "all" / "0"), alone(tmp_path, *JOB, "epochs=3", "seed=0"))
 
 
 MISTAKES = [
     (
-        "hydra/launcher=joblib",
-        "hydra/launcher=joblib: this setting is for sweeps.",
+        "sweep.at_once=2",
+        "sweep.at_once=2: this setting is for sweeps.",
         "Add -m to start a sweep",
     ),
     (
-        "-m seed=0,1 hydra/launcher=jobib",
-        "hydra/launcher=jobib: not a valid choice.",
-        "Did you mean 'joblib'?",
+        "hydra/launcher=submitit_slurm",
+        "hydra/launcher=submitit_slurm: this setting is for sweeps.",
+        "Add -m to start a sweep",
     ),
     (
-        "-m seed=0,1 sweep.at_once=2",
+        "-m seed=0,1 hydra/launcher=loca",
+        "hydra/launcher=loca: not a valid choice.",
+        "Did you mean 'local'?",
+    ),
+    (
+        "-m seed=0,1 sweep.at_once=2 hydra/launcher=basic",
         "sweep.at_once=2: hydra/launcher=basic does not support this key",
-        "Type hydra/launcher=joblib",
+        "Remove hydra/launcher",
     ),
-]
-WITH = [
     (
-        "joblib",
-        "sweep.at_once=x",
+        "-m seed=0,1 sweep.at_once=x",
         "sweep.at_once=x: expected auto, or a whole number of at least 1",
         "",
     ),
     (
-        "joblib",
-        "hydra.launcher.n_jobs=0",
-        "hydra.launcher.n_jobs=0: expected a whole number of at least 1",
+        "-m seed=0,1 sweep.at_once=0",
+        "sweep.at_once=0: expected auto, or a whole number of at least 1",
         "",
     ),
+    ("-m seed=0,1 hydra.launcher.jobs=2", "hydra.launcher.jobs: no such key.", ""),
     (
-        "joblib",
-        "hydra.launcher.n_jobs=-1",
-        "hydra.launcher.n_jobs=-1: expected a whole number of at least 1",
-        "",
-    ),
-    ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: no such key.", ""),
-    (
-        "submitit_slurm",
-        "sweep.at_once=2",
+        "-m seed=0,1 sweep.at_once=2 hydra/launcher=submitit_slurm",
         "sweep.at_once=2: hydra",
-        "Type hydra/launcher=joblib",
+        "Remove hydra/launcher",
     ),
 ]
 
 
 @pytest.mark.slow
 def test_what_cannot_be_is_said_in_a_line_and_leaves_nothing(tmp_path):
-    table = [(typed, *said) for typed, *said in MISTAKES]
-    for launcher, typed, *said in WITH:
-        if is_installed(launcher):
-            table.append((f"-m seed=0,1 hydra/launcher={launcher} {typed}", *said))
-    for typed, done in answers(tmp_path, table).items():
-        what, hint = next(said for mistake, *said in table if mistake == typed)
+    for typed, done in answers(tmp_path, MISTAKES).items():
+        what, hint = next(said for mistake, *said in MISTAKES if mistake == typed)
         assert done.code == 2 and done.err.startswith(f"error: {what}") and hint in done.err, (
             typed,
             done.err,
@@ -403,32 +380,22 @@ def test_a_plugin_that_is_missing_is_named_with_its_extra(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for plugins in (others, None):
         monkeypatch.setitem(sys.modules, "hydra_plugins", plugins)
-        for launcher, extra in launchers.EXTRAS.items():
-            said = (
-                rf"hydra/launcher={launcher}: the plugin for this launcher is not installed.\n"
-                rf"Type pip install -e '.\[{extra}\]'"
-            )
-            with pytest.raises(UserError, match=said):
-                launchers.check_installed(launcher)
-        launchers.check_installed("basic")
+        said = (
+            r"hydra/launcher=submitit_slurm: the plugin for this launcher is not installed.\n"
+            r"Type pip install -e '.\[submitit\]'"
+        )
+        with pytest.raises(UserError, match=said):
+            launchers.check_installed()
 
 
-@pytest.mark.parametrize("launcher", launchers.EXTRAS)
-def test_the_keys_of_a_launcher_are_its_constructors(launcher):
-    """Of submitit's, which takes any, those that its executor knows."""
-    needs(launcher)
+def test_the_keys_of_slurm_are_those_that_submitit_knows():
+    needs_submitit()
+    from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
+
     with initialize_config_dir(str(ROOT / "configs")):
         node = compose(
-            "train", [f"hydra/launcher={launcher}"], return_hydra_config=True
+            "train", ["hydra/launcher=submitit_slurm"], return_hydra_config=True
         ).hydra.launcher
     keys = {key for key in node if key != "_target_"}
-    if launcher == "joblib":
-        import joblib
-
-        assert keys - {"inner_max_num_threads"} <= {*joblib.Parallel.__init__.__code__.co_varnames}
-        assert node.n_jobs == launchers.cores() or torch.accelerator.is_available()
-    else:
-        from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
-
-        known = SlurmQueueConf if launcher == "submitit_slurm" else LocalQueueConf
-        assert keys <= {*known.__dataclass_fields__, "setup"}
+    assert keys <= {*SlurmQueueConf.__dataclass_fields__, "setup"}
+    assert keys - {*ONLY_SLURM} <= {*LocalQueueConf.__dataclass_fields__, "setup"}

@@ -176,7 +176,8 @@ TARGETS += [
     "stoker.trainer.files.replacing",
     "stoker.command.exit_codes.run",
     "stoker.sweeps.sweep.SweepCallback",
-    "stoker.sweeps.launchers.Jobs",
+    "stoker.sweeps.launchers.Local",
+    "stoker.sweeps.slurm.Slurm",
     "stoker.trainer.errors.UserError",
     "stoker.tasks.main.main",
 ]
@@ -281,9 +282,9 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
         r"_target_: ([\w.]+)", "\n".join(path.read_text() for path in CONFIGS.rglob("*.yaml"))
     )
     # Hydra's own, which builds them by itself.
-    usual = {"stoker.sweeps.sweep.SweepCallback", "stoker.sweeps.launchers.Jobs"}
+    usual = {"stoker.sweeps.sweep.SweepCallback", "stoker.sweeps.slurm.Slurm"}
     usual |= {target for target in named if target.startswith("hydra_plugins.")}
-    usual.add("stoker.sweeps.optuna_search.OptunaSearch")
+    usual |= {"stoker.sweeps.optuna_search.OptunaSearch", "stoker.sweeps.launchers.Local"}
     usual |= {
         name
         for name in named

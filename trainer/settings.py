@@ -14,7 +14,6 @@ from stoker.trainer.errors import UserError, as_typed, check_choice, check_numbe
 
 T = TypeVar("T")
 
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 # precision -> torch's name for the dtype of autocast
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}

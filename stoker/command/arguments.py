@@ -12,7 +12,6 @@ from stoker import configs, project
 from stoker.command import settings
 from stoker.command.dotted import flat, plain
 from stoker.command.shell import setting
-from stoker.trainer import launch
 from stoker.trainer.errors import UserError, quoted
 
 OPTIONS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
@@ -147,7 +146,7 @@ def check_place(argument: str, sweep: bool) -> None:
             f"{argument}: this setting is for a single run. For a sweep, type hydra.sweep.dir=DIR."
         )
     is_for_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
-    if is_for_sweep and not sweep and launch.world_size() == 1:
+    if is_for_sweep and not sweep:
         raise UserError(f"{argument}: this setting is for sweeps. Add -m to start a sweep.")
 
 

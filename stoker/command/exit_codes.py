@@ -30,6 +30,7 @@ OK = 0
 INTERNAL_ERROR = 1
 USER_ERROR = 2
 TRAINING_ERROR = 3
+FAILED = (INTERNAL_ERROR, USER_ERROR, TRAINING_ERROR)
 DIFFERENT = 4
 IN_USE = 75  # sysexits.h defines it as "try again later"
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
@@ -66,13 +67,15 @@ def run_and_report(main: Callable[[], Any]) -> int:
         signals.can_raise = True
         sys.unraisablehook = signals.show_unraisable
         project.enter()
-        arguments.check(sys.argv[1:])
+        if not processes.job():  # a sweep has checked and completed the arguments of its jobs
+            arguments.check(sys.argv[1:])
         if "-h" in sys.argv or "--help" in sys.argv:
             print(help_text(sys.argv[1:]))
         elif "--version" in sys.argv[1:]:
             print(f"stoker {__version__}")
         else:
-            sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
+            if not processes.job():
+                sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
             main()
         sys.stdout.flush()
         if stopping.received is not None:  # a library swallowed the signal's exception

@@ -1,5 +1,6 @@
 """Start the processes of a run on this machine, and read the source code that they run."""
 
+import functools
 import importlib.resources
 import json
 import os
@@ -58,11 +59,13 @@ def count(strategy: str, devices: int | str, device: str) -> int:
     return max(1, torch.accelerator.device_count())
 
 
-def job() -> Any:
-    """Return the value passed to `start` as `of`; None if there was none."""
-    if launch.world_size() > 1 and JOB in os.environ:
-        return json.loads(os.environ[JOB])
-    return None
+@functools.cache
+def job() -> dict[str, Any]:
+    """Return the sweep job for which this process was started; {} if there is none.
+
+    The variable is removed, because the programs that a job starts are not jobs.
+    """
+    return dict(json.loads(os.environ.pop(JOB, "{}")))
 
 
 def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:

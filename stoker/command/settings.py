@@ -151,7 +151,7 @@ SETTINGS: Mapping[str, Setting] = {
     "checkpoint.epochs": Setting(resume="any"),
     "checkpoint.minutes": Setting(resume="any"),
     "checkpoint.keep": Setting(resume="any"),
-    "report": Setting(Choice(("auto", True, False)), (*TRAINING, "reproduce"), "any"),
+    "report": Setting(FLAG, (*TRAINING, "reproduce"), "any"),
     "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any"),
     "init_from": Setting(TEXT),
     "resume": Setting(Checked(check_resume), resume="any", once=True),

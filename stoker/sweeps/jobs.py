@@ -6,11 +6,12 @@ so malformed contents are treated as missing.
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stoker.command import arguments, exit_codes, invocation, settings
+from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import setting
 from stoker.runs import result as results
 from stoker.runs.directory import JOB, RESULT
@@ -57,12 +58,14 @@ class Job:
         return self.note.partition("\n")[0]
 
 
-def settings_of(overrides: list[str]) -> dict[str, str]:
+def settings_of(
+    overrides: list[str], ignored: str = r"(sweep|hydra|run_dir)([./]|$)"
+) -> dict[str, str]:
     """Return {key: value as typed} without the keys that configure the sweep itself."""
     values = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
+        if not re.match(ignored, key):
             values[key] = value
     return values
 
@@ -88,8 +91,7 @@ def read_job(folder: Path) -> Job:
     elif result.error is not None and not is_running:
         job.status = "failed"
         job.note = result.error
-        known = (exit_codes.INTERNAL_ERROR, exit_codes.USER_ERROR, exit_codes.TRAINING_ERROR)
-        job.code = result.code if result.code in known else exit_codes.TRAINING_ERROR
+        job.code = result.code if result.code in exit_codes.FAILED else exit_codes.TRAINING_ERROR
     else:
         job.status = "running" if is_running else "unfinished"
         job.code = exit_codes.IN_USE if is_running else exit_codes.TRAINING_ERROR
@@ -100,25 +102,6 @@ def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if they are missing."""
     record = read_json(folder / JOB) or {}
     return valid_overrides(record.get("overrides"))
-
-
-def check_same(
-    folder: Path, name: str, typed: list[str], before: list[str], varied: Iterable[str] = ()
-) -> None:
-    """Raise UserError if a job of an existing sweep was started with different settings.
-
-    Settings that do not affect the result may differ, unless the sweep varies them. `eval_every`
-    and `max_minutes` must not differ, because they decide which weights are best.
-    """
-    now = settings_of(typed)
-    old = settings_of(before)
-    for key in now | old:
-        matters = key in (*varied, "eval_every", "max_minutes") or not settings.may_differ(key)
-        is_now = now.get(key, DEFAULT)
-        was = old.get(key, DEFAULT)
-        if matters and is_now != was:
-            reason = f"its job {name} was started with {key}={was}, not {as_typed(is_now)}"
-            raise of_another_sweep(folder, reason)
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
@@ -132,6 +115,12 @@ def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) 
     return typed
 
 
+def command_line() -> list[str]:
+    """Return the command line of this process as it was typed, without the program."""
+    added = arguments.search_path()
+    return [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
+
+
 def command_to_continue(folder: Path) -> str:
     """Return the command line that continues the sweep."""
     place = setting("hydra.sweep.dir", folder)
@@ -140,27 +129,30 @@ def command_to_continue(folder: Path) -> str:
     return shlex.join([*invocation.program(), *typed, place])
 
 
-def of_another_sweep(folder: Path, reason: str) -> UserError:
-    """Return the error for a sweep that differs from the one in its directory."""
-    return UserError(
-        f"hydra.sweep.dir={folder}: {reason}.\n"
-        "Choose a different hydra.sweep.dir, or continue the existing sweep with:\n"
-        f"{command_to_continue(folder)}"
-    )
+def check_command(folder: Path) -> None:
+    """Raise UserError if the sweep in the folder was started with other settings.
+
+    Settings of the sweep as a whole, such as sweep.trials, may differ.
+    """
+    ignored = r"-|(hydra|sweep/pruner|resume|overwrite)([./]|$)|sweep\."
+    before = settings_of(SweepRecord.read(folder).typed or command_line(), ignored)
+    now = settings_of(command_line(), ignored)
+    for key in now | before:
+        is_now = now.get(key, DEFAULT)
+        was = before.get(key, DEFAULT)
+        if is_now != was:
+            raise UserError(
+                f"hydra.sweep.dir={folder}: this sweep was started with {key}={was}, "
+                f"not {as_typed(is_now)}.\n"
+                "Choose a different hydra.sweep.dir, or continue the existing sweep with:\n"
+                f"{command_to_continue(folder)}"
+            )
 
 
-def begin(folder: str, number: int) -> None:
+def begin(folder: str) -> None:
     """Write the job.json of this process's job, and remove the result of an earlier failure."""
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
     if overrides_in(path) != arguments.typed():
-        write_json(path / JOB, {"number": number, "overrides": arguments.typed()})
-
-
-def value_of(folder: str) -> float | None:
-    """Return the best value of a job's monitored metric, for the sweeper; None without a value."""
-    result = results.finished(folder)
-    if result is None or result.best is None:
-        return None
-    return result.best.value
+        write_json(path / JOB, {"overrides": arguments.typed()})

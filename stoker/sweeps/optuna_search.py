@@ -17,7 +17,7 @@ from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: it parses ran
     create_optuna_distribution_from_override,
 )
 from omegaconf import DictConfig
-from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage
@@ -28,9 +28,8 @@ from optuna.trial import TrialState
 from stoker.command import settings
 from stoker.runs.lock import held
 from stoker.runs.result import RunResult, finished
-from stoker.sweeps import progress, search_settings
+from stoker.sweeps import launchers, progress
 from stoker.sweeps.jobs import settings_of
-from stoker.sweeps.search_settings import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.errors import UserError, first_line
@@ -72,9 +71,9 @@ class OptunaSearch(Sweeper):
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
         self.trials = settings.check("sweep.trials", cfg.sweep.trials)
-        self.maximize = search_settings.maximizes(cfg)
-        count = search_settings.at_once(cfg)
-        ranges = [*search_settings.space_of(cfg), *arguments]
+        count = launchers.trials_at_once(cfg)
+        space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
+        ranges = [*space, *arguments]
         parsed = OverridesParser.create().parse_overrides(ranges)
         last = {override.key_or_group: override for override in parsed}  # typed overrides win
         searched = {key: one for key, one in last.items() if one.is_sweep_override()}
@@ -88,11 +87,9 @@ class OptunaSearch(Sweeper):
         # Reject an unknown key before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
         varied = list(settings_of(example))
-        keys = sorted(varied)
         with held(self.folder):
-            search_settings.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, keys)
+            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, sorted(varied))
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)
@@ -113,11 +110,22 @@ class OptunaSearch(Sweeper):
             if result is None or result.best is None:
                 self.study.tell(number, state=TrialState.FAIL)
                 continue
-            check_mode(self.maximize, result.best.name, result.best.mode)
+            self.check_metric(f"{result.best.name} ({result.best.mode})")
             if result.stopped_by("pruned"):  # Optuna uses the last value that the trial reported
                 self.study.tell(number, state=TrialState.PRUNED)
             else:
-                self.study.tell(number, result.best.value)
+                sign = -1 if result.best.mode == "max" else 1  # the study minimizes
+                self.study.tell(number, sign * result.best.value)
+
+    def check_metric(self, name: str) -> None:
+        """Raise UserError if an earlier trial has monitored a different metric."""
+        before = self.study.user_attrs.get("metric", name)
+        if before != name:
+            raise UserError(
+                f"monitor: the trials monitor different metrics, {before} and {name}.\n"
+                "Type monitor=NAME, and a different hydra.sweep.dir."
+            )
+        self.study.set_user_attr("metric", name)
 
     def define(self, searched: dict[str, Override]) -> list[str]:
         """Set the search space from these overrides; return the overrides of an example trial."""
@@ -147,7 +155,7 @@ class OptunaSearch(Sweeper):
         to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
         # Trials are drawn in memory and then stored whole, so that a killed search leaves no trial
         # with only some of its values.
-        memory = optuna.create_study(direction=self.study.direction)
+        memory = optuna.create_study()
         memory.add_trials(trials)
         proposed: Trials = {}
         for _ in range(min(to_go, count)):
@@ -176,34 +184,19 @@ class OptunaSearch(Sweeper):
 
     def open_study(self) -> optuna.Study:
         """Open or create the study; raise UserError if it belongs to another search."""
-        direction = StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
         try:
             place, name = place_of(self.config.hydra.sweeper, self.folder)
-            study = optuna.create_study(
-                storage=open_storage(place),
-                study_name=name,
-                direction=direction,
-                load_if_exists=True,
-            )
-            before = study.direction
+            storage = open_storage(place)
+            study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+            direction = study.direction
         except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
             reason = first_line(error.__cause__ or error)
             raise UserError(f"hydra.sweeper.storage: cannot open the storage ({reason}).") from None
-        if before != direction:
-            end = "lowest" if self.maximize else "highest"
+        if direction != StudyDirection.MINIMIZE:
             raise UserError(
-                f"hydra.sweep.dir={self.folder} holds a search for the {end} value. "
+                f"hydra.sweep.dir={self.folder} holds a search by an earlier version of Stoker. "
                 "Choose a different hydra.sweep.dir."
             )
-        try:
-            for trial in study.trials:
-                for key in trial.distributions.keys() & self.space.keys():
-                    check_distribution_compatibility(trial.distributions[key], self.space[key])
-        except ValueError:
-            raise UserError(
-                f"hydra.sweep.dir={self.folder}: the trials in it use a different range for {key}. "
-                "Choose a different hydra.sweep.dir."
-            ) from None
         return study
 
 
@@ -267,7 +260,7 @@ class Pruning(Callback):
         if not is_evaluation or now < self.reported:
             return
         if now > self.reported and launch.is_first():
-            value = row[self.watched.name]
+            value = -self.watched.sign * row[self.watched.name]  # the study minimizes
             self.trial.report(value if math.isfinite(value) else math.nan, now)
         self.reported = max(now, self.reported)
         self.stop_if_hopeless(trainer)

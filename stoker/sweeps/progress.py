@@ -2,16 +2,16 @@
 
 import contextlib
 import re
-import sys
+import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
-from stoker.command import arguments
 from stoker.runs.directory import RESULT
 from stoker.runs.readable import seconds
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import ranking
-from stoker.sweeps.jobs import Job, read_job, read_jobs, typed_for
+from stoker.sweeps.jobs import Job, command_line, read_job, read_jobs, typed_for
 from stoker.sweeps.table import Sweep, list_in_index, short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
@@ -20,20 +20,20 @@ from stoker.trainer.number_format import counted, number
 # The minimum widths of the columns of a line.
 OUTCOME = 14
 LEFT = 15
-OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs and for locks
+OUTPUT = "jobs"  # the subfolder of a sweep for the output of its jobs
 
 
 class Ends:
     """The jobs of a sweep that have ended, and a line to print for each new one.
 
-    `total` is the total number of jobs, or None if it is unknown. `keys` are the settings in which
-    the jobs differ.
+    `total` is the total number of jobs, and `keys` are the settings in which they differ.
     """
 
-    def __init__(self, folder: Path, total: int | None, keys: list[str]) -> None:
+    def __init__(self, folder: Path, total: int, keys: list[str]) -> None:
         self.folder = folder
         self.total = total
         self.keys = keys
+        self.lock = threading.Lock()
         self.start = time.monotonic()
         self.times = {path: path.stat().st_mtime_ns for path in self.results()}
         jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
@@ -46,13 +46,14 @@ class Ends:
     def show_new(self) -> list[Job]:
         """Print a line for each job that has ended since the last call, and return these jobs."""
         ended = []
-        for path in self.results():
-            with contextlib.suppress(OSError):  # the job may be replacing the file
-                time_ns = path.stat().st_mtime_ns
-                if time_ns != self.times.get(path):
-                    self.times[path] = time_ns
-                    ended.append(read_job(path.parent))
-                    terminal.show(self.line(ended[-1]))
+        with self.lock:
+            for path in self.results():
+                with contextlib.suppress(OSError):  # the job may be replacing the file
+                    time_ns = path.stat().st_mtime_ns
+                    if time_ns != self.times.get(path):
+                        self.times[path] = time_ns
+                        ended.append(read_job(path.parent))
+                        terminal.show(self.line(ended[-1]))
         return ended
 
     @property
@@ -68,19 +69,18 @@ class Ends:
         """Return the line for a job that has ended, such as '7/12  val/acc 0.98  3 min left'."""
         self.jobs[job.name] = job
         count = len(self.jobs)
-        total = self.total or count
-        width = len(str(total))
-        of_total = f"/{total}" if self.total else ""
         mark = "(best)" if self.best is job else ""
         if job.status == "pruned":
             mark = job.status
-        parts = [f"{count:>{width}}{of_total}", f"{outcome(job):{OUTCOME}} {mark:6}"]
-        if self.total:
-            ended = max(1, count - self.earlier)  # a job may end more than once
-            each = (time.monotonic() - self.start) / ended
-            left = f"{seconds(each * (total - count))} left" if count < total else ""
-            parts.append(left.rjust(LEFT))
-        parts.append(" ".join([f"job {job.name}", *typed_for(job, self.keys, short)]))
+        ended = max(1, count - self.earlier)  # a job may end more than once
+        each = (time.monotonic() - self.start) / ended
+        left = f"{seconds(each * (self.total - count))} left" if count < self.total else ""
+        parts = [
+            f"{count:>{len(str(self.total))}}/{self.total}",
+            f"{outcome(job):{OUTCOME}} {mark:6}",
+            left.rjust(LEFT),
+            " ".join([f"job {job.name}", *typed_for(job, self.keys, short)]),
+        ]
         return printable("  ".join(parts))
 
 
@@ -97,23 +97,32 @@ output = contextlib.ExitStack()  # closed at the end of this process's job
 
 
 def announce(
-    folder: Path, count: int | None, varied: list[str], searched: list[str] | None = None
+    folder: Path, count: int, varied: list[str], searched: list[str] | None = None
 ) -> None:
     """Record and print what this process will run. Call this after checking the directory."""
     global ends
-    added = arguments.search_path()
-    typed = [arguments.with_one_plus(one) for one in sys.argv[1:] if one not in added]
-    SweepRecord(typed, count, searched, started=time.time()).write(folder)
+    SweepRecord(command_line(), count, searched, started=time.time()).write(folder)
     list_in_index(Sweep(folder))
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} already done" if ends.earlier else ""
-    jobs = counted(count, "job") if count else "several jobs"
-    terminal.show(f"sweep    {jobs}{done}; output in {folder / OUTPUT}")
+    terminal.show(f"sweep    {counted(count, 'job')}{done}; output in {folder / OUTPUT}")
 
 
-def redirect(folder: Path, name: str, until: contextlib.ExitStack = output) -> None:
-    """Redirect standard output to the file of a job until the stack `until` is closed."""
-    path = folder / OUTPUT / f"{name}.txt"
+def show_ends(on_error: str = "continue") -> Job | None:
+    """Print a line for each new result. Return the failed job that stops the sweep, if any."""
+    ended = ends.show_new() if ends else []
+    failed = [job for job in ended if job.status == "failed"]
+    return failed[0] if failed and on_error == "stop" else None
+
+
+def open_output(folder: Path) -> TextIO:
+    """Open the file for the output of the job in a folder."""
+    path = folder.parent / OUTPUT / f"{folder.name}.txt"
     path.parent.mkdir(exist_ok=True)
-    file = until.enter_context(path.open("a", buffering=1, encoding="utf-8"))
-    until.enter_context(contextlib.redirect_stdout(file))
+    return path.open("a", buffering=1, encoding="utf-8")
+
+
+def redirect(folder: Path) -> None:
+    """Redirect standard output to the file of a job until `output` is closed."""
+    file = output.enter_context(open_output(folder))
+    output.enter_context(contextlib.redirect_stdout(file))

@@ -5,7 +5,6 @@ end, and for `stoker redraw DIR`, the table is printed, and sweep.csv and sweep.
 """
 
 import contextlib
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, terminal
-from stoker.trainer.errors import UserError, cause, log, printable
+from stoker.trainer.errors import UserError, printable
 
 PLACE = "hydra.sweep.dir"
 MOST_CHECKED = 20  # maximum jobs whose settings are checked before the sweep is announced
@@ -54,38 +53,39 @@ class SweepCallback(Callback):
                 f"Type {program} -m ... strategy=ddp devices=N."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
+        launchers.check(config)
         planned = jobs_of_grid(config)
         check_settings(config, planned)
-        sweeper = str(config.hydra.sweeper.get("_target_"))
-        if "trials" in config.sweep and not sweeper.startswith("stoker."):
-            chosen = config.hydra.runtime.choices["hydra/sweeper"]
+        is_search = "trials" in config.sweep
+        sweeper = config.hydra.runtime.choices["hydra/sweeper"]
+        if sweeper != ("stoker_optuna" if is_search else "basic"):
+            kind = "optuna" if is_search else "grid"
             raise UserError(
-                f"hydra/sweeper={chosen}: sweep=optuna has its own sweeper. Remove this setting."
+                f"hydra/sweeper={sweeper}: sweep={kind} has its own sweeper. Remove this setting."
             )
         folder = Path(config.hydra.sweep.dir)
+        jobs.check_command(folder)
         make(folder, PLACE)
-        if sweeper.startswith("stoker."):
+        if is_search:
             # On its own, Hydra only finds the sweepers in hydra_plugins.
-            Plugins.instance().register(hydra.utils.get_class(sweeper))
+            target = config.hydra.sweeper._target_
+            Plugins.instance().register(hydra.utils.get_class(target))
         else:
             varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
-            check_goes_on(folder, planned, varied)
             if not lock.is_held(folder):  # this shows the sweep as running in the index
                 holding.enter_context(lock.held(folder))
-            progress.announce(folder, len(planned) or None, varied)
+            progress.announce(folder, len(planned), varied)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Redirect the output of a job in this process to the job's file."""
-        is_here = progress.ends is not None and not launchers.apart
+        is_here = progress.ends is not None
         if is_here and config.task == "train" and config.overfit is None:
-            folder = Path(config.hydra.runtime.output_dir)
-            progress.redirect(folder.parent, folder.name)
+            progress.redirect(Path(config.hydra.runtime.output_dir))
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         """Print the line for the job that has ended."""
         progress.output.close()
-        if progress.ends is not None and not launchers.apart:
-            progress.ends.show_new()
+        progress.show_ends()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         progress.output.close()
@@ -105,7 +105,7 @@ class SweepCallback(Callback):
             return
         print()
         try:
-            report(sweep, draws=config.get("report") is not False)
+            report(sweep)
         except Exception as error:
             exit_codes.report(error)
 
@@ -153,21 +153,8 @@ def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
         raise SystemExit(max(map(exit_codes.report, errors.values())))
 
 
-def check_goes_on(folder: Path, planned: list[list[str]], varied: list[str]) -> None:
-    """Raise UserError if the directory of one of these jobs belongs to another job.
-
-    A directory without a run may be used. Settings that do not affect the result may differ, unless
-    the sweep varies them.
-    """
-    for name, typed in enumerate(planned):
-        place = folder / str(name)
-        before = jobs.overrides_in(place)
-        if before is not None and (place / CONFIG).exists():
-            jobs.check_same(folder, str(name), typed, before, varied)
-
-
-def report(sweep: Sweep, draws: bool = True) -> None:
-    """Print the lines that end a sweep; write sweep.csv, sweep.html and the jobs' reports."""
+def report(sweep: Sweep) -> None:
+    """Print the lines that end a sweep; write sweep.csv and sweep.html."""
     from stoker.sweeps import page
 
     summary = summary_of(sweep)
@@ -184,8 +171,6 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     if again:
         print(printable(f"resume   {again}"), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
-    if draws:
-        draw_reports(sweep)
     typed = again or jobs.command_to_continue(sweep.folder)
     html = page.of_sweep(sweep, summary, best, typed, is_over=again is None)
     files.write_text(page_path, html)
@@ -218,18 +203,3 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     if is_over or sweep.of("running"):
         return None
     return jobs.command_to_continue(sweep.folder)
-
-
-def draw_reports(sweep: Sweep) -> None:
-    """Draw missing reports of the finished jobs, best first."""
-    from stoker.runs import report
-
-    for job in itertools.chain(*sweep.groups):
-        folder = sweep.folder / job.name
-        # A symbolic link may lead out of the sweep's folder.
-        is_run = (folder / CONFIG).is_file() and not folder.is_symlink()
-        if is_run and not (folder / report.NAME).exists():
-            try:
-                report.write(folder)
-            except Exception as error:
-                log.warning("%s: no report could be drawn (%s).", printable(folder), cause(error))

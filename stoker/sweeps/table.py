@@ -26,7 +26,6 @@ from stoker.trainer.typed import is_number
 
 ENDED = ("done", "pruned", "failed")
 MOST_ROWS = 40  # maximum rows in the printed table
-MOST_NAMES = 5  # jobs named in a row
 
 
 class Sweep:
@@ -143,8 +142,9 @@ def lines(sweep: Sweep) -> list[str]:
     rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
     for group in sweep.groups:
         typed = typed_for(group[0], sweep.group_keys, short)
+        others = len(group) - 1
         row = [
-            few(job.name for job in group),
+            f"{group[0].name} (+{others})" if others else group[0].name,
             mean_of(group, sweep.name),
             mean_of(group, test),
             seconds_of(group),
@@ -154,23 +154,12 @@ def lines(sweep: Sweep) -> list[str]:
     for job in sweep.unfinished:
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
-        value = sweep.value(job)
-        if value is not None:
-            rows.append([job.name, number(value), job.status, "", settings])
-            continue
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
         rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
     return list(aligned(rows, slice(1, 4)))
-
-
-def few(names: Iterable[str]) -> str:
-    """Return the distinct names: '0,2,4', or '0,1,2,3,4,...' for many."""
-    different = list(dict.fromkeys(names))
-    text = ",".join(different[:MOST_NAMES])
-    return f"{text},..." if len(different) > MOST_NAMES else text
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:

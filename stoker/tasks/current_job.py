@@ -21,16 +21,23 @@ def started_at() -> float:
 
 
 def in_sweep() -> bool:
-    """Return whether this process is running a sweep job under Hydra."""
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    """Return whether this process is running a job of a sweep."""
+    is_multirun = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    return is_multirun or bool(processes.job())
 
 
 def sweep_name() -> str | None:
     """Return the name of this job's sweep; None outside a sweep."""
+    return folder_in_sweep().parent.name if in_sweep() else None
+
+
+def folder_in_sweep() -> Path:
+    """Return the folder of this job of a sweep."""
     job = processes.job()
-    if job is not None:
-        return Path(job["folder"]).parent.name
-    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
+    if job:
+        return Path(job["folder"])
+    sweep = HydraConfig.get().sweep
+    return Path(sweep.dir, sweep.subdir)
 
 
 def task_typed(cfg: DictConfig) -> str:
@@ -49,7 +56,7 @@ def is_finished(cfg: DictConfig) -> bool:
     """Return whether an earlier process of the same sweep finished this job."""
     if task_typed(cfg) or cfg.resume == "never":
         return False
-    return finished(HydraConfig.get().runtime.output_dir) is not None
+    return finished(folder_in_sweep()) is not None
 
 
 def typed_for_run() -> list[str]:
@@ -60,8 +67,7 @@ def typed_for_run() -> list[str]:
 def run_directory(cfg: DictConfig) -> str:
     """Return the job's folder in a sweep; otherwise `run_dir`, or a new folder in runs/."""
     if in_sweep():
-        sweep = HydraConfig.get().sweep
-        return f"{sweep.dir}/{sweep.subdir}"
+        return str(folder_in_sweep())
     return str(cfg.run_dir or directory.claim(*names_of(cfg)))
 
 
@@ -83,12 +89,11 @@ def trial_of(cfg: DictConfig) -> list[Any] | None:
     If several processes train a trial, the process that started them passes these values on.
     """
     job = processes.job()
-    if job is not None:
-        return list(job["trial"]) if job["trial"] is not None else None
+    if "trial" in job:
+        return list(job["trial"]) if job["trial"] else None
     if not in_sweep() or "pruner" not in cfg.sweep:
         return None
     from stoker.sweeps.optuna_search import place_of
 
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.sweep.dir).resolve()
-    return [*place_of(hydra_config.sweeper, folder), hydra_config.job.num]
+    folder = folder_in_sweep().resolve()
+    return [*place_of(HydraConfig.get().sweeper, folder.parent), int(folder.name)]

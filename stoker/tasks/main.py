@@ -18,11 +18,10 @@ from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
 from stoker.runs.directory import CONFIG
-from stoker.sweeps import jobs, launchers
+from stoker.sweeps import jobs, launchers, progress
 from stoker.tasks import current_job, running
 from stoker.tasks.new import new
 from stoker.tasks.redraw import redraw
-from stoker.tasks.report import draws_report
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
 
@@ -30,6 +29,7 @@ from stoker.trainer.errors import NotFinite, UserError, first_line
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     current_job.process_start = start
+    launchers.begin_job()
     command = {"new": new, "redraw": redraw}.get("".join(sys.argv[1:2]))
     exit_codes.run(functools.partial(command, sys.argv[2:]) if command else compose)
 
@@ -44,38 +44,35 @@ def compose() -> None:
     )(main)()
 
 
-def main(cfg: DictConfig) -> float | None:
+def main(cfg: DictConfig) -> None:
     """Check the config (without importing torch), and run its task. Hydra calls this for each job.
 
-    A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. A job
-    that fails returns nan, which marks a failed trial. The failure ends the sweep only if
-    sweep.on_error is stop.
+    The failure of a job ends its sweep only if sweep.on_error is stop.
     """
     try:
-        if current_job.in_sweep():
-            return do_job(cfg)
-        prepare(cfg)
-        do(cfg)
-        return None
+        if current_job.in_sweep() and launch.world_size() == 1:
+            do_job(cfg)
+        else:
+            prepare(cfg)
+            do(cfg)
     except Exception as error:
-        return failed(cfg, error)
+        failed(cfg, error)
 
 
-def do_job(cfg: DictConfig) -> float | None:
-    """Run a job of a sweep, unless it is already finished; return its value for the sweeper."""
-    config = HydraConfig.get()
-    folder = config.runtime.output_dir
+def do_job(cfg: DictConfig) -> None:
+    """Run a job of a sweep, unless it is already finished."""
+    folder = current_job.run_directory(cfg)
     is_finished = current_job.is_finished(cfg)
     if not is_finished:
-        print(f"\njob {config.job.num}    {' '.join(arguments.typed())}", flush=True)
+        print(f"\njob {Path(folder).name}    {' '.join(arguments.typed())}", flush=True)
     prepare(cfg)
     if is_finished:
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     else:
         if not current_job.task_typed(cfg):
-            jobs.begin(folder, config.job.num)
+            jobs.begin(folder)
+        launchers.limit_threads()
         do(cfg)
-    return jobs.value_of(folder)
 
 
 def prepare(cfg: DictConfig) -> None:
@@ -115,16 +112,16 @@ def do(cfg: DictConfig) -> None:
         task(cfg)
 
 
-def failed(cfg: DictConfig, error: Exception) -> float:
-    """Report an error, then end the process, or return nan if the sweep continues."""
+def failed(cfg: DictConfig, error: Exception) -> None:
+    """Report an error, and end the process unless the sweep continues."""
     if exit_codes.is_interruption(error):
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
-    stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
+    is_sweep = progress.ends is not None  # whether this process also runs the other jobs
+    stops = is_sweep and OmegaConf.select(cfg, "sweep.on_error") == "stop"
     if not current_job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
         # The error itself is not raised, because Hydra would print another line above it.
         raise SystemExit(code) from error
-    return float("nan")
 
 
 @contextlib.contextmanager
@@ -161,7 +158,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
             raise SystemExit(code)
         return
     folder = current_job.run_directory(cfg)
-    typed = [*arguments.typed(), shell.setting("run_dir", folder), *arguments.search_path()]
+    typed = [*HydraConfig.get().overrides.task, *arguments.search_path()]
     code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
     if code > 128:
         stopping.received = code - 128
@@ -176,7 +173,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     For a job of a sweep, do this even if the job failed before training began.
     """
     folder = running.begun
-    if processes.job() is not None or current_job.in_sweep():
+    if current_job.in_sweep():
         folder = Path(current_job.run_directory(cfg))
         if code == exit_codes.IN_USE:
             return
@@ -184,5 +181,5 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         return  # nothing was trained, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed like a killed one
-    running.leave_reason(folder, error, code, draws=draws_report(cfg))
+    running.leave_reason(folder, error, code, draws=bool(cfg.report))
     index.update(folder)

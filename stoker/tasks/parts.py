@@ -15,7 +15,6 @@ from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.runs import directory
 from stoker.sweeps import launchers
-from stoker.tasks.report import draws_report
 from stoker.trainer import terminal
 from stoker.trainer.errors import UserError
 
@@ -261,7 +260,7 @@ def build_metrics(
 def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Callback"]:
     """Return the callbacks that write sample texts for the report of a language model."""
     writes = data.tokens is not None and hasattr(model, "generate")
-    if not writes or cfg.run_dir is None or not draws_report(cfg):
+    if not writes or cfg.run_dir is None or not cfg.report:
         return []
     from stoker.runs.samples import Samples
 

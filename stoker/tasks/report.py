@@ -1,17 +1,9 @@
-"""Draw the report at the end of a run, unless report=false."""
+"""Draw the report at the end of a run."""
 
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from stoker.command import invocation, shell
-from stoker.tasks.current_job import sweep_name
 from stoker.trainer.errors import cause, log
-
-
-def draws_report(cfg: DictConfig) -> bool:
-    """Return whether this run draws its report. By default, the jobs of a sweep do not."""
-    return sweep_name() is None if cfg.report == "auto" else bool(cfg.report)
 
 
 def draw_report(folder: Path, state: str | None = None) -> None:

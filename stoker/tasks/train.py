@@ -15,7 +15,6 @@ from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, index, provenance, resume, saved_config
 from stoker.tasks import current_job
 from stoker.tasks.parts import building
-from stoker.tasks.report import draws_report
 from stoker.tasks.running import Run
 from stoker.tasks.unused_settings import check_unused
 from stoker.trainer import launch
@@ -64,7 +63,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     from stoker.runs.loggers import Logger
     from stoker.trainer import parallel
 
-    run = Run(folder, build_saver(cfg, folder), started, draws=draws_report(cfg))
+    run = Run(folder, build_saver(cfg, folder), started, draws=bool(cfg.report))
     origin = run.begin(cfg, cfg.resume, cfg.overwrite)
     typed = json.dumps(arguments.typed())
     text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
