@@ -11,6 +11,7 @@ PRIVATE = {
     ("data/workers.py", "_timeout"): "the time limit of one iterator of a DataLoader",
     ("data/workers.py", "_workers"): "the processes of an iterator, to end them in order",
     ("stoker/diagnostics/flops.py", "_FlopCounterMode"): "counting without torch._dynamo (2 s)",
+    ("stoker/sweeps/launchers.py", "hydra._internal.core_plugins.basic_launcher"): "one job",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",
     ("stoker/sweeps/sweep.py", "hydra._internal.core_plugins.basic_sweeper"): "the jobs of a grid",
     ("stoker/command/ranks.py", "_run_exitfuncs"): "exit handlers before os._exit",

@@ -367,7 +367,7 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
         seen = read_run(tmp_path / "run")
         offered = {purpose for purpose, _ in origin(seen) + commands(seen)}
-        with_weights = {"Evaluate it", "Make predictions", "Export it"}
+        with_weights = {"Evaluate it", "Make predictions"}
         expected = {"Started by", "Resume the run once the cause is fixed"}
         assert offered == (expected | with_weights if step > 20 else expected)
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
@@ -423,10 +423,10 @@ BATCHES_OF_DICTS = [
     ("typed", "offered"),
     [
         (BATCHES_OF_DICTS, ["evaluate", "predict"]),
-        (["dataset=synthetic"], ["evaluate", "predict", "export"]),
+        (["dataset=synthetic"], ["evaluate", "predict"]),
         (
             ["dataset=text", "dataset.path=text", "dataset.length=8", "model=gpt", "model.width=8"],
-            ["evaluate", "generate", "export"],
+            ["evaluate", "generate"],
         ),
     ],
 )
