@@ -274,9 +274,9 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 def speed_verdict(
     seconds: dict[str, float], device: str, is_resident: bool, idle: float
 ) -> str | None:
-    """Say in one sentence which setting to change to save the most time, or that none helps.
+    """Say in one sentence which setting to change to save the most time.
 
-    Returns None if the total time is below SOON.
+    Returns None if no setting would save much, or if the total time is below SOON.
 
     Args:
         seconds: {stage: seconds} of a fit.
@@ -288,18 +288,17 @@ def speed_verdict(
     if total < SOON:
         return None
     share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
-    largest = max(STAGES, key=lambda stage: share[stage])
     compute = sum(share[stage] for stage in COMPUTE)
     share["fixed"] = share["optimizer"] + share["other"]
     share["idle"] = idle * compute
-    worthwhile = [name for name in WORTH if share[name] >= WORTH[name]]
-    if worthwhile:
-        worst = max(worthwhile, key=lambda name: share[name] - WORTH[name])
+    excess = {name: share[name] - least for name, least in WORTH.items()}
+    worst = max(excess, key=excess.__getitem__)
+    if excess[worst] >= 0:
         sentence = SENTENCES["resident" if worst == "data" and is_resident else worst]
         return sentence.format(device=device, share=of_the_time(share[worst]))
     if compute > 0.5:
         return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
-    return f"nothing stands out: the largest stage is {largest}, {of_the_time(share[largest])}"
+    return None
 
 
 def of_the_time(share: float) -> str:
