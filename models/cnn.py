@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from stoker.models.checks import check_dropout, check_image, check_sizes
-from stoker.trainer.errors import UserError
 
 
 class CNN(nn.Module):
@@ -24,11 +23,6 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         inputs, height, width = check_image("cnn", in_shape)
-        if kernel < 1 or kernel % 2 != 1:
-            raise UserError(
-                f"model.kernel={kernel}: expected an odd number, so that the feature map keeps its "
-                "size."
-            )
         check_dropout(dropout)
         blocks: list[nn.Module] = []
         for outputs in check_sizes("channels", channels):

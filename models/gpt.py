@@ -41,10 +41,11 @@ class GPT(nn.Module):
                 f"model: gpt takes tokens, but these inputs have shape {tuple(in_shape)}.\n"
                 "Type dataset=text, or another model."
             )
-        for name, size in (("layers", layers), ("heads", heads), ("width", width)):
-            check_number(f"model.{name}", size, whole=True, least=1)
-        if width % heads:
-            raise UserError(f"model.width={width}: expected a multiple of model.heads={heads}.")
+        check_number("model.layers", layers, whole=True, least=1)
+        if width < 1 or width % heads:
+            raise UserError(
+                f"model.width={width}: expected a positive multiple of model.heads={heads}."
+            )
         check_dropout(dropout)
         self.length: int = in_shape[0]
         self.tokens = nn.Embedding(num_classes, width)

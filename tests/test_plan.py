@@ -8,6 +8,7 @@ from conftest import make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import plan
+from stoker.runs.page import render
 from stoker.trainer import checkpoint, schedules, summary
 from stoker.trainer.callbacks import EMA, Callback, Freeze
 
@@ -48,6 +49,22 @@ def test_it_does_steps_of_the_run_and_no_more_than_it_has(capsys):
     for steps in (1, 3, 5):
         found, trainer = look(max_steps=steps, epochs=None)
         assert trainer.step == found.steps == steps and 1 <= found.timed <= steps and found.step > 0
+
+
+def test_the_first_steps_do_not_count(monkeypatch):
+    """The clock shows what the steps are said to take: 5 s, then 1 s until they are timed."""
+    clock = [0.0]
+    lasting = iter([5.0, *[1.0] * (plan.WARMUP - 1)])
+
+    class Lasting(torch.nn.Linear):
+        def forward(self, inputs):
+            clock[0] += next(lasting, 0.1)
+            return super().forward(inputs)
+
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
+    found, _ = look(Lasting(6, 3), epochs=1000)
+    assert found.timed == plan.STEPS
+    assert found.step == pytest.approx(0.1) and found.first == pytest.approx(4.9)
 
 
 def test_its_memory_is_that_of_the_parts():
@@ -101,13 +118,18 @@ def test_a_checkpoint_has_the_size_that_it_says(tmp_path):
     assert found.checkpoint > 4 * found.memory["parameters"]  # weights, two moments, the average
 
 
+def lines(estimate, minutes=None):
+    facts = {"started": 1.0, "evaluations": 10, "keep": 2, "minutes": minutes}
+    return render("plan.txt.jinja", run=estimate, **facts).splitlines()
+
+
 def test_the_lines_add_up():
     memory = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "data": 3.0, "peak": 500.0}
     found = plan.Estimate(
         steps=1000, timed=50, first=2.0, step=0.01, evaluation=0.5, test=1.0, checkpoint=1.0,
         memory=memory,
     )  # fmt: skip
-    lines = list(plan.lines(found, started=1.0, evaluations=10, keep=2))
+    shown = lines(found)
     parts = "parameters 1.0", "gradients 1.0", "optimizer 2.0", "data 3.0"
     times = [
         "1.0 s before the first step",
@@ -116,16 +138,15 @@ def test_the_lines_add_up():
     ]
     times += ["5.0 s for 10 evaluations", "1.0 s for the test"]
     rest = "the rest is activations, Python and PyTorch"
-    assert lines == [
+    assert shown == [
         f"memory   500 MiB at the peak: {', '.join(parts)} MiB; {rest}",
         "disk     1.0 MiB per checkpoint (the last 2 and the best are kept); 1.0 MiB for the weights",
         f"time     about 19.0 s, measured over 50 steps: {', '.join(times)}",
     ]
-    *others, time, stopped = plan.lines(found, started=1.0, evaluations=10, keep=2, minutes=0.1)
-    assert others == lines[:2]
-    assert time == lines[2].replace("19.0 s", "8.0 s")
+    *others, time, stopped = lines(found, minutes=0.1)
+    assert others == shown[:2]
+    assert time == shown[2].replace("19.0 s", "8.0 s")
     assert stopped == "         max_minutes=0.1 stops the run at about step 353"
-    assert list(plan.lines(found, started=1.0, evaluations=10, keep=2, minutes=1)) == lines
+    assert lines(found, minutes=1) == shown
     unknown = plan.Estimate(**{**vars(found), "memory": memory | {"peak": math.nan}})
-    lines = list(plan.lines(unknown, started=1.0, evaluations=10, keep=2))
-    assert lines[0].startswith("memory   parameters 1.0, ")
+    assert lines(unknown)[0].startswith("memory   parameters 1.0, ")

@@ -37,17 +37,8 @@ def test_the_trace_has_the_steps_after_the_first_ones(tmp_path, capsys):
     assert len(steps_in(trace)) == ACTIVE
     forwards = [event for event in trace["traceEvents"] if event.get("name") == "aten::addmm"]
     assert len(forwards) == 2 * ACTIVE  # two linear layers a step
-    text = (tmp_path / "profile" / "operators.txt").read_text()
-    printed = capsys.readouterr().out
-    assert "aten::addmm" in text and text.rstrip() in printed
-    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["operators.txt", path.name]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 6, 17])
-def test_a_short_run_has_one_too(tmp_path, steps):
-    fitted(Profile(tmp_path), max_steps=steps)
-    path, trace = trace_of(tmp_path)
-    assert path.name == f"step_{steps}.pt.trace.json.gz" and len(steps_in(trace)) == steps
+    assert "aten::addmm" in capsys.readouterr().out
+    assert [p.name for p in (tmp_path / "profile").iterdir()] == [path.name]
 
 
 class Stop(Callback):
@@ -60,7 +51,7 @@ class Stop(Callback):
 
 
 def test_a_run_that_stops_before_it_leaves_nothing(tmp_path):
-    for at in (3, BEFORE + WARMUP - 1):
+    for at in (1, BEFORE + WARMUP - 1):
         fitted(Profile(tmp_path / "profile"), Stop(at))
         assert not (tmp_path / "profile").exists()
 

@@ -1156,7 +1156,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     text = " ".join(shown.all("p"))
     assert (
         "Training took 10.0 s, including evaluations and checkpoints, out of 12.5 s since the run was "
-        "last started. The rest was startup and the final evaluation."
+        "last started. The rest was startup, the first step and the final evaluation."
     ) in text
     assert (
         "The GPU waited 63% of the time for data." in text

@@ -314,15 +314,16 @@ def test_the_result_of_a_job_is_written_once(swept):
     assert all(job["versions"] for job in swept.jobs if job["best"])
 
 
-def test_the_learning_rate_finder_takes_no_more_than_max_steps(forks, tmp_path):
+def test_the_learning_rate_finder_prints_the_command_of_the_run(forks, tmp_path):
     done = forks.run(
         tmp_path, *JOB[:3], "task=lr_find", "~optimizer.lr", "max_steps=12", "run_dir=found"
     )
     assert done.code == 0, done.err
     curve = (tmp_path / "found" / "lr_find.csv").read_text().splitlines()
-    assert len(curve) == 13 and curve[-1].startswith("1,")  # it still ends at the highest rate
+    first, second = (float(row.split(",")[0]) for row in curve[1:3])
+    assert second / first == pytest.approx(1e6 ** (1 / 99), rel=1e-4)  # max_steps is the run's
     train = line_of(done.out, "train")
-    assert "max_steps" not in train and "~optimizer.lr" not in train
+    assert "max_steps=12" in train and "~optimizer.lr" not in train
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):

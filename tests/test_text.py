@@ -197,6 +197,15 @@ def test_a_model_that_cannot_write_is_trained_without_samples(file, tmp_path, ca
     assert record.message.startswith("GPT.generate failed (TypeError: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"layers": 0}, "layers"), ({"width": 0}, "width"), ({"width": 9}, "width")],
+)
+def test_impossible_sizes_name_their_key(options, key):
+    with pytest.raises(UserError, match=f"^model.{key}\\b"):
+        make_gpt(**options)
+
+
 def reference(model, width=16, heads=2, layers=2):
     """The same model, of torch's own encoder layers, on embedded tokens."""
     layer = nn.TransformerEncoderLayer(

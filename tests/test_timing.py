@@ -184,7 +184,7 @@ def test_skipping_the_batches_before_a_resume_is_not_waiting():
     model = Net(6, 3)
     fitted(loader, model=model, callbacks=[Keep()], max_steps=60)
     timing, _ = fitted(loader, model=model, resume=states[0], max_steps=60)
-    assert timing.took["data"] > 50 * 0.015
+    assert 9 * 0.015 <= timing.took["data"] < 10 * 0.015
     share = int(re.findall(r"waited (\d+)% of the time for data", timing.said)[0]) / 100
     assert abs(share - 0.015 / (0.015 + Net.seconds)) <= POINTS
 
@@ -267,7 +267,7 @@ def test_the_evaluation_that_a_run_still_owes_is_no_data(tmp_path):
     state = trainer.state_dict() | {"evaluation_due": True}
     trainer.fit(Slow(40, Clock()), Slow(60, Clock()), resume=state)
     total = sum(timing.took.values())
-    assert abs(timing.took["evaluation"] - 2 * 60 * 0.005) <= POINTS * total
+    assert abs(timing.took["evaluation"] - 60 * 0.005) <= POINTS * total  # the last one
     assert timing.took["data"] <= POINTS * total
 
 
@@ -347,7 +347,7 @@ def test_drawing_the_live_report_is_no_logging(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write", write)
     monkeypatch.setattr(live, "FIRST", 0)
     timing, total = fitted(
-        Slow(60, Clock()), callbacks=[live.LiveReport(tmp_path)], epochs=1, log_every=1
+        Slow(60, Clock()), callbacks=[live.LiveReport(tmp_path)], epochs=1, log_every=2
     )
     assert abs(timing.took["report"] - clock.seconds) <= POINTS * total
     assert timing.took.get("logging", 0.0) == 0.0
@@ -380,7 +380,7 @@ def test_nothing_to_do():
     model = Net(6, 3)
     model.seconds = 0.05
     timing, total = fitted(Slow(24, Clock()), model=model)
-    assert abs(timing.took["forward"] - 24 * 0.05) <= POINTS * total
+    assert abs(timing.took["forward"] - 23 * 0.05) <= POINTS * total
     compute = sum(timing.took[stage] for stage in ("forward", "backward", "optimizer"))
     assert (
         timing.said
@@ -483,8 +483,10 @@ def test_the_sampling_has_its_share_and_no_more(virtual, batches, epochs):
     cheap = nn.Sequential(nn.Linear(6, 3))
     timing, total = fitted(Slow(batches, Clock(at_least=0.003)), model=cheap, epochs=epochs)
     steps = batches * epochs
-    assert len(timing.sampled["fit"]) == 1
-    assert ALWAYS <= sum(map(len, timing.sampled.values())) <= ALWAYS + 2 * SHARE * steps
+    assert len(timing.sampled[True]) == epochs - 1
+    others = steps - epochs
+    least = min(others, ALWAYS // 2)
+    assert least <= len(timing.sampled[False]) <= ALWAYS + 2 * SHARE * others
     assert abs(timing.took["data"] - steps * 0.003) <= POINTS * total
 
 
@@ -496,14 +498,18 @@ def test_a_loader_that_waits_at_the_start_of_each_epoch_has_its_share(virtual):
 
     clock = Clock(at_least=0.003)
     timing, total = fitted(Starting(100, clock), epochs=10)
-    assert abs(timing.took["data"] - (10 * 1 + clock.seconds)) <= POINTS * total
+    assert abs(timing.took["data"] - (9 * 1 + clock.seconds)) <= POINTS * total
 
 
 @pytest.mark.parametrize("settings", [{"max_steps": 2}, {"max_steps": 3}, {"epochs": 2}])
 def test_few_steps(settings):
     timing, total = fitted(Slow(2, Clock(at_least=0.1)), **settings)
     steps = settings.get("max_steps", 4)
-    assert abs(timing.took["data"] - steps * 0.1) <= POINTS * total
+    assert abs(timing.took["data"] - (steps - 1) * 0.1) <= POINTS * total
+
+
+def test_a_fit_of_one_step_has_no_time():
+    assert fitted(Slow(2, Clock(at_least=0.1)), max_steps=1)[0].took == {}
 
 
 WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
@@ -549,12 +555,6 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
                 "batch size: set a larger batch_size"
             ),
         ),
-        # No setting helps against it.
-        (
-            {"report": 5.0, "step": 4.0, "other": 1.0},
-            0,
-            "nothing stands out: the largest stage is report, 50% of the time",
-        ),
         (
             {"evaluation": 1.9, "data": 0.6, "transfer": 0.6, "other": 2.0, "forward": 1.0},
             0,
@@ -565,6 +565,10 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
 def test_the_verdict_is_a_function_of_the_shares(seconds, idle, said):
     lasting = {stage: 10 * spent for stage, spent in seconds.items()}
     assert speed_verdict(lasting, "GPU", False, idle).startswith(said)
+
+
+def test_there_is_no_verdict_where_no_setting_helps():
+    assert speed_verdict({"report": 5.0, "step": 4.0, "other": 1.0}, "GPU", False, 0.0) is None
 
 
 def test_a_short_run_has_no_verdict(monkeypatch):

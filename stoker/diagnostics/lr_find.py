@@ -13,8 +13,8 @@ from stoker.trainer.number_format import counted
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
+STEPS = 100  # steps in a curve, unless the loss diverges
 FEWEST = 10  # steps in a curve
-MOST = 100  # steps in a curve, unless max_steps is lower
 DIVERGED = 4.0  # training stops at this many times the lowest smoothed loss
 SMOOTHING = 0.9
 
@@ -43,7 +43,7 @@ def lr_find(
     train_loader: Any,
     lowest: float = 1e-6,
     highest: float = 1.0,
-    steps: int = MOST,
+    steps: int = STEPS,
 ) -> tuple[list[float], list[float]]:
     """Train for up to `steps` steps while the learning rate increases from `lowest` to `highest`.
 

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.runs.page import render
 from stoker.trainer import checkpoint, graph, summary, terminal
 from stoker.trainer import device as devices
 from stoker.trainer.batches import entries
@@ -47,28 +46,28 @@ class Watch(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         for line in summary.plan(trainer):
             terminal.show(line)
-        self.steps = trainer.total_steps
-        self.timed = 0
-        self.first = 0.0
-        self.seconds = 0.0
+        self.untimed = min(WARMUP, trainer.total_steps - 1)
         self.first_state = checkpoint.copy(trainer.state_dict())
-        self.begun = time.perf_counter()
+        self.began = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        is_last = trainer.step == trainer.total_steps
-        timed = trainer.step - WARMUP
-        if trainer.step == 1 or timed % STEPS == 0 or is_last:
-            devices.synchronize(trainer.device)
-            now = time.perf_counter()
-            if trainer.step == 1:
-                self.first = now - self.begun
-                self.state = checkpoint.copy(trainer.state_dict())
-            if timed == 0 and not is_last:
-                self.begun = now
-            self.timed = timed if timed > 0 else trainer.step
-            self.seconds = (now - self.begun) / self.timed
-            if timed >= MOST or (timed >= STEPS and now - self.begun >= LONG):
-                trainer.stop("planned")
+        if trainer.step == 1:
+            self.first = self.elapsed(trainer)
+            self.state = checkpoint.copy(trainer.state_dict())
+        if trainer.step == self.untimed:
+            self.began += self.elapsed(trainer)
+        self.timed = trainer.step - self.untimed
+        is_long = time.perf_counter() - self.began >= LONG
+        if self.timed >= MOST or (self.timed >= STEPS and is_long):
+            trainer.stop("planned")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.seconds = self.elapsed(trainer)
+
+    def elapsed(self, trainer: Trainer) -> float:
+        """Wait for the device, and return the seconds since `began`."""
+        devices.synchronize(trainer.device)
+        return time.perf_counter() - self.began
 
 
 def look(
@@ -95,11 +94,12 @@ def look(
     memory["data"] = resident_bytes(train_loader, *validation, test_loader) / MIB
     if averages:
         memory["averages"] = mib_of([average.state_dict() for average in averages])
+    step = watch.seconds / max(1, watch.timed)
     return Estimate(
-        steps=watch.steps,
+        steps=trainer.total_steps,
         timed=watch.timed,
-        first=max(0.0, watch.first - watch.seconds),
-        step=watch.seconds,
+        first=max(0.0, watch.first - step),
+        step=step,
         evaluation=evaluation,
         test=test,
         checkpoint=mib_of(watch.state),
@@ -122,30 +122,3 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
     start = time.perf_counter()
     trainer.evaluate(itertools.islice(iter(loader), count))  # waits for the device
     return (time.perf_counter() - start) / count * length
-
-
-def lines(
-    estimate: Estimate,
-    started: float,
-    evaluations: int,
-    keep: int,
-    minutes: float | None = None,
-) -> list[str]:
-    """Return the lines of the plan, which follow the opening lines of a run.
-
-    Args:
-        estimate: The measurements.
-        started: Seconds until the first step.
-        evaluations: How many evaluations the run has.
-        keep: How many checkpoints are kept.
-        minutes: The time limit.
-    """
-    text = render(
-        "plan.txt.jinja",
-        run=estimate,
-        started=started,
-        evaluations=evaluations,
-        keep=keep,
-        minutes=minutes,
-    )
-    return text.splitlines()

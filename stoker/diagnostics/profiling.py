@@ -1,4 +1,4 @@
-"""Profile a few steps: write a trace, and list the operators that take longest."""
+"""Profile a few steps: write a trace, and print the operators that take longest."""
 
 import contextlib
 import functools
@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer
 
-BEFORE = 10  # steps without the profiler
-WARMUP = 3  # steps whose recorded events are dropped
+BEFORE = 2  # steps without the profiler
+WARMUP = 1  # steps whose recorded events are dropped
 ACTIVE = 5  # steps in the trace
 MOST = 10  # operators in the table
 
 
 class Profile(Callback):
-    """Write a trace of ACTIVE steps and a table of the most expensive operators into `folder`.
+    """Write a trace of ACTIVE steps into `folder`, and print the most expensive operators.
 
-    The table is also printed. The first steps are skipped, unless the run is too short for that.
-    Profiling slows these steps down, but does not change their results.
+    The first steps are skipped. Profiling slows steps down, but does not change their results.
     Open the trace in chrome://tracing, ui.perfetto.dev or TensorBoard's profiler.
     """
 
@@ -33,17 +31,13 @@ class Profile(Callback):
         self.profiler: Any = None  # a torch.profiler.profile during a fit
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        schedule = {"wait": BEFORE, "warmup": WARMUP, "active": ACTIVE}
-        steps = trainer.total_steps - trainer.step
-        if steps < BEFORE + WARMUP + ACTIVE:
-            schedule = {"wait": 0, "warmup": 0, "active": max(1, steps)}
         with quiet():
             # Otherwise, Kineto writes messages about its start and missing GPUs to stderr.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from torch import profiler
 
             self.profiler = profiler.profile(
-                schedule=profiler.schedule(**schedule, repeat=1),
+                schedule=profiler.schedule(wait=BEFORE, warmup=WARMUP, active=ACTIVE, repeat=1),
                 on_trace_ready=functools.partial(self.finish, trainer),
             )
             self.profiler.start()
@@ -57,9 +51,7 @@ class Profile(Callback):
             self.profiler.stop()
 
     def finish(self, trainer: Trainer, profiler: Any) -> None:
-        """Write the trace, and write and print the table of operators."""
-        if profiler.step_num == 0:  # no step was completed
-            return
+        """Write the trace, and print the table of operators."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard looks for files with this suffix.
         trace = self.folder / f"step_{trainer.step}.pt.trace.json.gz"
@@ -67,7 +59,6 @@ class Profile(Callback):
         part = "device" if trainer.device.type == profiler.use_device else "cpu"
         averages = profiler.key_averages()
         text = averages.table(sort_by=f"self_{part}_time_total", row_limit=MOST).rstrip()
-        write_text(self.folder / "operators.txt", f"{text}\n")
         steps = f"steps up to {trainer.step}"
         print(f"profile  {steps} on {trainer.device}, by operator:\n{text}\n         {trace}")
 

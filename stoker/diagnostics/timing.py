@@ -15,8 +15,8 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-ALWAYS = 32  # steps at the beginning, all of which are sampled
-SHARE = 0.02  # fraction of the later steps to sample, plus about as many first steps of epochs
+ALWAYS = 32  # steps after the first one, all of which are sampled
+SHARE = 0.02  # fraction of the later steps to sample, besides the first steps of epochs
 SOON = 10.0  # seconds; in a shorter run, advice would save little
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
@@ -84,12 +84,11 @@ class Timing(Callback):
     """Divide the time of a fit into STAGES; after the first epoch, say what to change.
 
     This callback listens to the spans of the Trainer. Evaluations, checkpoints, loggers and updates
-    of the live report are always timed. Only some steps are timed: the first step of the fit, which
-    represents only itself, the ALWAYS steps after it, and a random fraction SHARE of the others.
-    The first steps of epochs are sampled more often, since a loader may start its workers there.
-    A sampled step is divided by marks in the queue of the device (events on a GPU), without waiting
-    for the device. A step that is a single graph, or a `train_step` that enters no spans, counts as
-    the stage "step".
+    of the live report are always timed. The clock starts after the first step of the fit. Then only
+    some steps are timed: the next ALWAYS steps, the first step of each epoch, in which a loader may
+    start its workers, and a random fraction SHARE of the others. A sampled step is divided by marks
+    in the queue of the device (events on a GPU), without waiting for the device. A step that is a
+    single graph, or a `train_step` that enters no spans, counts as the stage "step".
 
     Put this callback last in the list, because the time from the end of its `on_step_end` to the
     next batch counts as the stage "data".
@@ -100,33 +99,28 @@ class Timing(Callback):
     def __init__(self) -> None:
         self.took: dict[str, float] = {}
         self.said: str | None = None
-        self.began = 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.took = {}
         self.said = None
         self.device = trainer.device
-        self.first_step = trainer.step
+        self.first_step = trainer.step + 1
+        self.began = 0.0  # until the end of the first step
         self.timed = dict.fromkeys(TIMED, 0.0)  # seconds
         self.within: list[str] = []  # the open spans in `timed`, innermost last
         self.turned = 0.0
-        # {stage: seconds} of each sampled step, by kind of step
-        self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
+        # {stage: seconds} of each sampled step, by whether it was the first of an epoch
+        self.sampled: dict[bool, list[dict[str, float]]] = {True: [], False: []}
         # samples with marks that the device may not have reached yet
-        self.unread: list[tuple[str, list[Mark]]] = []
+        self.unread: list[tuple[bool, list[Mark]]] = []
         self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
         self.idle: list[bool] = []  # for each sample, whether the device was idle at its end
         self.random = random.Random(0)
-        self.heard = {name: Span(self, name) for name in NAMES}
-        for name in TIMED:
-            trainer.spans[name] = self.heard[name]
-        self.began = time.perf_counter()
-        self.begin_sample(trainer, "fit")
 
     def on_fit_end(self, trainer: Trainer) -> None:
         trainer.spans.update(silent_spans())
-        if not trainer.failed:
+        if not trainer.failed and self.began > 0:
             self.took = self.split(trainer)
             self.said = self.sentence(trainer, self.took)
 
@@ -136,22 +130,30 @@ class Timing(Callback):
             self.read()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if self.marks:
-            if trainer.step == self.sample_start:  # a resumed run evaluates before its first step
-                return
+        if trainer.step < self.first_step:  # a resumed run evaluates before its first step
+            return
+        if trainer.step == self.first_step:
+            self.start_clock(trainer)
+        elif self.marks:
             self.end_sample(trainer)
         starts = trainer.step % trainer.steps_per_epoch == 0
         if starts:
             self.say(trainer)
         # Sample at random: a loader may, for example, do more work in every fourth step.
-        # First steps of epochs are rarer than other steps, so sample more of them.
-        share = SHARE * trainer.steps_per_epoch if starts else SHARE
-        if trainer.step - self.first_step < ALWAYS or self.random.random() < share:
-            self.begin_sample(trainer, "epoch" if starts else "other")
+        is_early = trainer.step < self.first_step + ALWAYS
+        if starts or is_early or self.random.random() < SHARE:
+            self.begin_sample(trainer, starts)
+
+    def start_clock(self, trainer: Trainer) -> None:
+        """Start to measure the fit, after its first step."""
+        for name in TIMED:
+            trainer.spans[name] = Span(self, name)
+        devices.synchronize(self.device)
+        self.began = time.perf_counter()
 
     def say(self, trainer: Trainer) -> None:
         """Print the sentence once, below the line of the first full epoch."""
-        is_whole = trainer.step - self.first_step >= trainer.steps_per_epoch
+        is_whole = trainer.step - self.first_step + 1 >= trainer.steps_per_epoch
         if self.said is not None or not is_whole or trainer.step == trainer.total_steps:
             return
         self.said = self.sentence(trainer, self.split(trainer))
@@ -194,15 +196,14 @@ class Timing(Callback):
         if self.marks:
             self.marks.append((stage, devices.mark(self.device)))
 
-    def begin_sample(self, trainer: Trainer, kind: str) -> None:
-        """Sample the next step."""
-        self.kind = kind
-        self.sample_start = trainer.step
+    def begin_sample(self, trainer: Trainer, starts: bool) -> None:
+        """Sample the next step, which may start an epoch."""
+        self.starts = starts
         self.waited = False
         self.gap = "other"  # the stage for work outside of spans
         # If the step is captured as a graph, marks inside it would become part of the graph.
         for name in ["transfer"] if captures(trainer) else SAMPLED:
-            trainer.spans[name] = self.heard[name]
+            trainer.spans[name] = Span(self, name)
         self.marks = [(None, devices.mark(self.device))]
 
     def end_sample(self, trainer: Trainer) -> None:
@@ -213,51 +214,41 @@ class Timing(Callback):
         if not self.waited:
             _, done = self.marks[-2]
             self.idle.append(devices.has_caught_up(done))
-        self.unread.append((self.kind, self.marks))
+        self.unread.append((self.starts, self.marks))
         self.marks = []
 
     def read(self) -> None:
         """Convert the marks of sampled steps to seconds; the device must have reached them."""
-        for kind, marks in self.unread:
+        for starts, marks in self.unread:
             seconds: dict[str, float] = defaultdict(float)
             for (_, start), (stage, end) in itertools.pairwise(marks):
                 if stage is not None:
                     seconds[stage] += devices.seconds_between(start, end)
-            self.sampled[kind].append(seconds)
+            self.sampled[starts].append(seconds)
         self.unread = []
 
     def split(self, trainer: Trainer) -> dict[str, float]:
-        """Return {stage: seconds} for the fit so far; the seconds add up to its total time."""
+        """Return {stage: seconds} since the first step; they add up to the total time."""
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
         per_epoch = trainer.steps_per_epoch
-        epochs = max(0, trainer.step - 1) // per_epoch - self.first_step // per_epoch
-        others = trainer.step - self.first_step - 1 - epochs
-        count = {"fit": 1, "epoch": epochs, "other": others}
-        steps = dict.fromkeys(STAGES, 0.0)
-        # If no first step of a later epoch was sampled, these steps count as other steps.
-        if not self.sampled["epoch"]:
-            count["other"] += count.pop("epoch")
-        for kind, number in count.items():
-            for sample in self.sampled[kind]:
+        epochs = (trainer.step - 1) // per_epoch - (self.first_step - 1) // per_epoch
+        count = {True: epochs, False: trainer.step - self.first_step - epochs}
+        took = dict.fromkeys(STAGES, 0.0)
+        for starts, samples in self.sampled.items():
+            for sample in samples:
                 for stage, seconds in sample.items():
-                    steps[stage] += number / len(self.sampled[kind]) * seconds
+                    took[stage] += count[starts] / len(samples) * seconds
         # The samples only give an estimate, so scale it to the measured time.
-        scale = (total - sum(self.timed.values())) / max(sum(steps.values()), 1e-9)
-        took = {stage: self.timed.get(stage, scale * steps[stage]) for stage in STAGES}
+        scale = (total - sum(self.timed.values())) / max(sum(took.values()), 1e-9)
+        took = {stage: self.timed.get(stage, scale * took[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer, seconds: dict[str, float]) -> str | None:
-        """Return the `speed_verdict` for the fit so far, given its {stage: seconds}.
-
-        Skipping batches before the first step of a resumed fit does not count.
-        """
+        """Return the `speed_verdict` for the fit so far, given its {stage: seconds}."""
         device = "CPU" if trainer.device.type == "cpu" else "GPU"
         idle = sum(self.idle) / max(1, len(self.idle))
-        if self.first_step:  # a resumed fit may first skip the batches that it was trained on
-            skipped = sum(sample["data"] for sample in self.sampled["fit"])
-            seconds = {**seconds, "data": max(0.0, seconds.get("data", 0.0) - skipped)}
         is_resident = isinstance(trainer.train_loader, DeviceLoader)
         return speed_verdict(seconds, device, is_resident, idle)
 
@@ -274,9 +265,9 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 def speed_verdict(
     seconds: dict[str, float], device: str, is_resident: bool, idle: float
 ) -> str | None:
-    """Say in one sentence which setting to change to save the most time, or that none helps.
+    """Say in one sentence which setting to change to save the most time.
 
-    Returns None if the total time is below SOON.
+    Returns None if no setting would save much, or if the total time is below SOON.
 
     Args:
         seconds: {stage: seconds} of a fit.
@@ -288,18 +279,17 @@ def speed_verdict(
     if total < SOON:
         return None
     share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
-    largest = max(STAGES, key=lambda stage: share[stage])
     compute = sum(share[stage] for stage in COMPUTE)
     share["fixed"] = share["optimizer"] + share["other"]
     share["idle"] = idle * compute
-    worthwhile = [name for name in WORTH if share[name] >= WORTH[name]]
-    if worthwhile:
-        worst = max(worthwhile, key=lambda name: share[name] - WORTH[name])
+    excess = {name: share[name] - least for name, least in WORTH.items()}
+    worst = max(excess, key=excess.__getitem__)
+    if excess[worst] >= 0:
         sentence = SENTENCES["resident" if worst == "data" and is_resident else worst]
         return sentence.format(device=device, share=of_the_time(share[worst]))
     if compute > 0.5:
         return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
-    return f"nothing stands out: the largest stage is {largest}, {of_the_time(share[largest])}"
+    return None
 
 
 def of_the_time(share: float) -> str:

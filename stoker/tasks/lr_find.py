@@ -14,9 +14,8 @@ def lr_find(cfg: DictConfig) -> None:
     """Print a suggestion for `optimizer.lr`, and write the curve into the run directory."""
     from stoker.diagnostics import lr_find as search
 
-    steps = max(search.FEWEST, min(cfg.max_steps or search.MOST, search.MOST))
     with building(cfg) as parts:
-        rates, losses = search.lr_find(parts.trainer, parts.loaders[0], steps=steps)
+        rates, losses = search.lr_find(parts.trainer, parts.loaders[0])
     suggestion = search.suggestion(rates, losses)
     path = Path(run_directory(cfg)) / "lr_find.csv"
     search.write(rates, losses, path)
@@ -26,6 +25,4 @@ def lr_find(cfg: DictConfig) -> None:
     )
     terminal.show(f"curve    {path}")
     typed = [one for one in typed_for_run() if one != "~optimizer.lr"]
-    if cfg.max_steps is not None and cfg.max_steps <= search.MOST:  # length of the search
-        typed = [one for one in typed if not one.lstrip("+").startswith("max_steps=")]
     terminal.show(f"train    {shell.command(typed, f'optimizer.lr={suggestion:.2g}')}")

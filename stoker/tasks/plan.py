@@ -16,7 +16,8 @@ from stoker.trainer import terminal
 def plan(cfg: DictConfig) -> None:
     """Print what this run would cost, without writing anything."""
     began = started_at()
-    from stoker.diagnostics.plan import lines, look
+    from stoker.diagnostics.plan import look
+    from stoker.runs.page import render
     from stoker.trainer.loading import epoch_length
 
     with building(cfg) as parts:
@@ -26,8 +27,15 @@ def plan(cfg: DictConfig) -> None:
         with parts.threads(cfg):
             estimate = look(parts.trainer, *parts.loaders)
     evaluations = 0 if parts.loaders[1] is None else math.ceil(estimate.steps / every)
-    text = lines(estimate, startup, evaluations, cfg.checkpoint.get("keep", 2), cfg.max_minutes)
-    terminal.show("\n".join(text))
+    text = render(
+        "plan.txt.jinja",
+        run=estimate,
+        started=startup,
+        evaluations=evaluations,
+        keep=cfg.checkpoint.get("keep", 2),
+        minutes=cfg.max_minutes,
+    )
+    terminal.show(text.rstrip())
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"
     terminal.show(
         f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}"
