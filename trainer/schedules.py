@@ -60,15 +60,14 @@ class Schedule:
         """Make rates set by hand (`param_groups[0]["lr"] = 0.1`) the new base rates."""
         groups = self.optimizer.param_groups
         is_as_set = len(groups) == len(self.in_groups)
-        for group, last, rate in zip(groups, self.in_groups, self.rates, strict=False):
+        for group, last in zip(groups, self.in_groups, strict=False):
             given = group["lr"]
             if given is last:
                 continue
             is_as_set = False
             if isinstance(last, torch.Tensor):
                 group["lr"] = last
-            if float(given) != rate:
-                group["initial_lr"] = float(given)
+            group["initial_lr"] = float(given)
         if not is_as_set:
             self.set_rates()
 
