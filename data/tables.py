@@ -390,7 +390,7 @@ class Table:
         raise UserError(
             f"{where}: {len(odd)} of {present} values cannot be read as a number; the first is "
             f"{first}.\nFor another notation, type dataset.decimal=',' or \"dataset.marks='%$'\" "
-            f"(characters to ignore).\n{CORRECT}, or {instead}."
+            f"(characters to ignore).\n{CORRECT}. Otherwise, {instead}."
         )
 
     def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:

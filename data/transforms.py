@@ -71,7 +71,7 @@ class PerSample:
         try:
             for transform in self.transforms:
                 sample = transform(sample)
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise UserError(f"dataset.augment: {self.names}: {first_line(error)}") from error
         image = sample[0] if isinstance(sample, list) else sample
         is_image = isinstance(image, Tensor) and image.dtype == inputs.dtype

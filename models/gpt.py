@@ -42,6 +42,7 @@ class GPT(nn.Module):
                 "Type dataset=text, or another model."
             )
         check_number("model.layers", layers, whole=True, least=1)
+        check_number("model.heads", heads, whole=True, least=1)
         if width < 1 or width % heads:
             raise UserError(
                 f"model.width={width}: expected a positive multiple of model.heads={heads}."

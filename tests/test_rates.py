@@ -151,6 +151,29 @@ def test_a_rate_that_is_changed_after_a_load_is_the_one_of_the_next_fit(tmp_path
         assert trainer.lr == pytest.approx(schedule(given, 8).factor(7) * 0.02, rel=1e-12)
 
 
+def test_a_rate_that_is_the_scheduled_one_becomes_the_base_rate_too():
+    class Halve(Callback):
+        def on_step_end(self, trainer):
+            [group] = trainer.optimizer.param_groups
+            if trainer.step == 4:
+                assert group["lr"] == 0.25  # the rate of the cosine at half of its steps
+                group["lr"] = group["initial_lr"] * 0.5
+
+    trainer = make_trainer(
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.0),
+        scheduler=schedules.cosine,
+        callbacks=[Halve()],
+        max_steps=8,
+        log_every=1,
+    )
+    batches = [(inputs.float(), targets) for inputs, targets in make_batches()]
+    rows = trainer.fit(batches)
+    factor = schedules.cosine(torch.optim.SGD([torch.zeros(1)], lr=1.0), 8).factor
+    bases = [0.5] * 4 + [0.25] * 4
+    expected = [base * factor(step) for step, base in enumerate(bases)]
+    assert [row["train/lr"] for row in rows] == pytest.approx(expected, rel=1e-12)
+
+
 def test_groups_have_rates_of_their_own():
     trainer = make_trainer(scheduler=schedules.constant)
     for group, rate in zip(trainer.optimizer.param_groups, (0.1, 0.2), strict=True):

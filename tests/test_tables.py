@@ -272,7 +272,7 @@ def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table
     text = "x|y|z|c\n" + "\n".join(lines)
     options = {"delimiter": "|", "val_fraction": 0, "test_fraction": 0}
     marks = settings.get("marks", "")
-    advice = r"on line \d\.\n.* dataset.decimal=',' .*\"dataset.marks='%\$'\" .*\n.*, or "
+    advice = r"on line \d\.\n.* dataset.decimal=',' .*\"dataset.marks='%\$'\" .*\n.*\. Otherwise, "
     with pytest.raises(UserError, match=f"target=y: .* the first is .*{advice}type dataset.kind="):
         table(text, target="y", ignore=["z", "x"], **options)
     with pytest.raises(UserError, match=rf"^Column 'y': .*{advice}add .*dataset.categorical\.$"):

@@ -447,7 +447,7 @@ def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     page = html.unescape(report.html(tmp_path / "one"))
     for line in samples.open():
         assert "<br>".join(json.loads(line)["text"].split("\n")) in page
-    samples.write_text(json.dumps({"step": 1, "epoch": 1, "text": "<script>\x1b"}))
+    samples.write_text(json.dumps({"step": 1, "epoch": 1, "text": "<script>\x1b"}) + "\n")
     assert "<pre>&lt;script&gt;\\x1b<br></pre>" in report.html(tmp_path / "one")
 
     generate = ["task=generate", "run=one", "prompt=they went, ", "tokens=40"]

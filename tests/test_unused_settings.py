@@ -223,7 +223,7 @@ def test_a_typed_loss_that_your_own_compute_loss_ignores_is_warned_of(
         check(processed(*given, ignores, "loss=mse"))
         check(processed(*given, ignores, "loss.weight=[1,2]", "+loss.ignore_index=7"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"Ignores.compute_loss ignores {typed}, because it does not use self.loss.\n"
+        f"Ignores.compute_loss seems to ignore {typed}: the class does not use self.loss.\n"
         "Use self.loss in your compute_loss, or remove the setting."
         for typed in ("loss=mse", "loss.weight=[1,2]")
     ]

@@ -308,7 +308,7 @@ def warn_of_own_step(trainer: "Trainer") -> None:
     for name, setting in uses.items():
         if setting and not step_uses(kind, name):
             launch.warn(
-                f"{kind.__name__}.train_step ignores {setting}, because it does not use "
+                f"{kind.__name__}.train_step seems to ignore {setting}: the class does not use "
                 f"self.{name}.\nUse self.{name} in your train_step; {HOW}."
             )
 
@@ -390,7 +390,7 @@ def misused(
         return None
     return UserError(
         f"{type(trainer).__name__}: {first_line(error)} (the batch is {kind_of(batch)}).\n"
-        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics. "
-        "compute_loss must return (loss, outputs), and train_step the loss: the mean over the "
-        f"batch, as a scalar tensor that depends on trainable parameters; {HOW}."
+        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics.\n"
+        "compute_loss must return (loss, outputs), and train_step a scalar tensor that depends on "
+        f"trainable parameters; {HOW}."
     )

@@ -80,8 +80,8 @@ def warn_of_own_loss(kind: type) -> None:
     given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
     if given and not misuse.uses_loss(kind):
         launch.warn(
-            f"{kind.__name__}.compute_loss ignores {', '.join(given)}, because it does not use "
-            "self.loss.\nUse self.loss in your compute_loss, or remove the setting."
+            f"{kind.__name__}.compute_loss seems to ignore {', '.join(given)}: the class does not "
+            "use self.loss.\nUse self.loss in your compute_loss, or remove the setting."
         )
 
 
