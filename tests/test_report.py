@@ -50,7 +50,9 @@ from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
 from stoker.tasks.redraw import redraw
+from stoker.tasks.running import Run
 from stoker.trainer import number_format
+from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
@@ -437,9 +439,11 @@ def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(live, "EVERY", 0)
     monkeypatch.setattr(live, "SHARE", 1e9)
     (tmp_path / "config.yaml").write_bytes((run[0] / "config.yaml").read_bytes())
-    drawn = live.LiveReport(tmp_path)
+    saver = Checkpoint(tmp_path / "checkpoints", monitor="val/loss")
+    first, drawn, _ = Run(tmp_path, saver, started=0.0).files("")
+    assert first is saver  # it sees a row before the report is drawn with the best value
     ends = []
-    for callbacks in ([], [JSONL(tmp_path / "metrics.jsonl"), drawn]):
+    for callbacks in ([], [JSONL(tmp_path / "metrics.jsonl"), saver, drawn]):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -454,6 +458,8 @@ def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
     assert drawn.is_on
     [state] = Page((tmp_path / "report.html").read_text(encoding="utf-8")).all("span", "state")
     assert re.match(r"running, step \d+$", state)
+    best = inputs.read_run(tmp_path).best
+    assert best == Best("val/loss", "min", **saver.best)
 
 
 @pytest.mark.parametrize(("first", "cost"), [(0.05, 0.05), (2.0, 2.0), (20.0, 0.05)])
@@ -469,7 +475,7 @@ def test_drawing_keeps_to_its_budget(tmp_path, monkeypatch, first, cost):
     monkeypatch.setattr(report, "write", write)
     monkeypatch.setattr(live.time, "perf_counter", lambda: clock[0])
     trainer = make_trainer()
-    drawn = live.LiveReport(tmp_path)
+    drawn = live.LiveReport(tmp_path, Checkpoint(tmp_path / "checkpoints"))
     drawn.on_fit_start(trainer)
     while clock[0] < 5000:
         clock[0] += 4
@@ -832,19 +838,19 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({}, [], {}, None, "No verdict yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
         ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
-        ({}, up[:1], {}, None, "val/acc was 0.5000 after step 1."),
+        ({}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         (
             {},
             [*up, {"epoch": 3, "step": 8}],
             {},
-            None,
+            best(up, 2),
             "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2.",
         ),
         (
             {},
             down[:1],
             even,
-            None,
+            best(down, 1, "min", "val/loss"),
             f"The model gets {half}, {chance}; val/loss was 2.0000 after step 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
@@ -912,7 +918,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             run.has_ended = True
             write_json(tmp_path / "result.json", result | {"best": at})
             run.result = RunResult.read(tmp_path)
-        run.config = {"monitor": "auto", "monitor_mode": "auto"}
+        elif at:
+            run.status.best = Best(**at)
         assert summary.quality_verdict(run) == said
 
 
@@ -933,27 +940,6 @@ def test_data_of_ones_own_has_its_own_name():
         == about(_target_="stoker.data.images.image_folder", root=".")
     )
     assert about(_target_="stoker.data.tables.csv") == "MLP on csv, cpu"
-
-
-def test_the_best_so_far_is_what_the_monitor_says():
-    auto = {"monitor": "auto", "monitor_mode": "auto"}
-    rows = [
-        {"step": 10 * i, "epoch": i, "val/loss": loss, "val/acc": acc}
-        for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]
-    ]
-    assert report.inputs.best_so_far(auto, rows) == Best("val/acc", "max", 20, 0.75)
-    assert report.inputs.best_so_far(auto | {"monitor": "val/loss"}, rows).step == 30
-    highest = auto | {"monitor": "val/loss", "monitor_mode": "max"}
-    assert report.inputs.best_so_far(highest, rows).step == 20
-    own = [{"step": i, "epoch": i, "val/f1": value} for i, value in enumerate([0.5, 0.25], 1)]
-    assert (
-        report.inputs.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own).value == 0.25
-    )
-    assert (
-        report.inputs.best_so_far(auto | {"monitor": "val/f1"}, own) is None
-    )  # which way is good, the metric knows
-    for config in ({}, {"monitor": [1], "monitor_mode": {}}, {"monitor": 3, "monitor_mode": "max"}):
-        assert report.inputs.best_so_far(config, rows) is None
 
 
 def test_shares_in_words():

@@ -81,14 +81,14 @@ class Run:
             self.processes = [*self.processes, now]
 
     def files(self, config: str) -> list["Callback"]:
-        """Return the callbacks that write the live report, the checkpoints and config.yaml."""
+        """Return the callbacks that write the checkpoints, the live report and config.yaml."""
         from stoker.runs.live import LiveReport
         from stoker.runs.loggers import ConfigFile
 
-        live = [LiveReport(self.folder)] if self.draws else []
+        live = [LiveReport(self.folder, self.saver)] if self.draws else []
         return [
-            *live,
             self.saver,
+            *live,
             ConfigFile(self.folder / directory.CONFIG, config, self.code.files),
         ]
 
@@ -159,6 +159,8 @@ class Run:
         train_loader, val_loader, _ = self.parts.loaders
         with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
+            if launch.is_first():
+                status.keep_best(self.folder, self.saver)
             self.threads = torch.get_num_threads()
             signaled_ranks = parallel.add_up(int(stopping.received is not None))
         if signaled_ranks and stopping.received is None:
