@@ -698,7 +698,9 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     (
         tmp_path / "run" / "checkpoints" / "step_00000045.ckpt"
     ).touch()  # as of one that was interrupted there
-    (tmp_path / "run" / "status.json").write_text('{"total_steps": 60, "started": 1}')
+    typed = read(tmp_path / "run", "status.json")["overrides"]
+    contents = {"total_steps": 60, "started": 1, "overrides": typed}
+    write_json(tmp_path / "run" / "status.json", contents)
     shown = page_of(tmp_path / "run")
     assert shown.all("span", "state") == ["stopped at step 45 of 60 (75%)"]
     with lock.held(tmp_path / "run"):
@@ -710,8 +712,6 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [state] = Page(text).all("span", "state")
     assert state == "running, step 45 of 60 (75%), about 5 min 0 s to go"
     assert '<main data-reload="30"' in text and "<main>" in report.html(run[0])
-    config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
-    (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all(
         " run=" in command for command in page_of(tmp_path / "run").all("pre")
     )  # nobody knows what was typed

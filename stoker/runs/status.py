@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.command import arguments
 from stoker.runs import json_files, lock
 from stoker.runs.directory import STATUS
 from stoker.runs.provenance import versions
@@ -28,6 +29,7 @@ class Status:
     resumed: float | None = None  # when this process began training, at `step`
     ended: float | None = None
     seconds: float | None = None  # from the start of the process or the sweep's job to the end
+    overrides: list[str] | None = None  # the typed settings
     step: int | None = None
     total_steps: int | None = None
     best: Best | None = None  # the best evaluation so far
@@ -59,6 +61,7 @@ def begin(folder: Path, trainer: "Trainer") -> None:
     status = Status(
         started=before.started or now,
         resumed=now,
+        overrides=arguments.typed(),
         step=trainer.step,
         total_steps=trainer.total_steps,
         best=before.best,
