@@ -29,9 +29,8 @@ def make_run(
         rows.append({**now, "val/loss": 1.1 * loss, "val/acc": accuracies[-1]})
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
-    text = f"# typed: {json.dumps(list(typed))}\n{CONFIG % (data, model)}"
-    (folder / "config.yaml").write_text(text)
-    (folder / "status.json").write_text(json.dumps({"started": at}))
+    (folder / "config.yaml").write_text(CONFIG % (data, model))
+    (folder / "status.json").write_text(json.dumps({"started": at, "overrides": list(typed)}))
     if status == "stopped":
         return accuracies
     result = {"overrides": list(typed), "error": "The loss is nan.\nLower the rate.", "code": 3}

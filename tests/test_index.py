@@ -74,8 +74,8 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
 
 def test_a_run_that_has_not_ended_has_its_best_value_so_far(runs):
     accuracies = make_run(runs / "a", status="stopped")
-    with open(runs / "a/config.yaml", "a") as file:
-        file.write("monitor: auto\nmonitor_mode: auto\n")
+    best = {"name": "val/acc", "mode": "max", "step": 800, "value": accuracies[-1]}
+    (runs / "a/status.json").write_text(json.dumps({"best": best}))
     index.update(runs / "a")
     entry = read(runs)["a"]
     assert entry["best"] == ["val/acc", accuracies[-1], False] and "val/acc" in entry["curves"]

@@ -50,11 +50,14 @@ from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
 from stoker.tasks.redraw import redraw
+from stoker.tasks.running import Run
 from stoker.trainer import number_format
+from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_PAGE = 1_000_000  # bytes, however much there is to show
 pytestmark = pytest.mark.usefixtures("as_train_py")
 
 
@@ -151,7 +154,7 @@ def test_the_run_ends_with_its_report_and_is_rebuilt_byte_for_byte(run, monkeypa
     folder, done = run
     assert done.stdout.splitlines()[-1] == f"report   {Path('run', 'report.html')}"
     written = (folder / "report.html").read_bytes()
-    assert 10_000 < len(written) < report.MOST_PAGE
+    assert 10_000 < len(written) < MOST_PAGE
     monkeypatch.chdir(folder.parent)
     (folder / "report.html").unlink()
     redraw(["run"])
@@ -437,9 +440,11 @@ def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(live, "EVERY", 0)
     monkeypatch.setattr(live, "SHARE", 1e9)
     (tmp_path / "config.yaml").write_bytes((run[0] / "config.yaml").read_bytes())
-    drawn = live.LiveReport(tmp_path)
+    saver = Checkpoint(tmp_path / "checkpoints", monitor="val/loss")
+    first, drawn, _ = Run(tmp_path, saver, started=0.0).files("")
+    assert first is saver  # it sees a row before the report is drawn with the best value
     ends = []
-    for callbacks in ([], [JSONL(tmp_path / "metrics.jsonl"), drawn]):
+    for callbacks in ([], [JSONL(tmp_path / "metrics.jsonl"), saver, drawn]):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -454,6 +459,8 @@ def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
     assert drawn.is_on
     [state] = Page((tmp_path / "report.html").read_text(encoding="utf-8")).all("span", "state")
     assert re.match(r"running, step \d+$", state)
+    best = inputs.read_run(tmp_path).best
+    assert best == Best("val/loss", "min", **saver.best)
 
 
 @pytest.mark.parametrize(("first", "cost"), [(0.05, 0.05), (2.0, 2.0), (20.0, 0.05)])
@@ -469,7 +476,7 @@ def test_drawing_keeps_to_its_budget(tmp_path, monkeypatch, first, cost):
     monkeypatch.setattr(report, "write", write)
     monkeypatch.setattr(live.time, "perf_counter", lambda: clock[0])
     trainer = make_trainer()
-    drawn = live.LiveReport(tmp_path)
+    drawn = live.LiveReport(tmp_path, Checkpoint(tmp_path / "checkpoints"))
     drawn.on_fit_start(trainer)
     while clock[0] < 5000:
         clock[0] += 4
@@ -691,7 +698,9 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     (
         tmp_path / "run" / "checkpoints" / "step_00000045.ckpt"
     ).touch()  # as of one that was interrupted there
-    (tmp_path / "run" / "status.json").write_text('{"total_steps": 60, "started": 1}')
+    typed = read(tmp_path / "run", "status.json")["overrides"]
+    contents = {"total_steps": 60, "started": 1, "overrides": typed}
+    write_json(tmp_path / "run" / "status.json", contents)
     shown = page_of(tmp_path / "run")
     assert shown.all("span", "state") == ["stopped at step 45 of 60 (75%)"]
     with lock.held(tmp_path / "run"):
@@ -703,8 +712,6 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [state] = Page(text).all("span", "state")
     assert state == "running, step 45 of 60 (75%), about 5 min 0 s to go"
     assert '<main data-reload="30"' in text and "<main>" in report.html(run[0])
-    config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
-    (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all(
         " run=" in command for command in page_of(tmp_path / "run").all("pre")
     )  # nobody knows what was typed
@@ -832,19 +839,19 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({}, [], {}, None, "No verdict yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
         ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
-        ({}, up[:1], {}, None, "val/acc was 0.5000 after step 1."),
+        ({}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         (
             {},
             [*up, {"epoch": 3, "step": 8}],
             {},
-            None,
+            best(up, 2),
             "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2.",
         ),
         (
             {},
             down[:1],
             even,
-            None,
+            best(down, 1, "min", "val/loss"),
             f"The model gets {half}, {chance}; val/loss was 2.0000 after step 1.",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
@@ -912,7 +919,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             run.has_ended = True
             write_json(tmp_path / "result.json", result | {"best": at})
             run.result = RunResult.read(tmp_path)
-        run.config = {"monitor": "auto", "monitor_mode": "auto"}
+        elif at:
+            run.status.best = Best(**at)
         assert summary.quality_verdict(run) == said
 
 
@@ -933,27 +941,6 @@ def test_data_of_ones_own_has_its_own_name():
         == about(_target_="stoker.data.images.image_folder", root=".")
     )
     assert about(_target_="stoker.data.tables.csv") == "MLP on csv, cpu"
-
-
-def test_the_best_so_far_is_what_the_monitor_says():
-    auto = {"monitor": "auto", "monitor_mode": "auto"}
-    rows = [
-        {"step": 10 * i, "epoch": i, "val/loss": loss, "val/acc": acc}
-        for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]
-    ]
-    assert report.inputs.best_so_far(auto, rows) == Best("val/acc", "max", 20, 0.75)
-    assert report.inputs.best_so_far(auto | {"monitor": "val/loss"}, rows).step == 30
-    highest = auto | {"monitor": "val/loss", "monitor_mode": "max"}
-    assert report.inputs.best_so_far(highest, rows).step == 20
-    own = [{"step": i, "epoch": i, "val/f1": value} for i, value in enumerate([0.5, 0.25], 1)]
-    assert (
-        report.inputs.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own).value == 0.25
-    )
-    assert (
-        report.inputs.best_so_far(auto | {"monitor": "val/f1"}, own) is None
-    )  # which way is good, the metric knows
-    for config in ({}, {"monitor": [1], "monitor_mode": {}}, {"monitor": 3, "monitor_mode": "max"}):
-        assert report.inputs.best_so_far(config, rows) is None
 
 
 def test_shares_in_words():
@@ -1382,7 +1369,7 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     with open(tmp_path / "run" / "config.yaml", "a", encoding="utf-8") as file:
         file.writelines(f"key{i}: '{'<' * 150}'\n" for i in range(500))
     text = report.html(tmp_path / "run")
-    assert len(text.encode()) < report.MOST_PAGE and 0 < len(images_of(Page(text))) < 32
+    assert len(text.encode()) < MOST_PAGE and 0 < len(images_of(Page(text))) < 32
 
 
 def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
@@ -1394,13 +1381,13 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
             json.dumps(result | {"overrides": typed}), encoding="utf-8"
         )
         text = report.html(tmp_path / "run")
-        assert len(text.encode()) < report.MOST_PAGE and all(
+        assert len(text.encode()) < MOST_PAGE and all(
             "run=" in command for command in Page(text).all("pre")
         )
     long = result["best"] | {"name": "val/" + "a" * 2 * 10**6}
     contents = json.dumps(result | {"best": long, "device": "b" * 2 * 10**6})
     (tmp_path / "run" / "result.json").write_text(contents, encoding="utf-8")
-    assert len(report.html(tmp_path / "run").encode()) < report.MOST_PAGE
+    assert len(report.html(tmp_path / "run").encode()) < MOST_PAGE
 
 
 def test_mistakes_are_answered(forks, tmp_path):

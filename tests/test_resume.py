@@ -15,7 +15,7 @@ from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
-from stoker.runs import resume
+from stoker.tasks.running import Run
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
 from stoker.trainer.metrics import Accuracy
@@ -438,8 +438,11 @@ def test_an_order_of_your_own_generator_is_that_of_the_whole_run(tmp_path, order
     assert begun + trained(tmp_path / "resumed", 3, resume=tmp_path / "resumed") == whole
 
 
-@pytest.mark.parametrize("counts", [[torch.tensor([1, 2])], ["\x1b]0;x"], [True], 2, None])
-def test_malformed_numbers_of_processes_are_ignored(counts):
-    about = {"config": {}, "processes": counts}
-    assert resume.processes({"about": about}) == []
-    assert resume.processes({"about": about | {"processes": [2, 1]}}) == [2, 1]
+@pytest.mark.parametrize("count", [torch.tensor([1, 2]), "\x1b]0;x", [2, 1], None, 1, 2])
+def test_only_another_number_of_processes_is_a_warning(tmp_path, caplog, count):
+    run = Run(tmp_path, Checkpoint(tmp_path / "checkpoints"), started=0.0)
+    run.state = {"about": {"config": {}, "processes": count}}
+    run.check_processes()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (type(count) is int and count == 2)
+    assert all("has changed from 2 to 1: the weights" in warning for warning in warnings)

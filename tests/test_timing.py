@@ -346,9 +346,9 @@ def test_drawing_the_live_report_is_no_logging(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(report, "write", write)
     monkeypatch.setattr(live, "FIRST", 0)
-    timing, total = fitted(
-        Slow(60, Clock()), callbacks=[live.LiveReport(tmp_path)], epochs=1, log_every=2
-    )
+    saver = Checkpoint(tmp_path / "checkpoints")
+    drawn = live.LiveReport(tmp_path, saver)
+    timing, total = fitted(Slow(60, Clock()), callbacks=[saver, drawn], epochs=1, log_every=2)
     assert abs(timing.took["report"] - clock.seconds) <= POINTS * total
     assert timing.took.get("logging", 0.0) == 0.0
 

@@ -23,7 +23,6 @@ SWEEP = "sweep.json"  # the command line of a sweep, in the sweep's directory
 JOB = "job.json"  # the typed settings of a sweep's job
 PACKAGES = "provenance/packages.txt"
 CHANGES = "provenance/changes.diff"
-TYPED = "# typed: "  # the start of a config.yaml, before a JSON list of the typed settings
 # Files that describe how a run ended; they are removed when it resumes.
 ENDING = (RESULT, EVALUATION, REPORT)
 # Files that a run writes; a killed run can leave one of them incomplete.

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from stoker.runs import directory, index
+from stoker.runs import directory, index, status
 from stoker.runs.rows import Row
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import cause, log
 from stoker.trainer.trainer import Trainer
 
@@ -17,13 +17,15 @@ SHARE = 0.01  # maximum fraction of the time spent on updates, not counting the 
 class LiveReport(Callback):
     """Redraw the report of the run in `folder` when a row is logged and an update is due.
 
-    Redrawing happens between steps, reads only files in the folder, and uses no random numbers.
+    Redrawing happens between steps and uses no random numbers. It reads only files in the folder;
+    the best evaluation of `saver` is written to status.json first. List this after `saver`.
     """
 
     first_rank_only = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, saver: Checkpoint) -> None:
         self.folder = folder
+        self.saver = saver
         self.is_on = True
         self.is_warm = False  # whether the first update has compiled the templates
 
@@ -47,6 +49,7 @@ class LiveReport(Callback):
         from stoker.runs import report
 
         try:
+            status.keep_best(self.folder, self.saver)
             report.write(self.folder, "running")
             index.update(self.folder)
         except Exception as error:

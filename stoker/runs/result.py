@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import command, setting
@@ -17,6 +17,9 @@ from stoker.trainer.errors import NotFinite
 from stoker.trainer.number_format import brief, number
 from stoker.trainer.stopping import StopReason
 from stoker.trainer.typed import is_number, typed
+
+if TYPE_CHECKING:
+    from stoker.trainer.callbacks import Checkpoint
 
 MOST_OVERRIDES = 1000  # also the maximum number of characters in each override
 # The stages in `RunResult.time`. If a whole step is one CUDA graph, "step" replaces the three
@@ -170,11 +173,11 @@ def tests_in(numbers: dict[str, Any], first: str = "") -> dict[str, float]:
     return {name: numbers[name] for name in names}
 
 
-def of_fit(trainer: Any, saver: Any) -> RunResult:
+def of_fit(trainer: Any, saver: "Checkpoint") -> RunResult:
     """Return the result of a fit, without metrics. `saver` is the `Checkpoint` callback."""
     from stoker.trainer import summary
 
-    result = RunResult(
+    return RunResult(
         overrides=arguments.typed(),
         steps=trainer.step,
         total_steps=trainer.total_steps,
@@ -183,11 +186,16 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
         precision=summary.precision(trainer),
         parameters=sum(p.numel() for p in trainer.module.parameters()),
         memory_mib=trainer.memory_report(),
+        best=best_of(saver),
     )
-    if saver.best:
-        mode = "max" if saver.sign > 0 else "min"
-        result.best = Best(saver.name, mode, saver.best["step"], saver.best["value"])
-    return result
+
+
+def best_of(saver: "Checkpoint") -> Best | None:
+    """Return the best evaluation of a fit, or None before the first one."""
+    if saver.best is None:
+        return None
+    mode = "max" if saver.sign > 0 else "min"
+    return Best(saver.name, mode, int(saver.best["step"]), saver.best["value"])
 
 
 def finished(folder: str | Path) -> RunResult | None:

@@ -107,14 +107,6 @@ def about(state: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def processes(state: dict[str, Any]) -> list[int]:
-    """Return the numbers of processes that a run has used, in order; [] if they are unknown."""
-    counts = about(state).get("processes")
-    if isinstance(counts, list) and all(type(count) is int for count in counts):
-        return counts
-    return []
-
-
 def check_data(state: dict[str, Any], fingerprint: str) -> None:
     """Raise UserError if a checkpoint comes from a run on different data."""
     before = about(state).get("data")

@@ -1,7 +1,6 @@
 """Read the config.yaml of a run, which is untrusted, and adapt it to this machine."""
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ from stoker.command.build import (
     is_on,
     without_downloads,
 )
-from stoker.runs.directory import CONFIG, TYPED
-from stoker.runs.result import valid_overrides
+from stoker.runs.directory import CONFIG
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
 from stoker.trainer.typed import typed
@@ -245,16 +243,6 @@ def check_buildable(folder: str | Path, config: Config) -> None:
             f"In Python, stoker.init_from(model, {str(folder)!r}) loads the run's weights into a "
             "model that you build."
         )
-
-
-def overrides_in(folder: Path) -> list[str] | None:
-    """Return the typed settings from the first line of a run's config.yaml, or None."""
-    try:
-        first = files.read(folder / CONFIG, MOST_YAML).partition(b"\n")[0]
-        overrides = json.loads(first.removeprefix(TYPED.encode()))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return valid_overrides(overrides)
 
 
 def is_plain(text: str) -> bool:

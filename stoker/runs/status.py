@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.command import arguments
 from stoker.runs import json_files, lock
 from stoker.runs.directory import STATUS
 from stoker.runs.provenance import versions
-from stoker.runs.result import RunResult
+from stoker.runs.result import Best, RunResult, best_of
 
 if TYPE_CHECKING:
+    from stoker.trainer.callbacks import Checkpoint
     from stoker.trainer.trainer import Trainer
 
 ENDINGS = ("asked", "early_stopping")  # stop reasons that leave nothing to resume
@@ -27,8 +29,10 @@ class Status:
     resumed: float | None = None  # when this process began training, at `step`
     ended: float | None = None
     seconds: float | None = None  # from the start of the process or the sweep's job to the end
+    overrides: list[str] | None = None  # the typed settings
     step: int | None = None
     total_steps: int | None = None
+    best: Best | None = None  # the best evaluation so far
     machine: str | None = None
     doctor: list[str] | None = None  # the doctor's warnings
     device: str | None = None
@@ -57,15 +61,26 @@ def begin(folder: Path, trainer: "Trainer") -> None:
     status = Status(
         started=before.started or now,
         resumed=now,
+        overrides=arguments.typed(),
         step=trainer.step,
         total_steps=trainer.total_steps,
+        best=before.best,
         machine=machine(trainer.device),
         device=str(trainer.device),
         precision=summary.precision(trainer),
         samples={name: count for name, count in counts.items() if count is not None},
         versions=versions(),
     )
+    write(folder, status)
+
+
+def write(folder: Path, status: Status) -> None:
     json_files.write_json(folder / STATUS, dataclasses.asdict(status))
+
+
+def keep_best(folder: Path, saver: "Checkpoint") -> None:
+    """Record the best evaluation so far, which is the one whose weights `saver` keeps."""
+    write(folder, dataclasses.replace(Status.read(folder), best=best_of(saver)))
 
 
 def end(folder: Path, seconds: float, doctor: list[str] | None = None) -> None:
@@ -75,7 +90,7 @@ def end(folder: Path, seconds: float, doctor: list[str] | None = None) -> None:
         status.ended = round(time.time(), 1)
         status.seconds = round(seconds, 3)
         status.doctor = doctor
-        json_files.write_json(folder / STATUS, dataclasses.asdict(status))
+        write(folder, status)
 
 
 def state_of(folder: Path, result: RunResult | None) -> str:

@@ -88,7 +88,7 @@ def facts(folder: Path) -> dict[str, Any]:
     return {
         **values,
         "fingerprint of the data": about.get("data"),
-        "processes": newest and resume.processes(newest[1]),
+        "processes": about.get("processes"),
         "device": result.device,
         "precision": result.precision,
         **(result.versions or {}),

@@ -38,7 +38,6 @@ class Run:
         code: The state of the project's code.
         loggers: The loggers that receive the result.
         state: The contents of the checkpoint that the run resumes from; None at step 0.
-        processes: The numbers of processes that the run has used so far, in order.
         threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
@@ -52,7 +51,6 @@ class Run:
     loggers: Sequence["Logger"] = ()
     parts: Parts = dataclasses.field(init=False)
     state: dict[str, Any] | None = None
-    processes: list[int] = dataclasses.field(init=False)
     threads: int | None = None
     result: RunResult | None = None
 
@@ -64,31 +62,29 @@ class Run:
             "resume", lambda: resume.to_resume(self.folder, mode, overwrite, config)
         )
         _, self.state, origin = begins or (None, None, None)
-        self.count_processes()
+        self.check_processes()
         return origin
 
-    def count_processes(self) -> None:
-        """Record the number of processes, and warn if the run resumes with a different number."""
+    def check_processes(self) -> None:
+        """Warn if the run resumes with a different number of processes."""
         now = launch.world_size()
-        self.processes = resume.processes(self.state or {}) or [now]
-        before = self.processes[-1]
-        if before != now and finished(self.folder) is None:
+        before = resume.about(self.state or {}).get("processes")
+        if isinstance(before, int) and before != now and finished(self.folder) is None:
             launch.warn(
                 f"The number of processes has changed from {before} to {now}: the weights will not "
                 "match bit for bit, and a loss or metric that compares the samples of a batch will "
                 "be on a different scale."
             )
-            self.processes = [*self.processes, now]
 
     def files(self, config: str) -> list["Callback"]:
-        """Return the callbacks that write the live report, the checkpoints and config.yaml."""
+        """Return the callbacks that write the checkpoints, the live report and config.yaml."""
         from stoker.runs.live import LiveReport
         from stoker.runs.loggers import ConfigFile
 
-        live = [LiveReport(self.folder)] if self.draws else []
+        live = [LiveReport(self.folder, self.saver)] if self.draws else []
         return [
-            *live,
             self.saver,
+            *live,
             ConfigFile(self.folder / directory.CONFIG, config, self.code.files),
         ]
 
@@ -97,7 +93,7 @@ class Run:
         self.saver.about = {
             "config": config,
             "versions": versions(),
-            "processes": self.processes,
+            "processes": launch.world_size(),
             "inputs": data.description(),
             **more,
         }
@@ -159,6 +155,8 @@ class Run:
         train_loader, val_loader, _ = self.parts.loaders
         with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
+            if launch.is_first():
+                status.keep_best(self.folder, self.saver)
             self.threads = torch.get_num_threads()
             signaled_ranks = parallel.add_up(int(stopping.received is not None))
         if signaled_ranks and stopping.received is None:

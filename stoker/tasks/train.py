@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
-from stoker.runs import directory, index, provenance, resume, saved_config
+from stoker.runs import index, provenance, resume, saved_config
 from stoker.tasks import current_job
 from stoker.tasks.parts import building
 from stoker.tasks.running import Run
@@ -65,9 +64,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
 
     run = Run(folder, build_saver(cfg, folder), started, draws=bool(cfg.report))
     origin = run.begin(cfg, cfg.resume, cfg.overwrite)
-    typed = json.dumps(arguments.typed())
-    text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
-    callbacks = [*pruning(cfg), *run.files(text)]
+    callbacks = [*pruning(cfg), *run.files(OmegaConf.to_yaml(cfg))]
     with building(cfg, callbacks, resumes=run.state is not None) as parts:
         check_unused(cfg, parts)
         run.code.revision()  # wait for git, so that it does not run during training

@@ -124,9 +124,10 @@ def test_it_opens_with_few_layouts(open_page, folder):
 def test_the_settings_of_a_row_repeat_nothing_and_a_run_in_progress_has_a_time(open_page, tmp_path):
     typed = ["dataset=csv", "dataset.path=data/houses.csv", "model=mlp", "seed=3"]
     make_run(tmp_path / "a", typed, data="csv, path: data/houses.csv", rate=97.5 / 60)
-    make_run(tmp_path / "b", ["model=cnn,mlp", "hydra.sweep.dir=runs/b"], status="stopped")
-    now = time.time()
-    (tmp_path / "b/status.json").write_text(json.dumps({"started": 1, "resumed": now - 600}))
+    make_run(tmp_path / "b", status="stopped")
+    times = {"started": 1, "resumed": time.time() - 600}
+    overrides = ["model=cnn,mlp", "hydra.sweep.dir=runs/b"]
+    (tmp_path / "b/status.json").write_text(json.dumps({**times, "overrides": overrides}))
     with lock.held(tmp_path / "b"):
         index.write(tmp_path)
     page = open_page(tmp_path / "index.html").page

@@ -20,7 +20,6 @@ from stoker.trainer import files
 from stoker.trainer.errors import cause, log, printable
 
 NAME = "report.html"
-MOST_PAGE = 1_000_000  # maximum bytes of the page
 RELOAD = 30  # seconds after which an open page reloads itself during training
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
@@ -39,23 +38,13 @@ def html(folder: str | Path, state: str | None = None) -> str:
     """Return the page. If evaluation.json is malformed, leave out the evaluation."""
     run = inputs.read_run(folder, state)
     try:
-        return page_of(run)
+        return render("report.html", **facts(run))
     except Exception as error:  # only the types in this untrusted file have been checked
         if run.evaluation is None:
             raise
         log.warning("%s: %s cannot be shown (%s).", printable(folder), EVALUATION, cause(error))
         run.evaluation = None
-        return page_of(run)
-
-
-def page_of(run: inputs.Run) -> str:
-    """Return the page. If it exceeds MOST_PAGE bytes, omit most of its parts."""
-    shown = facts(run)
-    text = render("report.html", **shown)
-    if len(text.encode()) >= MOST_PAGE:
-        shown |= {"hardest": [], "settings": [], "classes": [], "frames": []}
-        text = render("report.html", **shown)
-    return text
+        return render("report.html", **facts(run))
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.json_files import read_json
 from stoker.runs.report.words import one_line, shortened
-from stoker.runs.result import Best, RunResult
+from stoker.runs.result import Best, RunResult, valid_overrides
 from stoker.runs.rows import read_rows
 from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names
@@ -25,13 +25,6 @@ MOST_SAMPLE = 2000  # maximum characters of each text
 MOST_TYPED = 10_000  # maximum characters of all overrides together
 MOST_NAME = 100  # maximum characters of a class name, which appears in several places
 SPLITS = {"train": "training", "val": "validation", "test": "test"}  # names on the page
-MODES = {
-    "val/perplexity": "min",
-    "val/miou": "max",
-    "val/acc": "max",
-    "val/r2": "max",
-    "val/loss": "min",
-}  # metrics that monitor=auto chooses from
 
 Row = dict[str, float]  # the numbers in a row of metrics.jsonl, including "step" and "epoch"
 
@@ -63,7 +56,7 @@ class Run:
     @property
     def best(self) -> Best | None:
         """The evaluation whose weights were kept, or the best one so far; None if unknown."""
-        return self.result.best if self.has_ended else best_so_far(self.config, self.rows)
+        return self.result.best if self.has_ended else self.status.best
 
     @property
     def total_steps(self) -> int | None:
@@ -87,7 +80,8 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
     folder = Path(folder)
     config = saved_config.load_config("run_dir", folder)
     result = RunResult.read(folder)
-    overrides = saved_config.overrides_in(folder) if result is None else result.overrides
+    before = status.Status.read(folder)
+    overrides = valid_overrides(before.overrides) if result is None else result.overrides
     if sum(map(len, overrides or [])) > MOST_TYPED:
         overrides = None
     return Run(
@@ -96,7 +90,7 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
         result=result or RunResult(),
         has_ended=result is not None,
         state=state or status.state_of(folder, result),
-        status=Status.read(folder),
+        status=before,
         overrides=overrides,
     )
 
@@ -129,21 +123,6 @@ def numbers_in(entries: dict[str, Any]) -> Row:
     row = {name: value for name, value in entries.items() if is_number(value)}
     is_placed = row.get("epoch", -1) >= 0 and row.get("step", -1) >= 0
     return row if is_placed else {}
-
-
-def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
-    """Return the evaluation with the best monitored value so far, or None if it is unknown."""
-    monitor = str(config.get("monitor"))
-    for name in MODES if monitor == "auto" else [monitor]:
-        evaluated = [row for row in rows if name in row]
-        mode = config.get("monitor_mode")
-        if mode == "auto":
-            mode = MODES.get(name)
-        if evaluated and mode in ("max", "min"):
-            choose = max if mode == "max" else min
-            row = choose(evaluated, key=lambda row: row[name])
-            return Best(name, mode, int(row["step"]), row[name])
-    return None
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
