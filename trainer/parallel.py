@@ -193,15 +193,9 @@ class Replicated(torch.nn.DataParallel[torch.nn.Module]):
 
 def autocasting(module: Any, device_type: str) -> Any:
     """Return a function that calls the module under this thread's autocast, from any thread."""
-    if not torch.is_autocast_enabled(device_type):
-        return module
     dtype = torch.get_autocast_dtype(device_type)
-
-    def call(*inputs: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=dtype):
-            return module(*inputs, **kwargs)
-
-    return call
+    is_enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=is_enabled)(module)
 
 
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
