@@ -59,7 +59,7 @@ def start(strategy: str, device: torch.device) -> str:
     if not dist.is_initialized():
         backend = "gloo"
         if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{exchange_for(strategy, device)}"
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         launch.wait_for_ranks("starts")  # init_process_group would ignore signals
         dist.init_process_group(
             backend,
@@ -70,17 +70,6 @@ def start(strategy: str, device: torch.device) -> str:
         )
     process_count = dist.get_world_size()
     return "ddp" if strategy == "auto" else strategy
-
-
-def exchange_for(strategy: str, device: torch.device) -> str:
-    """Return the name of the backend that exchanges gradients on this device."""
-    try:
-        return dist.get_default_backend_for_device(device)
-    except ValueError:
-        raise UserError(
-            f"strategy={strategy}: torch.distributed has no backend for {device.type}. "
-            "Type strategy=single."
-        ) from None
 
 
 def leave() -> None:
