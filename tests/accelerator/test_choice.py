@@ -52,7 +52,7 @@ def test_a_device_that_is_not_there_is_refused(accelerator, name):
     ("settings", "advice"),
     [
         ({"strategy": "dp"}, "Type strategy=single, or strategy=ddp."),
-        ({"compile": "graph"}, "Type compile=true or compile=false."),
+        ({"compile": "graph"}, "or change the setting that does not fit."),
     ],
 )
 def test_what_its_backend_lacks_is_refused(accelerator, settings, advice):
