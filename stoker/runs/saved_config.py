@@ -17,11 +17,11 @@ from stoker.command.build import (
     is_on,
     without_downloads,
 )
+from stoker.data.typed import typed
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import valid_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
-from stoker.trainer.typed import typed
 
 # Limits on a config.yaml: its bytes, levels of nesting, and characters of a value with ${...}.
 # The files that Stoker writes have about 3 KB, 4 levels and 100 characters.
