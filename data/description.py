@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from stoker.data.typed import typed
 from stoker.trainer.errors import first_few
 from stoker.trainer.loading import length_of
-from stoker.trainer.typed import typed
 
 KINDS = ("classification", "regression", "other")
 # The maximum number of classes, and of values in a sample or a table.

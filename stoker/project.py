@@ -8,8 +8,8 @@ import functools
 import sys
 from pathlib import Path
 
+from stoker.data.typed import typed
 from stoker.trainer.errors import UserError
-from stoker.trainer.typed import typed
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -4,6 +4,8 @@ rates.
 
 import functools
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -17,7 +19,6 @@ from stoker.runs.loggers import JSONL, charted
 from stoker.trainer.callbacks import Callback, Checkpoint, EarlyStopping, Progress
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, Sums
-from stoker.trainer.train_metrics import TrainMetrics
 
 
 def loaders(data=None):
@@ -225,13 +226,23 @@ def test_the_lines_show_numbers_of_your_own(capsys, first):
 # Metrics of training batches
 
 
-class Outputs(TrainMetrics):
+def of_the_docs():
+    """The class TrainMetrics as docs/own.md shows it."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "own.md"
+    text = page.read_text(encoding="utf-8")
+    names = {"Trainer": Trainer}
+    exec(re.search(r"```python\n(.{,90}class TrainMetrics.*?)\n\n\n", text, re.DOTALL)[1], names)
+    return names["TrainMetrics"]
+
+
+class Outputs(of_the_docs()):
     """Keeps what the metrics should be of."""
 
-    def update_metrics(self, outputs, batch):
-        super().update_metrics(outputs, batch)
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
         if self.module.training:
             vars(self).setdefault("seen", []).append((self.step, outputs.argmax(1), batch[1]))
+        return loss, outputs
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -275,37 +286,15 @@ def test_a_line_has_their_mean_over_the_epoch_as_it_has_of_the_loss(capsys):
         assert f"train/acc {accuracy:.4f}" in line
 
 
-class OfDicts(Trainer):
-    def compute_loss(self, batch):
-        outputs = self.model(batch["x"])
-        return self.loss(outputs, batch["y"]), outputs
-
-    def update_metrics(self, outputs, batch):
-        for metric in self.metrics.values():
-            metric.update(outputs, batch["y"])
-
-
-class Both(TrainMetrics, OfDicts):
-    pass
-
-
-def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
-    settings = {"metrics": {"acc": Accuracy()}, "log_every": 3}
-    train_loader, _ = loaders()
-    batches = list(train_loader)
-    dicts = [{"x": x, "y": y} for x, y in batches]
-    expected = make_trainer(make_model(dropout=0.5), kind=TrainMetrics, **settings).fit(batches)
-    history = make_trainer(make_model(dropout=0.5), kind=Both, **settings).fit(dicts)
-    assert len(history) > 3 and 0 < history[-1]["train/acc"] < 1
-    for name in ("train/loss", "train/acc"):
-        assert [row[name] for row in history] == [row[name] for row in expected]
-
-
-def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():
-    with pytest.raises(UserError, match="cannot be used with micro_batch='auto'"):
-        make_trainer(kind=TrainMetrics, micro_batch="auto")
-    with pytest.raises(UserError, match="LBFGS, which compute a batch's loss several times"):
-        make_trainer(kind=TrainMetrics, optimizer=torch.optim.LBFGS)
+def test_metrics_of_training_batches_ignore_the_class_that_the_loss_ignores():
+    inputs, targets = torch.randn(16, 6), torch.arange(16) % 3
+    metrics = {"acc": Accuracy()}
+    loss = torch.nn.CrossEntropyLoss(ignore_index=0)
+    trainer = make_trainer(kind=Outputs, loss=loss, metrics=metrics, max_steps=1)
+    row = trainer.fit([(inputs, targets)])[0]
+    [(_, predicted, _)] = trainer.seen
+    hits = (predicted == targets)[targets != 0].double()
+    assert row["train/acc"] == pytest.approx(hits.mean().item())
 
 
 # Rates

@@ -21,7 +21,6 @@ from stoker.trainer import checkpoint, misuse, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
-from stoker.trainer.train_metrics import TrainMetrics
 
 STILL = Callback()
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -130,16 +129,10 @@ class OnlyNumber(Trainer):
         return 0.5
 
 
-class OnMetrics(TrainMetrics, OfThree):
-    """The class that unpacks the loss is one of this package."""
-
-
-@pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample, OnlyNumber, OnMetrics])
+@pytest.mark.parametrize("kind", [OnlyLoss, OfThree, PerSample, OnlyNumber])
 @pytest.mark.parametrize("micro_batch", [None, "auto"])
 def test_a_compute_loss_that_returns_something_else_is_explained(kind, micro_batch):
     words = rf"{kind.__name__}: .+\.\nA batch .+\ncompute_loss must return \(loss, outputs\)"
-    if kind is OnMetrics:  # which refuses micro_batch="auto"
-        micro_batch = None
     with pytest.raises(UserError, match=words):
         make_trainer(kind=kind, micro_batch=micro_batch).fit(loader())
     if kind is not PerSample:
@@ -307,9 +300,8 @@ def test_an_evaluation_is_explained_too():
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
     with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
         make_trainer(model=Pair(*make_model())).evaluate(loader())
-    for kind in (Trainer, TrainMetrics):
-        with pytest.raises(UserError, match="evaluate needs a loss"):
-            make_trainer(kind=kind, loss=None).evaluate(loader())
+    with pytest.raises(UserError, match="evaluate needs a loss"):
+        make_trainer(loss=None).evaluate(loader())
 
     class Both(Accuracy):
         def value(self, sums):

@@ -127,7 +127,7 @@ def test_a_config_of_ones_own_keeps_what_it_gives(processed, project):
 
 
 def test_a_trainer_of_a_file_follows_the_settings(processed, project):
-    project("trainer/mine", "_target_: stoker.trainer.train_metrics.TrainMetrics\nlog_every: 7\n")
+    project("trainer/mine", "_target_: stoker.trainer.trainer.Trainer\nlog_every: 7\n")
     typed = (
         *SMALL,
         "max_grad_norm=2",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from stoker.trainer.typed import typed
+from stoker.data.typed import typed
 
 
 @dataclasses.dataclass

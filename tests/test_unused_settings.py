@@ -110,14 +110,6 @@ def test_what_a_file_gives_is_not_refused(processed, project):
         processed(*SMALL, "experiment=mine")
 
 
-def test_the_loss_is_checked_for_metrics_of_training_batches_too(processed):
-    kind = "trainer._target_=stoker.trainer.train_metrics.TrainMetrics"
-    with pytest.raises(UserError, match="MSELoss is a loss for regression"):
-        check(processed(*SMALL, kind, "loss=mse"))
-    with parts.building(processed(*SMALL, kind)) as built:
-        assert list(built.trainer.metrics) == ["acc"]
-
-
 OWN = """
 import torch
 from stoker import Trainer

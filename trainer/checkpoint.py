@@ -248,8 +248,7 @@ def restore(name: str, part: Any, state: Any) -> None:
         if isinstance(part, torch.optim.Optimizer):
             for parameter, moments in part.state.items():
                 for key, tensor in moments.items():
-                    check_moment(part, key, tensor, parameter)
-                    moments[key] = with_layout(tensor, parameter)
+                    moments[key] = fitted(part, key, tensor, parameter)
 
 
 def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -268,25 +267,23 @@ def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
                 )
 
 
-def check_moment(
-    optimizer: torch.optim.Optimizer, key: str, moment: Any, parameter: torch.Tensor
-) -> None:
-    """Raise UserError if a fused optimizer would read beyond the memory of its tensor."""
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    is_state = isinstance(moment, torch.Tensor) and moment.ndim > 0  # not a step count
-    if is_fused and is_state and moment.shape != parameter.shape:
+def fitted(optimizer: torch.optim.Optimizer, key: str, moment: Any, parameter: Any) -> Any:
+    """Return an optimizer's tensor in the memory layout of its parameter if their shapes match.
+
+    Raises:
+        UserError: A fused optimizer would read beyond the memory of the tensor.
+    """
+    if not isinstance(moment, torch.Tensor) or not moment.ndim:  # a step count, for example
+        return moment
+    if moment.shape == parameter.shape:
+        target = torch.empty_like(parameter, dtype=moment.dtype)
+        return target.copy_(parallel.like(moment, target))
+    if any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(
             f"The checkpoint does not match this {type(optimizer).__name__}: {key} has shape "
             f"{tuple(moment.shape)}, not {tuple(parameter.shape)}."
         )
-
-
-def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
-    """Return an optimizer's tensor in the memory layout of its parameter if their shapes match."""
-    if not isinstance(moment, torch.Tensor) or not moment.ndim or moment.shape != parameter.shape:
-        return moment
-    target = torch.empty_like(parameter, dtype=moment.dtype)
-    return target.copy_(parallel.like(moment, target))
+    return moment
 
 
 def digest(tensors: Tensors, tree: str) -> str:

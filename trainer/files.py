@@ -3,14 +3,11 @@
 import contextlib
 import errno
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-
-UMASK = os.umask(0o077)  # the umask can only be read by setting it
-os.umask(UMASK)
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = False) -> FileIO:
@@ -72,23 +69,21 @@ def replacing(path: str | Path) -> Iterator[str]:
     predictable name.
     """
     path = Path(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        descriptor, partial = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".part", dir=path.parent
-        )
+        partial.touch(exist_ok=False)  # does not follow a link
+        mode = partial.stat().st_mode
     except OSError as error:
         error.filename = str(path)  # show the target, not the temporary name
         raise
-    os.close(descriptor)
     try:
-        yield partial
+        yield str(partial)
+        partial.chmod(mode)  # safetensors replaces the file by one with mode 0600
         with open(partial, "rb+") as file:
-            if hasattr(os, "fchmod"):  # because mkstemp creates files with mode 0600
-                os.fchmod(file.fileno(), 0o666 & ~UMASK)
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     if os.name == "posix":  # flush the rename to disk too
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -59,7 +59,7 @@ def start(strategy: str, device: torch.device) -> str:
     if not dist.is_initialized():
         backend = "gloo"
         if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{exchange_for(strategy, device)}"
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         launch.wait_for_ranks("starts")  # init_process_group would ignore signals
         dist.init_process_group(
             backend,
@@ -70,17 +70,6 @@ def start(strategy: str, device: torch.device) -> str:
         )
     process_count = dist.get_world_size()
     return "ddp" if strategy == "auto" else strategy
-
-
-def exchange_for(strategy: str, device: torch.device) -> str:
-    """Return the name of the backend that exchanges gradients on this device."""
-    try:
-        return dist.get_default_backend_for_device(device)
-    except ValueError:
-        raise UserError(
-            f"strategy={strategy}: torch.distributed has no backend for {device.type}. "
-            "Type strategy=single."
-        ) from None
 
 
 def leave() -> None:
@@ -193,15 +182,9 @@ class Replicated(torch.nn.DataParallel[torch.nn.Module]):
 
 def autocasting(module: Any, device_type: str) -> Any:
     """Return a function that calls the module under this thread's autocast, from any thread."""
-    if not torch.is_autocast_enabled(device_type):
-        return module
     dtype = torch.get_autocast_dtype(device_type)
-
-    def call(*inputs: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=dtype):
-            return module(*inputs, **kwargs)
-
-    return call
+    is_enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=is_enabled)(module)
 
 
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from stoker.data.typed import typed
 from stoker.trainer import files
-from stoker.trainer.typed import typed
 
 T = TypeVar("T")
 MOST_BYTES = 2**24  # result.json takes 2 KB; a confusion matrix of 1,000 classes takes 8 MB

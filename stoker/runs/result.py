@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import command, setting
+from stoker.data.typed import is_number, typed
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
 from stoker.runs.provenance import Revision
@@ -16,7 +17,6 @@ from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
 from stoker.trainer.number_format import brief, number
 from stoker.trainer.stopping import StopReason
-from stoker.trainer.typed import is_number, typed
 
 if TYPE_CHECKING:
     from stoker.trainer.callbacks import Checkpoint

@@ -19,7 +19,6 @@ from stoker.command.build import (
 from stoker.runs.directory import CONFIG
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
-from stoker.trainer.typed import typed
 
 # Limits on a config.yaml: its bytes, levels of nesting, and characters of a value with ${...}.
 # The files that Stoker writes have about 3 KB, 4 levels and 100 characters.

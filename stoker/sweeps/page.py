@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import numpy
 
+from stoker.data.typed import is_number
 from stoker.runs import report
 from stoker.runs.directory import METRICS
 from stoker.runs.page import render
@@ -19,7 +20,6 @@ from stoker.sweeps.jobs import DEFAULT, Job
 from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import counted, number
-from stoker.trainer.typed import is_number
 
 MOST_SETTINGS = 24  # maximum settings in the plots
 MOST_POINTS = 20_000  # maximum points in all curves together

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.data.typed import is_number
 from stoker.runs import index
 from stoker.runs.readable import aligned
 from stoker.runs.result import Best, tests_in
@@ -22,7 +23,6 @@ from stoker.sweeps.ranking import REPEATS, monitored, ranked, varied
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
-from stoker.trainer.typed import is_number
 
 ENDED = ("done", "pruned", "failed")
 MOST_ROWS = 40  # maximum rows in the printed table

@@ -8,7 +8,7 @@ from saved import Saved
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
 from stoker.trainer import device as devices
-from stoker.trainer import memory, parallel, transfer
+from stoker.trainer import memory, transfer
 from stoker.trainer.errors import TrainingError, UserError
 
 pytestmark = pytest.mark.accelerator
@@ -52,18 +52,13 @@ def test_a_device_that_is_not_there_is_refused(accelerator, name):
     ("settings", "advice"),
     [
         ({"strategy": "dp"}, "Type strategy=single, or strategy=ddp."),
-        ({"compile": "graph"}, "Type compile=true or compile=false."),
+        ({"compile": "graph"}, "or change the setting that does not fit."),
     ],
 )
 def test_what_its_backend_lacks_is_refused(accelerator, settings, advice):
     with pytest.raises(UserError) as caught:
         make_trainer(device=accelerator.NAME, **settings)
     assert str(caught.value).endswith(advice)
-
-
-def test_processes_need_a_backend_of_torch_distributed(accelerator):
-    with pytest.raises(UserError, match=r"has no backend for simulated\. Type strategy=single\."):
-        parallel.exchange_for("ddp", torch.device(accelerator.NAME))
 
 
 def not_implemented(*arguments):

@@ -2,11 +2,11 @@
 
 import itertools
 
+from stoker.data.typed import is_number
 from stoker.runs import plots
 from stoker.runs.report.inputs import Run
 from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
-from stoker.trainer.typed import is_number
 
 MOST_PLOTS = 14
 MOST_CURVES = 6  # in a plot

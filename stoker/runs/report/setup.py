@@ -6,11 +6,11 @@ from typing import Any
 
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
+from stoker.data.typed import is_number
 from stoker.runs import saved_config
 from stoker.runs.report.inputs import Run, checkpoints
 from stoker.runs.result import command_for
 from stoker.trainer.number_format import significant
-from stoker.trainer.typed import is_number
 
 MOST_ENTRIES = 300  # maximum settings shown
 OF_TEXT = "stoker.data.text."

@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
+from stoker.data.typed import is_number
 from stoker.runs.page import render
 from stoker.runs.readable import seconds
 from stoker.runs.report import words
 from stoker.runs.report.inputs import SPLITS, Row, Run
 from stoker.runs.report.words import one_line, shortened
-from stoker.trainer.typed import is_number
 
 MOST_ERROR = 1000  # maximum characters of an error, whose last line says what to type
 
