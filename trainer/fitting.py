@@ -60,7 +60,6 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.stop_reason = None
     trainer.failed = False
     trainer.evaluation_due = False
-    trainer.between_steps = False
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
     if resume is not None:

@@ -39,7 +39,6 @@ class Stateful:
     # Number of epochs started by earlier fits, so that each fit has its own random numbers.
     epochs_before = 0
     evaluation_due = False  # whether the step is complete except for its evaluation
-    between_steps = False  # whether the last step is complete, and `fit` loads the next batch
     is_evaluating = False  # whether the context `evaluating()` is active
     rates: Sequence[float]  # learning rate of each group in the last step
     carried: Mapping[str, Any] = {}  # name -> value of each Carried attribute

@@ -55,10 +55,12 @@ class Trainer(Predicting, Stoppable, Reporting):
         epochs: Length of the run, in passes over the training loader.
         max_steps: Length of the run in steps; if given, `epochs` is ignored.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the machine's accelerator, or else the CPU.
-        strategy: "single", "dp" (threads), "ddp", "fsdp" (processes); "auto" is "single" or "ddp".
+        strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
+            process and "ddp" in several.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native dtype, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
-        channels_last: Memory format of 2-D convolutions; "auto" is True where it works and helps.
+        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or for a
+            model whose code calls `.view()`.
         grad_accum_steps: Split each batch into this many micro-batches, to save memory.
         micro_batch: Instead, limit micro-batches to this many samples; "auto" starts with whole
             batches and halves the size when memory runs out.
@@ -79,8 +81,8 @@ class Trainer(Predicting, Stoppable, Reporting):
     # - Reporting: call (a hook), log, check_and_log, history (the logged rows). Its base Stateful:
     #   is_due (every n steps and at the last one), epochs_before (of earlier fits), carried (state
     #   kept from batch to batch, as in an RNN), unoptimized (parameters without an optimizer)
-    # `fitting.prepare` sets what belongs to one fit: step, train_loader, val_loader, total_steps,
-    # steps_per_epoch, scheduler, history, evaluation_due, between_steps, stop_reason and failed.
+    # `fitting.prepare` sets what belongs to one fit: step, train_loader, val_loader,
+    # steps_per_epoch, total_steps, scheduler, history, evaluation_due, stop_reason and failed.
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -167,7 +169,6 @@ class Trainer(Predicting, Stoppable, Reporting):
                     self.train_loader.seek(self.epochs_before + epoch, position)
                     self.model.train()
                     for batch in self.train_loader:
-                        self.between_steps = False
                         with self.spans["transfer"]:
                             batch = transfer.move(batch, self.device)
                         self.begin_step(batch)
@@ -250,7 +251,6 @@ class Trainer(Predicting, Stoppable, Reporting):
             self.call("on_epoch_end")
         self.call("on_step_end")
         self.poll_interruption()  # sets stop_reason if a process was interrupted
-        self.between_steps = True
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""
