@@ -159,11 +159,12 @@ def test_a_loss_that_is_not_a_tensor_is_explained(change, evaluates, options):
         def compute_loss(self, batch):
             return change(self.model(batch[0]))
 
-    expected = [
-        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics.",
+    pair = "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
+    returned = (
         "compute_loss must return (loss, outputs), and train_step a scalar tensor that depends on "
-        f"trainable parameters; {misuse.HOW}.",
-    ]
+        f"trainable parameters; {misuse.HOW}."
+    )
+    expected = [pair, returned]
     with pytest.raises(UserError, match=r"Odd: .+\.\n") as error:
         make_trainer(kind=Odd, **options).fit(loader())
     assert str(error.value).split("\n")[1:] == expected

@@ -16,6 +16,7 @@ from stoker.command.build import (
     is_on,
     without_downloads,
 )
+from stoker.data.typed import typed
 from stoker.runs.directory import CONFIG
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
