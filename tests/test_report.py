@@ -678,6 +678,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     assert [
         command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
     ] == again
+    assert shown.all("pre")[-1] == f"{PROGRAM} predict run={tmp_path / 'run'} split=val"
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ")
     assert shown.all("span", "state") == ["stopped at step 40"]
