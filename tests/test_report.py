@@ -1214,6 +1214,11 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         assert len(shown.all("details")) == 2 and not shown.all("td", "cell")
         [listed, _] = shown.all("details")
         assert listed.index(names[3]) < listed.index(names[9]) < listed.index(names[0])
+        names[0] = "."
+        counts[0][0], counts[0][2] = 0, 10
+        (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+        shown = page_of(tmp_path / "run")
+        assert "The recall of 1 other class is 0: “.”" in shown.all("p")
     else:
         assert heads[20:] == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in names]
         assert len(shown.all("table", "upright")) == 1
