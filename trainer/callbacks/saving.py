@@ -15,6 +15,7 @@ from stoker.trainer.loading import IterableLoader
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
+
 def advice(trainer: "Trainer") -> str:
     """Return what to do if training diverges."""
     text = "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1"
