@@ -12,10 +12,10 @@ from stoker import Trainer
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead, NaNGuard
-from stoker.trainer.callbacks.saving import ADVICE
 from stoker.trainer.errors import NotFinite
 from stoker.trainer.number_format import brief
 
+ADVICE = "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1"
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -85,7 +85,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
         f". First non-finite value: in step {step}, the loss is nan (learning rate {brief(guarded.lr)}), and batch[0] has non-finite values in 1 of {len(inputs)} rows "
         f"(the first is row {row})."
     )
-    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}"
+    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}."
     path = checkpoint.path_of(tmp_path / "bad", step - 1)
     assert (
         third == f"The batch was saved in {tmp_path / 'bad'}. To replay the step, "
@@ -123,7 +123,7 @@ def test_the_loss_and_a_gradient_are_told_apart(kind, said, log_every):
     trainer = make_trainer(kind=kind, callbacks=[NaNGuard()], log_every=log_every)
     first, second = failure(trainer)
     assert f": {said}" in first
-    assert second == ADVICE
+    assert second == f"{ADVICE}."
     # The Trainer is left before the step.
     assert trainer.step == 6
     whole = make_trainer(callbacks=[StopAt(6)])
@@ -153,7 +153,7 @@ def test_the_first_weight_that_breaks_is_named_with_the_rates(tmp_path, kind):
     )
     first, second = failure(trainer)
     assert first.endswith("3.weight is not finite after the update (learning rate 0.25, 1e39).")
-    assert second == ADVICE
+    assert second == f"{ADVICE}."
 
 
 class Masked(Trainer):
@@ -176,7 +176,7 @@ def test_entries_that_are_not_finite_in_good_steps_are_no_problem():
         f": in step 7, the loss is inf (learning rate {rate}), and batch[2] has non-finite values "
         "in 1 of 3 rows (the first is row 2)."
     )
-    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}"
+    assert second == f"Check these samples. If they are as intended, u{ADVICE[1:]}."
 
 
 def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
@@ -187,11 +187,12 @@ def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
     (step,) = [i for i, (inputs, _) in enumerate(batches, 1) if not inputs.isfinite().all()]
     trainer = make_trainer(callbacks=[NaNGuard()], precision="fp16")
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # the first are skipped
-    first, *_ = failure(trainer, loader)
+    first, second = failure(trainer, loader)
     assert (
         f": in step {step}, the loss is nan (learning rate {brief(trainer.lr)}), and batch[0] has non-finite values in 1 of "
         in first
     )
+    assert second.endswith(f"u{ADVICE[1:]}, or precision=bf16 instead of fp16.")
 
 
 def test_a_callback_that_breaks_a_weight_is_told_from_a_step():

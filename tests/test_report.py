@@ -685,6 +685,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     assert [
         command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
     ] == again
+    assert shown.all("pre")[-1] == f"{PROGRAM} predict run={tmp_path / 'run'} split=val"
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ")
     assert shown.all("span", "state") == ["stopped at step 40"]
@@ -788,6 +789,8 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert result["doctor"] == ["\n".join(lines) for lines in warned]
     page = page_of(tmp_path / "failed")
     assert "What the doctor found" in page.all("h2") and "Versions" in page.all("h2")
+    [again] = [command for command in page.all("pre") if " optimizer.lr=0.003 " in command]
+    assert "run_dir" not in again
     samples = read(tmp_path / "failed", "status.json")["samples"]
     counts = f"{samples['train']:,} training + {samples['val']:,} validation samples"
     assert page.all("p", "soft")[0].endswith(f", cpu, fp32, {counts}")
@@ -1200,6 +1203,11 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         assert len(shown.all("details")) == 2 and not shown.all("td", "cell")
         [listed, _] = shown.all("details")
         assert listed.index(names[3]) < listed.index(names[9]) < listed.index(names[0])
+        names[0] = "."
+        counts[0][0], counts[0][2] = 0, 10
+        (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+        shown = page_of(tmp_path / "run")
+        assert "The recall of 1 other class is 0: “.”" in shown.all("p")
     else:
         assert heads[20:] == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in names]
         assert len(shown.all("table", "upright")) == 1

@@ -255,6 +255,7 @@ def plotted(text):
 def test_the_page_has_the_numbers_of_each_job_and_stands_alone(swept):
     text = (swept.folder / "sweep.html").read_text(encoding="utf-8")
     assert '<th class="number">optimizer.<wbr>lr</th>' in text and "differ only in seed." in text
+    assert "Train the best settings again, with the default seed:" in text
     page = Page(text)
     plots = plotted(text)
     assert [key["name"] for key in plots["keys"]] == ["optimizer.lr", "seed", "model.dropout"]

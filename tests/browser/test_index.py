@@ -160,13 +160,19 @@ def test_names_stay_whole_and_a_run_without_an_evaluation_has_no_curve(open_page
     make_run(tmp_path / names[2], status="stopped")
     rows = [{"step": step, "epoch": 0.1, "train/loss": 1.0 / step} for step in (1, 2, 3)]
     (tmp_path / "new" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for job in ("0", "1"):
+        make_run(tmp_path / "sweep" / job, typed)
+    best = {"name": "val/acc", "mode": "max", "step": None, "value": 0.9}
+    record = {"typed": ["-m"], "jobs": 2, "best_jobs": ["0", "1"], "best": best}
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(record))
     index.write(tmp_path)
     opened = open_page(tmp_path / "index.html", width=1280)
     page = opened.page
     lines = "links => links.map(link => link.getBoundingClientRect().height / parseFloat(getComputedStyle(link).lineHeight))"
     assert set(map(round, page.locator("#list td.name > *").evaluate_all(lines))) == {1}
     assert page.locator("#list").bounding_box()["width"] <= 1240
-    assert page.locator("#list tbody tr svg").count() == 2
+    assert page.locator("#list td.settings").first.bounding_box()["width"] >= 150
+    assert page.locator("#list tbody tr svg").count() == 3
     head = page.locator("#list th.best")
     assert head.locator("button").bounding_box()["width"] > head.bounding_box()["width"] - 20
     for name in names[:2]:

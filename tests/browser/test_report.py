@@ -209,6 +209,15 @@ def test_marks_are_at_their_values(open_page, tmp_path):
     assert dots[1] == f"M{left:.1f} {foot:.1f}h0M{right:.1f} {half:.1f}h0"
 
 
+def test_labels_of_an_axis_do_not_touch(open_page, tmp_path):
+    make_run(tmp_path / "run")
+    page = open_page(report.write(tmp_path / "run")).page
+    drawn = plots.figure("errors", "error", {}, bars=[[-90_000, 0, 110_000], [4, 2]])
+    page.evaluate(PATHS, drawn)
+    labels = page.locator("svg").last.locator("text[y='197']")
+    assert labels.all_text_contents() == ["-100,000", "0", "100,000"]
+
+
 def test_names_in_plots_are_text(open_page, tmp_path):
     make_run(tmp_path / "run")
     bad = """'><img src=x onerror="document.title=1">"""

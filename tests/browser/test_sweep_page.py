@@ -57,6 +57,8 @@ def test_a_job_is_hovered_and_leads_to_its_report(folder, open_page, serve):
     best = max(values, key=values.get)
     assert page.locator("#jobs tbody tr").first.locator("td").first.inner_text() == best
     assert page.locator("#curves path.job").count() == COUNT
+    shades = page.evaluate("shades")
+    assert (shades[0], shades[len(values) - 1]) == (1, 0)
     assert page.locator("#scatter circle.job").count() == len(values)
     for plot, mark in (("#curves", "path"), ("#parallel", "path"), ("#scatter", "circle")):
         # At the right end of its line, or on its dot.
@@ -180,6 +182,7 @@ def test_labels_of_axes_do_not_touch_and_pruned_jobs_have_their_value(open_page,
         ends = page.locator(names).evaluate_all(boxes)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends) if a[1] > a[0] and b[1] > b[0])
     assert {"[256,0]", "[256,1]"} <= set(page.locator("#parallel text.choice").all_text_contents())
+    assert page.evaluate("shades.slice(0, 3)") == [1, 1, 1]  # all of them are the best
     # The cross is at 0.5, below the three dots, which are at 0.75. Two have the same
     # choice and are drawn side by side.
     page.select_option("#setting", label="model.hidden")

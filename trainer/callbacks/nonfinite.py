@@ -14,7 +14,7 @@ import torch
 from stoker.trainer import batches, checkpoint, launch, parallel, transfer
 from stoker.trainer.callback import Callback, Row, State
 from stoker.trainer.callbacks.monitoring import Monitor, TimeLimit
-from stoker.trainer.callbacks.saving import ADVICE, Checkpoint
+from stoker.trainer.callbacks.saving import Checkpoint, advice
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import by_name
 from stoker.trainer.number_format import brief
@@ -62,7 +62,7 @@ class NaNGuard(Callback):
                     f"{symptom}, but all weights are finite.\n"
                     f"Check the inputs and targets in the {split} data."
                 )
-            raise NotFinite(f"{symptom}{rates(trainer)}.\n{ADVICE}", symptom)
+            raise NotFinite(f"{symptom}{rates(trainer)}.\n{advice(trainer)}", symptom)
         if "train/loss" in row:
             self.finite_until = trainer.step
             if any(saver.saved > self.first_step for saver in savers(trainer)):
@@ -203,8 +203,9 @@ def examine(
     if parallel.process_count > 1:
         place += f" on rank {rank}"
     if position == 0:
-        return f"{place}, {text}.\nCheck these samples. If they are as intended, u{ADVICE[1:]}"
-    return f"{place}, {text}{rates(trainer)}.\n{ADVICE}"
+        samples = "Check these samples. If they are as intended, u"
+        return f"{place}, {text}.\n{samples}{advice(trainer)[1:]}"
+    return f"{place}, {text}{rates(trainer)}.\n{advice(trainer)}"
 
 
 def rates(trainer: "Trainer") -> str:

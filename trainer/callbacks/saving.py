@@ -15,11 +15,13 @@ from stoker.trainer.loading import IterableLoader
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-# What to do if training diverges.
-ADVICE = (
-    "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1, or precision=bf16 "
-    "instead of fp16."
-)
+
+def advice(trainer: "Trainer") -> str:
+    """Return what to do if training diverges."""
+    text = "Use a lower optimizer.lr. If that is not enough, set max_grad_norm=1"
+    if trainer.scaler.is_enabled():
+        text += ", or precision=bf16 instead of fp16"
+    return f"{text}."
 
 
 class Checkpoint(Monitor):
@@ -166,7 +168,7 @@ class Checkpoint(Monitor):
         if name is not None:
             symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
             raise NotFinite(
-                f"{symptom}, so no checkpoint is saved.\n{ADVICE}",
+                f"{symptom}, so no checkpoint is saved.\n{advice(trainer)}",
                 symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})

@@ -1,9 +1,14 @@
 """The settings of a run, and the commands to repeat and use it."""
 
 import itertools
+import math
 import re
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from stoker import configs
+from stoker.command.dotted import plain
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.data.typed import is_number
@@ -38,7 +43,8 @@ def origin(run: Run) -> list[tuple[str, str]]:
     rate = run.config.get("optimizer.lr")
     if run.result.will_repeat and is_number(rate):
         anew = [override for override in run.overrides if not override.startswith("run_dir=")]
-        slower = command(anew, f"optimizer.lr={significant(rate / 10, 6)}")
+        lower = min(rate / 10, usual_rate(run))
+        slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
     elif run.state == "failed":
         commands.append(("Resume the run once the cause is fixed", again))
@@ -47,12 +53,21 @@ def origin(run: Run) -> list[tuple[str, str]]:
     return commands
 
 
+def usual_rate(run: Run) -> float:
+    """Return the default learning rate of the run's optimizer, or infinity if it is your own."""
+    for path in (configs.FOLDER / "optimizer").glob("*.yaml"):
+        option = plain(OmegaConf.load(path))
+        if option["_target_"] == run.config.get("optimizer._target_"):
+            return float(option["lr"])
+    return math.inf
+
+
 def commands(run: Run) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs: how to evaluate and to use the model of a run."""
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
     packages = trusted(run)
-    samples = run.result.samples or {}
+    samples = run.result.samples or run.status.samples or {}
     split = next((name for name in ("test", "val") if name in samples), "train")
     use = ("Make predictions", command_for("predict", run.folder, packages, f"split={split}"))
     if str(run.config.get("dataset._target_")).startswith(OF_TEXT):

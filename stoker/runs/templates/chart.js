@@ -62,22 +62,22 @@ function path(points) {
   return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
-// Draw grid lines and labels. `horizontal` and `vertical` are [fraction of the axis, label] pairs.
+// Draw grid lines, and labels where they do not touch. `horizontal` and `vertical` are [fraction of the axis, label] pairs.
 function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
   for (const [share, label] of vertical) {
     const y = top + height * (1 - share);
     shape(svg, "path", {class: "grid", d: `M${left} ${y}h${width}`});
     shape(svg, "text", {x: left - 6, y: y + 4, "text-anchor": "end"}, label);
   }
-  let end = -Infinity;
-  for (const [share, label] of [...horizontal].sort((a, b) => a[0] - b[0])) {
+  const labels = [...horizontal].sort((a, b) => a[0] - b[0]).map(([share, label]) => {
     const text = short(label, 16), x = left + width * share, half = 3.4 * text.length;
     shape(svg, "path", {class: "grid", d: `M${x} ${top}v${height}`});
-    if (x - half < end + 6) continue;
-    const place = Math.max(half, Math.min(x, left + width + 14 - half));
-    shape(svg, "text", {x: place, y: top + height + 18, "text-anchor": "middle"}, text);
-    end = place + half;
-  }
+    return {text, half, x: Math.max(half, Math.min(x, left + width + 14 - half))};
+  });
+  let every = 1; // every how many grid lines there is room for a label
+  const touches = (label, i) => i % every === 0 && i && label.x - label.half < labels[i - every].x + labels[i - every].half + 6;
+  while (labels.some(touches)) every++;
+  labels.forEach(({text, x}, i) => { if (i % every === 0) shape(svg, "text", {x, y: top + height + 18, "text-anchor": "middle"}, text); });
   shape(svg, "text", {x: left + width / 2, y: top + height + 36, "text-anchor": "middle"}, title);
 }
 

@@ -5,11 +5,9 @@ const rows = [...document.querySelectorAll("#jobs tbody tr")];
 const brushes = new Map(); // {axis: [low, high]}, the selected range as fractions of the axis
 const order = sweep.jobs.map((_, i) => i).reverse(); // so that the best job is drawn last, on top
 const drawn = sweep.jobs.map(() => []); // the shapes of each job
-const ranks = sweep.jobs.filter(job => job.status === "done" && job.value !== null).map(job => job.value).sort((a, b) => a - b);
-const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
-  const share = ranks.length > 1 ? ranks.indexOf(job.value) / (ranks.length - 1) : 1;
-  return sweep.high ? share : 1 - share;
-});
+const results = sweep.jobs.filter(job => job.status === "done" && job.value !== null).map(job => job.value);
+const ranks = [...new Set(results)].sort((a, b) => sweep.high ? a - b : b - a); // equal values share a rank
+const shades = sweep.jobs.map(job => ranks.length > 1 ? ranks.indexOf(job.value) / (ranks.length - 1) : 1); // 1 for the best value, 0 for the worst
 
 // Return a scale whose ticks include the smallest and the largest number if no tick is near them.
 function withEnds(numbers, steps) {
