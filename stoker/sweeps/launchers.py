@@ -17,7 +17,7 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher  # private
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from stoker.command import exit_codes, invocation, processes, settings, signals
+from stoker.command import arguments, exit_codes, invocation, processes, settings, signals
 from stoker.runs.directory import make
 from stoker.runs.result import write_failure
 from stoker.sweeps import progress
@@ -136,7 +136,7 @@ class Local(BasicLauncher):
         """Run a job in its own process. If the process crashes, record this as the job's result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
         program = invocation.program()[1:] or ["-m", "stoker"]
-        options = [argument for argument in sys.argv if argument.startswith("hydra.")]
+        options = arguments.options_for_job(sys.argv[1:])
         with progress.open_output(folder) as file:
             code = subprocess.run(
                 [sys.executable, "-u", *program, *options, *typed],
