@@ -25,6 +25,7 @@ from test_cli import answers, run
 
 from stoker.command import arguments, processes
 from stoker.runs import lock
+from stoker.runs.result import RunResult
 from stoker.sweeps import launchers
 from stoker.trainer.errors import UserError
 
@@ -63,6 +64,19 @@ class Hold(Callback):
         while trainer.step == 13 and not stopping.received and pathlib.Path("hold").exists():
             time.sleep(0.01)
 """  # a callback beside train.py, for what is on the PYTHONPATH
+
+DIES = """
+import os, signal, torch
+class Dies(torch.nn.Linear):
+    def __init__(self, how):
+        super().__init__(64, 10)
+        self.how = how
+    def forward(self, x):
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x.flatten(1))
+"""  # a model whose process ends at its first batch
+CODES = {"kill": -9}
 
 
 def needs_submitit():
@@ -219,6 +233,21 @@ def test_jobs_find_the_configs_of_the_folder_that_was_typed(tmp_path):
     assert done.code == 0 and "all: 2 done" in done.out, done.out + done.err
     done = sweep(tmp_path, *command, "strategy=ddp", "devices=2", "device=cpu", "seed=0")
     assert done.code == 0 and ": 1 done" in done.out, done.out + done.err
+
+
+@pytest.mark.slow
+def test_a_job_whose_process_dies_is_named_by_its_own_settings(tmp_path):
+    (tmp_path / "mine.py").write_text(DIES)
+    command = ["model._target_=mine.Dies", f"+model.how={','.join(CODES)},not", "epochs=1"]
+    command += ["report=false", "sweep.at_once=2", "hydra.sweep.dir=all"]
+    done = sweep(tmp_path, *command)
+    assert done.code == 3 and f"all: 1 done, {len(CODES)} failed" in done.out, done.out + done.err
+    for job, (how, code) in enumerate(CODES.items()):
+        result = RunResult.read(tmp_path / "all" / str(job))
+        assert f"+model.how={how}" in result.overrides
+        assert result.error == f"the process ended with exit code {code}."
+        line = rf"/{len(CODES) + 1}  failed, {result.error} .*job {job} model.how={how}$"
+        assert re.search(line, done.out, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ class Local(BasicLauncher):
             exit_codes.codes.append(code)  # the job may have failed after it wrote its result
             make(folder)
             error = processes.JobFailed(f"the process ended with exit code {code}.", code)
-            write_failure(folder, error, code)
+            overrides = [arguments.with_one_plus(override) for override in typed]
+            write_failure(folder, error, code, overrides=overrides)
 
 
 def begin_job() -> None:
