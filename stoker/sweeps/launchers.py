@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from stoker.command import arguments, exit_codes, invocation, processes, settings, signals
 from stoker.runs.directory import make
-from stoker.runs.result import write_failure
+from stoker.runs.result import RunResult, write_failure
 from stoker.sweeps import progress
-from stoker.sweeps.jobs import Job
+from stoker.sweeps.jobs import Job, overrides_in
 from stoker.trainer import stopping
 from stoker.trainer.errors import UserError
 from stoker.trainer.launch import cores
@@ -133,7 +133,7 @@ class Local(BasicLauncher):
                 self.stop(f"job {failed.name} failed (sweep.on_error=stop)")
 
     def run_job(self, folder: Path, typed: Sequence[str], slot: int) -> None:
-        """Run a job in its own process. If the process crashes, record this as the job's result."""
+        """Run a job in its own process. If the process fails, ensure that the job has a result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
         program = invocation.program()[1:] or ["-m", "stoker"]
         options = arguments.options_for_job(sys.argv[1:])
@@ -146,12 +146,23 @@ class Local(BasicLauncher):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # leaves Ctrl-C to the sweep
             ).returncode
-        if code < 0 or code in exit_codes.FAILED:
-            exit_codes.codes.append(code)  # the job may have failed after it wrote its result
+        if has_failed(folder, code):
+            # The job may have failed after it wrote its result.
+            exit_codes.codes.append(code if code in exit_codes.FAILED else exit_codes.TRAINING_ERROR)
             make(folder)
             error = processes.JobFailed(f"the process ended with exit code {code}.", code)
             overrides = [arguments.with_one_plus(override) for override in typed]
             write_failure(folder, error, code, overrides=overrides)
+
+
+def has_failed(folder: Path, code: int) -> bool:
+    """Return whether a job failed, if its process ended with this exit code.
+
+    User code may end the process with any code, even with 0 in the middle of a run.
+    """
+    if code == exit_codes.OK:
+        return overrides_in(folder) is not None and RunResult.read(folder) is None
+    return code not in (exit_codes.IN_USE, *(128 + number for number in stopping.SIGNALS))
 
 
 def begin_job() -> None:
