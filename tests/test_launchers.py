@@ -82,6 +82,13 @@ class Dies(torch.nn.Linear):
 """  # a model whose process ends at its first batch
 CODES = {"kill": -9, "raise": 9, "7": 7, "0": 0}
 
+REFUSES = """
+import os
+if "STOKER_JOB" in os.environ:
+    print("error: seed: not today. Try again tomorrow.", flush=True)
+    os._exit(2)
+"""  # what Python runs as it starts
+
 
 def needs_submitit():
     if not importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"):
@@ -252,6 +259,15 @@ def test_a_job_whose_process_dies_is_named_by_its_own_settings(tmp_path):
         assert result.error == f"the process ended with exit code {code}."
         line = rf"/{len(CODES) + 1}  failed, {result.error} .*job {job} model.how={how}$"
         assert re.search(line, done.out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_reason_of_jobs_that_fail_before_they_begin_is_said(tmp_path):
+    """Also if they leave nothing, so that the folder of the sweep is removed."""
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    done = sweep(tmp_path, "seed=0,1", "sweep.at_once=2", "hydra.sweep.dir=all")
+    assert done.code == 2 and not (tmp_path / "all").exists(), done.out + done.err
+    assert done.out.count("/2  failed, seed: not today. ") == 2, done.out
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ class Local(BasicLauncher):
         program = invocation.program()[1:] or ["-m", "stoker"]
         options = arguments.options_for_job(sys.argv[1:])
         with progress.open_output(folder) as file:
+            start = file.tell()
             code = subprocess.run(
                 [sys.executable, "-u", *program, *options, *typed],
                 env={**os.environ, processes.JOB: json.dumps(job)},
@@ -147,10 +148,14 @@ class Local(BasicLauncher):
                 start_new_session=True,  # leaves Ctrl-C to the sweep
             ).returncode
         if has_failed(folder, code):
+            is_known = code in exit_codes.FAILED
             # The job may have failed after it wrote its result.
-            exit_codes.codes.append(code if code in exit_codes.FAILED else exit_codes.TRAINING_ERROR)
+            exit_codes.codes.append(code if is_known else exit_codes.TRAINING_ERROR)
             make(folder)
-            error = processes.JobFailed(f"the process ended with exit code {code}.", code)
+            reason = f"the process ended with exit code {code}."
+            if is_known:
+                reason = progress.last_error(folder, start) or reason
+            error = processes.JobFailed(reason, code)
             overrides = [arguments.with_one_plus(override) for override in typed]
             write_failure(folder, error, code, overrides=overrides)
 
