@@ -135,12 +135,11 @@ class Local(BasicLauncher):
     def run_job(self, folder: Path, typed: Sequence[str], slot: int) -> None:
         """Run a job in its own process. If the process fails, ensure that the job has a result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
-        program = invocation.program()[1:] or ["-m", "stoker"]
         options = arguments.options_for_job(sys.argv[1:])
         with progress.open_output(folder) as file:
             start = file.tell()
             code = subprocess.run(
-                [sys.executable, "-u", *program, *options, *typed],
+                [sys.executable, "-u", *invocation.script(), *options, *typed],
                 env={**os.environ, processes.JOB: json.dumps(job)},
                 stdin=self.stdin,
                 stdout=file,
