@@ -413,6 +413,16 @@ MISTAKES = [
         "Remove hydra/launcher",
     ),
     (
+        "-m seed=0,1 hydra/launcher=basic",
+        "hydra/launcher=basic: choose local or submitit_slurm.",
+        "type sweep.at_once=N",
+    ),
+    (
+        "-m seed=0,1 hydra/launcher=joblib",
+        "hydra/launcher=joblib: to run several jobs at once, type sweep.at_once=N",
+        "",
+    ),
+    (
         "-m seed=0,1 sweep.at_once=x",
         "sweep.at_once=x: expected auto, or a whole number of at least 1",
         "",

@@ -60,10 +60,15 @@ def check(config: DictConfig) -> None:
     Plugins.instance().register(Local)  # on its own, Hydra only finds the ones in hydra_plugins
     at_once = settings.check("sweep.at_once", config.sweep.at_once)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
-    if launcher != "local" and (launcher, at_once) != (SLURM, 1):
+    if launcher != "local" and at_once != 1:
         raise UserError(
             f"sweep.at_once={at_once}: hydra/launcher={launcher} does not support this key. "
             "Remove hydra/launcher to run jobs on this machine."
+        )
+    if launcher not in ("local", SLURM):
+        raise UserError(
+            f"hydra/launcher={launcher}: choose local or {SLURM}. "
+            "To run several jobs at once on this machine, type sweep.at_once=N."
         )
     if launcher == SLURM:
         check_installed()
