@@ -98,12 +98,14 @@ class Local(BasicLauncher):
         self.sweep = config
         self.count = jobs_at_once(config.sweep.at_once, config.device)
         self.threads = max(1, cores() // self.count)
-        if self.count > 1:
-            print(f"jobs     {self.count} at once; threads per job: {self.threads}", flush=True)
+        self.has_launched = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
         if self.count == 1:
             return super().launch(job_overrides, initial_job_idx)
+        if not self.has_launched:  # a search launches its jobs in several groups
+            print(f"jobs     {self.count} at once; threads per job: {self.threads}", flush=True)
+        self.has_launched = True
         self.jobs = enumerate(job_overrides, initial_job_idx)
         self.failed: Job | None = None
         reading, writing = os.pipe()
