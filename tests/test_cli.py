@@ -193,7 +193,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "-m seed=0,1 hydra/launcher=basik",
         "error: hydra/launcher=basik: not a valid choice.",
-        "one of: basic, local",
+        "one of: local, submitit_slurm.",
     ),
     ("model", "error: model: this cannot be parsed.", "key=value, as in epochs=3"),
     ("evalute run=x", "error: evalute: this cannot be parsed. Did you mean 'evaluate'?", ""),

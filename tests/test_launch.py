@@ -563,3 +563,12 @@ def test_commands_are_printed_as_they_were_typed(started, torchrun, words, monke
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert " ".join(invocation.command()) == words
+
+
+def test_processes_show_the_command_that_started_them(tmp_path, monkeypatch):
+    installed = tmp_path / "stoker"
+    installed.touch()
+    started = {str(installed): [str(installed)], TRAIN: [TRAIN], MODULE: ["-m", "stoker"]}
+    for program, words in started.items():
+        monkeypatch.setattr(sys, "argv", [program])
+        assert invocation.script() == words

@@ -23,8 +23,9 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from test_cli import answers, run
 
-from stoker.command import processes
+from stoker.command import arguments, processes
 from stoker.runs import lock
+from stoker.runs.result import RunResult
 from stoker.sweeps import launchers
 from stoker.trainer.errors import UserError
 
@@ -63,6 +64,30 @@ class Hold(Callback):
         while trainer.step == 13 and not stopping.received and pathlib.Path("hold").exists():
             time.sleep(0.01)
 """  # a callback beside train.py, for what is on the PYTHONPATH
+
+DIES = """
+import os, signal, torch
+class Dies(torch.nn.Linear):
+    def __init__(self, how):
+        super().__init__(64, 10)
+        self.how = str(how)
+    def forward(self, x):
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raise":
+            raise SystemExit(9)
+        if self.how in ("0", "7"):
+            os._exit(int(self.how))
+        return super().forward(x.flatten(1))
+"""  # a model whose process ends at its first batch
+CODES = {"kill": -9, "raise": 9, "7": 7, "0": 0}
+
+REFUSES = """
+import os
+if "STOKER_JOB" in os.environ:
+    print("error: seed: not today. Try again tomorrow.", flush=True)
+    os._exit(2)
+"""  # what Python runs as it starts
 
 
 def needs_submitit():
@@ -198,6 +223,51 @@ def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_pa
     said = (tmp_path / "all" / "jobs" / "1.txt").read_text()
     assert "streamed with 1 worker, as requested" in said
     assert same(weights(tmp_path / "all" / "1"), alone(tmp_path, *typed, "seed=1"))
+
+
+def test_a_job_gets_the_options_of_its_sweep_that_matter_to_it():
+    typed = ["-m", "--config-dir", "conf", "-cn=mine", "seed=0,1", "hydra.sweep.dir=all"]
+    typed += ["+hydra.job.env_set.A=1", "~hydra.launcher.qos", "hydra/job_logging=none", "epochs=1"]
+    kept = ["--config-dir", "conf", "-cn=mine", "hydra.sweep.dir=all", "+hydra.job.env_set.A=1"]
+    kept += ["~hydra.launcher.qos", "hydra/job_logging=none"]
+    assert arguments.options_for_job(typed) == kept
+
+
+@pytest.mark.slow
+def test_jobs_find_the_configs_of_the_folder_that_was_typed(tmp_path):
+    """In a process of their own each, and in several for one job."""
+    experiment = tmp_path / "conf" / "experiment" / "short.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nepochs: 1\n")
+    command = ("--config-dir", "conf", "experiment=short", *JOB, "report=false")
+    done = sweep(tmp_path, *command, "seed=0,1", "sweep.at_once=2", "hydra.sweep.dir=all")
+    assert done.code == 0 and "all: 2 done" in done.out, done.out + done.err
+    done = sweep(tmp_path, *command, "strategy=ddp", "devices=2", "device=cpu", "seed=0")
+    assert done.code == 0 and ": 1 done" in done.out, done.out + done.err
+
+
+@pytest.mark.slow
+def test_a_job_whose_process_dies_is_named_by_its_own_settings(tmp_path):
+    (tmp_path / "mine.py").write_text(DIES)
+    command = ["model._target_=mine.Dies", f"+model.how={','.join(CODES)},not", "epochs=1"]
+    command += ["report=false", "sweep.at_once=2", "hydra.sweep.dir=all"]
+    done = sweep(tmp_path, *command)
+    assert done.code == 3 and f"all: 1 done, {len(CODES)} failed" in done.out, done.out + done.err
+    for job, (how, code) in enumerate(CODES.items()):
+        result = RunResult.read(tmp_path / "all" / str(job))
+        assert f"+model.how={how}" in result.overrides
+        assert result.error == f"the process ended with exit code {code}."
+        line = rf"/{len(CODES) + 1}  failed, {result.error} .*job {job} model.how={how}$"
+        assert re.search(line, done.out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_reason_of_jobs_that_fail_before_they_begin_is_said(tmp_path):
+    """Also if they leave nothing, so that the folder of the sweep is removed."""
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    done = sweep(tmp_path, "seed=0,1", "sweep.at_once=2", "hydra.sweep.dir=all")
+    assert done.code == 2 and not (tmp_path / "all").exists(), done.out + done.err
+    assert done.out.count("/2  failed, seed: not today. ") == 2, done.out
 
 
 @pytest.mark.slow
@@ -341,6 +411,16 @@ MISTAKES = [
         "-m seed=0,1 sweep.at_once=2 hydra/launcher=basic",
         "sweep.at_once=2: hydra/launcher=basic does not support this key",
         "Remove hydra/launcher",
+    ),
+    (
+        "-m seed=0,1 hydra/launcher=basic",
+        "hydra/launcher=basic: choose local or submitit_slurm.",
+        "type sweep.at_once=N",
+    ),
+    (
+        "-m seed=0,1 hydra/launcher=joblib",
+        "hydra/launcher=joblib: to run several jobs at once, type sweep.at_once=N",
+        "",
     ),
     (
         "-m seed=0,1 sweep.at_once=x",

@@ -16,8 +16,9 @@ from stoker.trainer.errors import UserError, quoted
 
 OPTIONS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
 OPTIONS |= {"--run", "-sc", "--shell-completion", "--version", "-c", "--cfg", "-p", "--package"}
-OPTIONS |= {"-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name"}
 OPTIONS |= {"--experimental-rerun"}
+WITH_CONFIGS = {"-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name"}
+OPTIONS |= WITH_CONFIGS
 # Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that Python code adds; they are treated as if they had been typed.
@@ -56,6 +57,22 @@ def typed_keys() -> set[str]:
 def is_sweep(arguments: Sequence[str]) -> bool:
     """Return whether these arguments start a sweep."""
     return "-m" in arguments or "--multirun" in arguments
+
+
+def options_for_job(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a sweep that each of its jobs needs besides its own settings.
+
+    These are the options that say where the configs are, and the settings of Hydra itself.
+    """
+    options: list[str] = []
+    for number, argument in enumerate(arguments):
+        name, equals, _ = argument.partition("=")
+        if name in WITH_CONFIGS:
+            end = number + 1 if equals else number + 2
+            options += arguments[number:end]
+        elif re.match(r"[+~]*hydra[./]", argument):
+            options.append(argument)
+    return options
 
 
 def choices(arguments: Sequence[str]) -> list[str]:

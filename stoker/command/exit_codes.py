@@ -35,6 +35,7 @@ DIFFERENT = 4
 IN_USE = 75  # sysexits.h defines it as "try again later"
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
 codes: list[int] = []  # exit codes of the errors reported so far
+has_summary: bool = False  # whether a sweep has printed its summary, and how to continue
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -102,7 +103,7 @@ def with_message(error: Exception) -> Exception:
 def say_interrupted() -> int:
     """Print how to continue after an interruption, and return the exit code."""
     advice = "\ninterrupted."
-    if not arguments.is_sweep(sys.argv):  # the sweep already printed how to continue
+    if not has_summary:
         advice += " Type the same command again to resume, or to start over if nothing was saved."
     text, code = ranks.settle_end("signal", advice, signals.exit_code())
     if text:

@@ -23,10 +23,17 @@ def program() -> list[str]:
         return ["stoker"] if shutil.which("stoker") == str(started) else [str(started)]
     if started.name == SCRIPT and started.is_file():
         return [python(), str(started)]
-    # Processes that this program starts run it as a module.
     if PACKAGE in started.resolve().parents:
         return [python(), "-m", "stoker"]
     return [python(), SCRIPT] if is_clone() else ["stoker"]
+
+
+def script() -> list[str]:
+    """Return the arguments with which Python starts this program again, and which it shows."""
+    started = Path(sys.argv[0])
+    if started.stem == "stoker" and started.is_file():
+        return [str(started)]
+    return program()[1:] or ["-m", "stoker"]
 
 
 def python() -> str:

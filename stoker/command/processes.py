@@ -98,10 +98,9 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    program = invocation.program()[1:] or ["-m", "stoker"]
     logging.disable(logging.CRITICAL)  # the torchrun agent's log repeats the ranks' output
     try:
-        elastic_launch(config, sys.executable)("-u", *program, *arguments)
+        elastic_launch(config, sys.executable)("-u", *invocation.script(), *arguments)
         return 0
     except ChildFailedError as error:
         return code_of(error)

@@ -216,16 +216,18 @@ def write_failure(
     code: int,
     warnings: list[str] | None = None,
     script: str | None = None,
+    overrides: list[str] | None = None,
 ) -> bool:
     """Record why a run failed, and its exit code. Return whether result.json was written.
 
-    `warnings` come from the doctor. An existing result or failure is not overwritten.
+    `warnings` come from the doctor. `overrides` are the typed settings of the run, and default to
+    those of this process. An existing result or failure is not overwritten.
     """
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
         return False
     result = RunResult(
-        overrides=arguments.typed(),
+        overrides=arguments.typed() if overrides is None else overrides,
         script=script,
         error=exit_codes.failure_text(error),
         code=code,

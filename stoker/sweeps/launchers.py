@@ -17,11 +17,11 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher  # private
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from stoker.command import exit_codes, invocation, processes, settings, signals
+from stoker.command import arguments, exit_codes, invocation, processes, settings, signals
 from stoker.runs.directory import make
-from stoker.runs.result import write_failure
+from stoker.runs.result import RunResult, write_failure
 from stoker.sweeps import progress
-from stoker.sweeps.jobs import Job
+from stoker.sweeps.jobs import Job, overrides_in
 from stoker.trainer import stopping
 from stoker.trainer.errors import UserError
 from stoker.trainer.launch import cores
@@ -60,10 +60,15 @@ def check(config: DictConfig) -> None:
     Plugins.instance().register(Local)  # on its own, Hydra only finds the ones in hydra_plugins
     at_once = settings.check("sweep.at_once", config.sweep.at_once)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
-    if launcher != "local" and (launcher, at_once) != (SLURM, 1):
+    if launcher != "local" and at_once != 1:
         raise UserError(
             f"sweep.at_once={at_once}: hydra/launcher={launcher} does not support this key. "
             "Remove hydra/launcher to run jobs on this machine."
+        )
+    if launcher not in ("local", SLURM):
+        raise UserError(
+            f"hydra/launcher={launcher}: choose local or {SLURM}. "
+            "To run several jobs at once on this machine, type sweep.at_once=N."
         )
     if launcher == SLURM:
         check_installed()
@@ -93,12 +98,14 @@ class Local(BasicLauncher):
         self.sweep = config
         self.count = jobs_at_once(config.sweep.at_once, config.device)
         self.threads = max(1, cores() // self.count)
-        if self.count > 1:
-            print(f"jobs     {self.count} at once; threads per job: {self.threads}", flush=True)
+        self.has_launched = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
         if self.count == 1:
             return super().launch(job_overrides, initial_job_idx)
+        if not self.has_launched:  # a search launches its jobs in several groups
+            print(f"jobs     {self.count} at once; threads per job: {self.threads}", flush=True)
+        self.has_launched = True
         self.jobs = enumerate(job_overrides, initial_job_idx)
         self.failed: Job | None = None
         reading, writing = os.pipe()
@@ -133,24 +140,40 @@ class Local(BasicLauncher):
                 self.stop(f"job {failed.name} failed (sweep.on_error=stop)")
 
     def run_job(self, folder: Path, typed: Sequence[str], slot: int) -> None:
-        """Run a job in its own process. If the process crashes, record this as the job's result."""
+        """Run a job in its own process. If the process fails, ensure that the job has a result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
-        program = invocation.program()[1:] or ["-m", "stoker"]
-        options = [argument for argument in sys.argv if argument.startswith("hydra.")]
+        options = arguments.options_for_job(sys.argv[1:])
         with progress.open_output(folder) as file:
+            start = file.tell()
             code = subprocess.run(
-                [sys.executable, "-u", *program, *options, *typed],
+                [sys.executable, "-u", *invocation.script(), *options, *typed],
                 env={**os.environ, processes.JOB: json.dumps(job)},
                 stdin=self.stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # leaves Ctrl-C to the sweep
             ).returncode
-        if code < 0 or code in exit_codes.FAILED:
-            exit_codes.codes.append(code)  # the job may have failed after it wrote its result
+        if has_failed(folder, code):
+            is_known = code in exit_codes.FAILED
+            # The job may have failed after it wrote its result.
+            exit_codes.codes.append(code if is_known else exit_codes.TRAINING_ERROR)
             make(folder)
-            error = processes.JobFailed(f"the process ended with exit code {code}.", code)
-            write_failure(folder, error, code)
+            reason = f"the process ended with exit code {code}."
+            if is_known:
+                reason = progress.last_error(folder, start) or reason
+            error = processes.JobFailed(reason, code)
+            overrides = [arguments.with_one_plus(override) for override in typed]
+            write_failure(folder, error, code, overrides=overrides)
+
+
+def has_failed(folder: Path, code: int) -> bool:
+    """Return whether a job failed, if its process ended with this exit code.
+
+    User code may end the process with any code, even with 0 in the middle of a run.
+    """
+    if code == exit_codes.OK:
+        return overrides_in(folder) is not None and RunResult.read(folder) is None
+    return code not in (exit_codes.IN_USE, *(128 + number for number in stopping.SIGNALS))
 
 
 def begin_job() -> None:

@@ -115,11 +115,24 @@ def show_ends(on_error: str = "continue") -> Job | None:
     return failed[0] if failed and on_error == "stop" else None
 
 
+def output_file(folder: Path) -> Path:
+    """Return the file for the output of the job in a folder."""
+    return folder.parent / OUTPUT / f"{folder.name}.txt"
+
+
 def open_output(folder: Path) -> TextIO:
     """Open the file for the output of the job in a folder."""
-    path = folder.parent / OUTPUT / f"{folder.name}.txt"
+    path = output_file(folder)
     path.parent.mkdir(exist_ok=True)
     return path.open("a", buffering=1, encoding="utf-8")
+
+
+def last_error(folder: Path, start: int) -> str | None:
+    """Return the last error message in a job's output from byte `start` on; None without one."""
+    with output_file(folder).open(encoding="utf-8", errors="replace") as file:
+        file.seek(start)
+        errors = [line for line in file if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ").rstrip() if errors else None
 
 
 def redirect(folder: Path) -> None:

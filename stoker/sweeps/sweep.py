@@ -26,7 +26,7 @@ from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
-from stoker.trainer import files, launch, terminal
+from stoker.trainer import files, launch, stopping, terminal
 from stoker.trainer.errors import UserError, printable
 
 PLACE = "hydra.sweep.dir"
@@ -79,7 +79,7 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Redirect the output of a job in this process to the job's file."""
         is_here = progress.ends is not None
-        if is_here and config.task == "train" and config.overfit is None:
+        if is_here and is_training(config):
             progress.redirect(Path(config.hydra.runtime.output_dir))
 
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
@@ -95,7 +95,9 @@ class SweepCallback(Callback):
         folder = Path(config.hydra.sweep.dir)
         sweep = Sweep(folder)
         exit_codes.codes += [job.code for job in sweep.jobs if job.code]
-        if not sweep.jobs:  # a task that writes no results
+        if not sweep.jobs:  # interrupted early, or a task that writes no results
+            if stopping.received is not None and is_training(config):
+                remove_untrained(folder)
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)
             return
@@ -104,10 +106,16 @@ class SweepCallback(Callback):
             remove_untrained(folder)
             return
         print()
+        exit_codes.has_summary = True
         try:
             report(sweep)
         except Exception as error:
             exit_codes.report(error)
+
+
+def is_training(config: DictConfig) -> bool:
+    """Return whether the jobs are training runs, which write results."""
+    return config.task == "train" and config.overfit is None
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:

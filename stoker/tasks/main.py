@@ -158,7 +158,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
             raise SystemExit(code)
         return
     folder = current_job.run_directory(cfg)
-    typed = [*HydraConfig.get().overrides.task, *arguments.search_path()]
+    typed = [*arguments.options_for_job(sys.argv[1:]), *HydraConfig.get().overrides.task]
     code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
     if code > 128:
         stopping.received = code - 128
