@@ -135,7 +135,7 @@ def check_command(folder: Path, varied: list[str]) -> None:
     Settings of the sweep as a whole, such as sweep.trials, may differ. The settings that a grid
     varies must be typed in the same order, because their order decides the jobs' numbers.
     """
-    ignored = r"-|(hydra|sweep/pruner|resume|overwrite)([./]|$)|sweep\."
+    ignored = r"-|(hydra|sweep/pruner|resume|overwrite)([./]|$)|sweep\.(?!space)"
     before = settings_of(SweepRecord.read(folder).typed or command_line(), ignored)
     now = settings_of(command_line(), ignored)
     differences = []
