@@ -205,6 +205,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("epochs=${nope}", "error: epochs: Interpolation key 'nope' not found", "Type epochs=VALUE"),
     ("~model", "error: model: a run needs a value for this key.", "Remove ~model."),
+    ("~trainer.epochs", "a Trainer always gets the run's epochs.", "Remove ~trainer.epochs."),
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
     ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
