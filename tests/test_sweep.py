@@ -20,6 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
+import hydra
 import numpy
 import pytest
 import torch
@@ -27,7 +28,7 @@ from forks import PROGRAM, TRAIN
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
-from stoker.command import exit_codes, shell
+from stoker.command import arguments, exit_codes, shell
 from stoker.runs import json_files, lock, readable
 from stoker.runs.result import Best
 from stoker.runs.rows import read_rows
@@ -847,6 +848,20 @@ def test_what_is_typed_in_quotes_is_what_hydra_reads():
             str(OverridesParser.create().parse_override(shell.setting("run_dir", value)).value())
             == value
         )
+
+
+def test_a_setting_with_two_plusses_is_recorded_so_that_hydra_reads_it():
+    """Of the two plusses of a dotted key, `for_hydra` adds the second again."""
+    for typed, recorded in (
+        ("++epochs=1", "++epochs=1"),
+        ("+mine=a.b", "+mine=a.b"),
+        ("++model.mine=1", "+model.mine=1"),
+        ("+model.mine=1", "+model.mine=1"),
+    ):
+        assert arguments.with_one_plus(arguments.for_hydra([typed])[0]) == recorded
+        hydra_reads = arguments.for_hydra([recorded])
+        with hydra.initialize_config_module("stoker.configs"):
+            hydra.compose("train", hydra_reads)
 
 
 def test_a_reason_has_no_traceback():

@@ -36,8 +36,8 @@ def typed() -> list[str]:
 
 
 def with_one_plus(override: str) -> str:
-    """Remove the second plus that `for_hydra` adds."""
-    return re.sub(r"^\+\+", "+", override)
+    """Remove the second plus that `for_hydra` adds to a dotted key."""
+    return re.sub(r"^\+\+(?=\w+\.)", "+", override)
 
 
 def typed_keys() -> set[str]:
