@@ -1400,17 +1400,24 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 
 def test_mistakes_are_answered(forks, tmp_path):
     (tmp_path / "index.html").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "result.json").write_text('{"error": "no data"}')
     for arguments, said in [
         ([], f"Type {PROGRAM} redraw DIR."),
         (["a", "b"], f"Type {PROGRAM} redraw DIR."),
         (["--opn", "x"], "--opn: no such option."),
         (["mien"], "mien: no such file or directory."),
         (["index.html"], "index.html: not a directory."),
+        (["empty"], "redraw empty: no run has begun in this folder."),
+        (["failed"], "redraw failed: no run has begun in this folder."),
         (["."], "index.html is not an index of runs. Move or rename it first."),
     ]:
         done = forks.run(tmp_path, "redraw", *arguments)
         assert done.code == 2 and said in done.err
         assert done.err.startswith("error: ") and done.err.count("\n") <= 3
+    assert os.listdir(tmp_path / "empty") == []
+    assert os.listdir(tmp_path / "failed") == ["result.json"]
 
 
 def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, tmp_path):

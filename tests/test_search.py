@@ -237,6 +237,30 @@ def test_a_search_of_an_earlier_version_is_refused(tmp_path):
         searching.open_study()
 
 
+@needs_optuna
+def test_a_range_that_was_changed_in_a_file_is_another_search(tmp_path):
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    from stoker.sweeps.optuna_search import OptunaSearch
+
+    searching = OptunaSearch.__new__(OptunaSearch)
+    searching.folder = tmp_path
+    sweeper = {"storage": None, "study_name": None}
+    searching.config = OmegaConf.create({"hydra": {"sweeper": sweeper}})
+    size = CategoricalDistribution([32, 64])
+    rate = FloatDistribution(1e-4, 1e-1, log=True)
+    searching.space = {"batch_size": size, "optimizer.lr": rate}
+    searching.open_study().ask(searching.space)
+    assert len(searching.open_study().trials) == 1
+    for key, changed in (
+        ("batch_size", CategoricalDistribution([8, 16])),
+        ("optimizer.lr", FloatDistribution(1e-4, 1e-2, log=True)),
+    ):
+        searching.space = {"batch_size": size, "optimizer.lr": rate, key: changed}
+        with pytest.raises(UserError, match=f"its trials have a different range for {key}"):
+            searching.open_study()
+
+
 @pytest.mark.slow
 @needs_fork
 @needs_optuna
@@ -288,6 +312,8 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     assert done.code == 2 and "this sweep was started with epochs=3, not 4." in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
     assert done.code == 2 and "started with batch_size=(default), not interval" in done.err
+    done = forks.run(whole, *ASHA, "sweep.trials=9", "sweep.space.batch_size='choice(8,16)'")
+    assert done.code == 2 and "started with sweep.space.batch_size=(default), not" in done.err
     said = (whole / "s" / "sweep.json").read_bytes()
     done = forks.run(whole, *ASHA, "sweep/space=none", LR)
     first, _, again = done.err.splitlines()

@@ -20,6 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
+import hydra
 import numpy
 import pytest
 import torch
@@ -27,13 +28,15 @@ from forks import PROGRAM, TRAIN
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
-from stoker.command import exit_codes, shell
+from stoker.command import arguments, exit_codes, shell
 from stoker.runs import json_files, lock, readable
 from stoker.runs.result import Best
 from stoker.runs.rows import read_rows
+from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import jobs, page, progress, sweep, table
 from stoker.tasks.redraw import redraw
 from stoker.trainer.callbacks import Callback as TrainerCallback
+from stoker.trainer.errors import UserError
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform"),
@@ -536,13 +539,25 @@ def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, t
     done = forks.run(tmp_path, "-m", "sweep=optuna", *JOB, "seed=0,1", "hydra.sweep.dir=all")
     assert done.code == 2 and "was started with sweep=(default), not optuna." in done.err
     assert {path: path.read_bytes() for path in before} == before
-    # The order of the settings, and those of the sweep as a whole, make no other sweep.
+    # The order of the fixed settings, and those of the sweep as a whole, make no other sweep.
     typed = ("seed=0,1", *JOB, "sweep.on_error=stop", "hydra.sweep.dir=all")
     done = forks.run(tmp_path, "--multirun", *typed)
     assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;")
     # A directory in which no training has begun is nobody's.
     assert forks.run(tmp_path, "-m", *JOB, "seed=-1,-2", "hydra.sweep.dir=typo").code == 2
     assert forks.run(tmp_path, "-m", *JOB, "seed=1,2", "hydra.sweep.dir=typo").code == 0
+
+
+def test_the_order_of_the_swept_settings_makes_another_sweep(tmp_path, monkeypatch):
+    """Their order decides which settings a number of a job stands for."""
+    varied = ["model", "seed"]
+    typed = ["-m", "model=linear,mlp", "epochs=1", "seed=0,1"]
+    SweepRecord(typed, 4).write(tmp_path)
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "epochs=1", *typed])
+    jobs.check_command(tmp_path, varied)
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], *reversed(typed)])
+    with pytest.raises(UserError, match="started with model before seed, not seed before model"):
+        jobs.check_command(tmp_path, varied)
 
 
 def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
@@ -834,6 +849,20 @@ def test_what_is_typed_in_quotes_is_what_hydra_reads():
             str(OverridesParser.create().parse_override(shell.setting("run_dir", value)).value())
             == value
         )
+
+
+def test_a_setting_with_two_plusses_is_recorded_so_that_hydra_reads_it():
+    """Of the two plusses of a dotted key, `for_hydra` adds the second again."""
+    for typed, recorded in (
+        ("++epochs=1", "++epochs=1"),
+        ("+mine=a.b", "+mine=a.b"),
+        ("++model.mine=1", "+model.mine=1"),
+        ("+model.mine=1", "+model.mine=1"),
+    ):
+        assert arguments.with_one_plus(arguments.for_hydra([typed])[0]) == recorded
+        hydra_reads = arguments.for_hydra([recorded])
+        with hydra.initialize_config_module("stoker.configs"):
+            hydra.compose("train", hydra_reads)
 
 
 def test_a_reason_has_no_traceback():

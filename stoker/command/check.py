@@ -56,6 +56,10 @@ def check_config(cfg: DictConfig) -> None:
     for key in usual:
         if key not in given:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
+    for key in arguments.typed_keys():
+        setting = key.removeprefix("~trainer.")
+        if setting != key and setting in usual:
+            raise UserError(f"{key}: a Trainer always gets the run's {setting}. Remove {key}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
             raise UserError(

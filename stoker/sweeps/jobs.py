@@ -129,24 +129,31 @@ def command_to_continue(folder: Path) -> str:
     return shlex.join([*invocation.program(), *typed, place])
 
 
-def check_command(folder: Path) -> None:
+def check_command(folder: Path, varied: list[str]) -> None:
     """Raise UserError if the sweep in the folder was started with other settings.
 
-    Settings of the sweep as a whole, such as sweep.trials, may differ.
+    Settings of the sweep as a whole, such as sweep.trials, may differ. The settings that a grid
+    varies must be typed in the same order, because their order decides the jobs' numbers.
     """
-    ignored = r"-|(hydra|sweep/pruner|resume|overwrite)([./]|$)|sweep\."
+    ignored = r"-|(hydra|sweep/pruner|resume|overwrite)([./]|$)|sweep\.(?!space)"
     before = settings_of(SweepRecord.read(folder).typed or command_line(), ignored)
     now = settings_of(command_line(), ignored)
+    differences = []
     for key in now | before:
         is_now = now.get(key, DEFAULT)
         was = before.get(key, DEFAULT)
         if is_now != was:
-            raise UserError(
-                f"hydra.sweep.dir={folder}: this sweep was started with {key}={was}, "
-                f"not {as_typed(is_now)}.\n"
-                "Choose a different hydra.sweep.dir, or continue the existing sweep with:\n"
-                f"{command_to_continue(folder)}"
-            )
+            differences.append(f"{key}={was}, not {as_typed(is_now)}")
+    order_before = [key for key in before if key in varied]
+    order_now = [key for key in now if key in varied]
+    if order_before != order_now:
+        differences.append(f"{' before '.join(order_before)}, not {' before '.join(order_now)}")
+    if differences:
+        raise UserError(
+            f"hydra.sweep.dir={folder}: this sweep was started with {differences[0]}.\n"
+            "Choose a different hydra.sweep.dir, or continue the existing sweep with:\n"
+            f"{command_to_continue(folder)}"
+        )
 
 
 def begin(folder: str) -> None:

@@ -197,6 +197,13 @@ class OptunaSearch(Sweeper):
                 f"hydra.sweep.dir={self.folder} holds a search by an earlier version of Stoker. "
                 "Choose a different hydra.sweep.dir."
             )
+        for trial in study.trials:
+            for key in trial.distributions.keys() & self.space.keys():
+                if trial.distributions[key] != self.space[key]:
+                    raise UserError(
+                        f"hydra.sweep.dir={self.folder}: its trials have a different range for "
+                        f"{key}. Choose a different hydra.sweep.dir."
+                    )
         return study
 
 

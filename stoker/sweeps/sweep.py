@@ -64,14 +64,14 @@ class SweepCallback(Callback):
                 f"hydra/sweeper={sweeper}: sweep={kind} has its own sweeper. Remove this setting."
             )
         folder = Path(config.hydra.sweep.dir)
-        jobs.check_command(folder)
+        varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
+        jobs.check_command(folder, varied)
         make(folder, PLACE)
         if is_search:
             # On its own, Hydra only finds the sweepers in hydra_plugins.
             target = config.hydra.sweeper._target_
             Plugins.instance().register(hydra.utils.get_class(target))
         else:
-            varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
             if not lock.is_held(folder):  # this shows the sweep as running in the index
                 holding.enter_context(lock.held(folder))
             progress.announce(folder, len(planned), varied)
