@@ -414,7 +414,7 @@ def test_an_error_about_two_devices_shows_the_line_and_the_advice(wrong, doing):
         rf"RuntimeError in forward \({re.escape(__file__)}:\d+\)\. The .*batch: ", place
     )
     assert advice == (
-        "The model uses a tensor on another device. Make tensors of the model buffers "
+        "The model uses a tensor on another device. Register the model's tensors as buffers "
         "(self.register_buffer), and create others with device=inputs.device."
     )
     assert code_of(caught.value) == 2

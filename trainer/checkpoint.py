@@ -196,7 +196,7 @@ def escaped(key: str) -> str:
 
 
 def unpack(tree: str, tensors: Tensors) -> Any:
-    """Undo `pack` for its data as JSON text."""
+    """Undo `pack`, given its result as JSON text."""
 
     def restored(value: Any) -> Any:  # the values inside it are already restored
         kind = value.get(MARK)

@@ -178,7 +178,7 @@ def place(
 
     This memory format is 1.5 to 2.5 times as fast on CPUs, and tensor cores use it. `auto` skips it
     on mps, for models that call `.view()`, which cannot flatten images in this format, and for
-    models that `overruns_memory` names.
+    models with a convolution for which `overruns_memory` returns True.
 
     Raises:
         UserError: `channels_last` is True, but there is no 2-D convolution, or it is not safe.
@@ -201,7 +201,7 @@ def place(
     is_unsafe = device.type == "cpu" and any(map(overruns_memory, convolutions))
     if channels_last is True and is_unsafe:
         raise UserError(
-            f"channels_last=true: {name} has a 1x1 convolution with a stride and fewer than 8 "
+            f"channels_last=true: {name} has a strided 1x1 convolution with fewer than 8 "
             "channels, whose gradients torch computes wrongly on this processor.\n"
             "Type channels_last=auto."
         )

@@ -202,7 +202,7 @@ def cause(error: BaseException) -> str:
     if text:
         description += f": {text.splitlines()[0]}"
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and not isinstance(error, SyntaxError):  # its text names the line
+    if frames and not isinstance(error, SyntaxError):  # its message already names the line
         innermost = frames[-1]
         description += f" ({innermost.filename}:{innermost.lineno})"
     return printable(description)

@@ -78,7 +78,7 @@ def replacing(path: str | Path) -> Iterator[str]:
         raise
     try:
         yield str(partial)
-        partial.chmod(mode)  # safetensors replaces the file by one with mode 0600
+        partial.chmod(mode)  # safetensors replaces the file with one of mode 0600
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -56,7 +56,7 @@ IN_A_STEP = {
     "update_metrics",
     "update",
 }
-# Messages of Python and torch that mean that these do not have the expected form.
+# What Python or torch says if a batch or a return value does not have the expected form.
 MISUSED = re.compile(
     "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
     "no attribute '(detach|device|masked_fill)'|'str' object has no attribute|"

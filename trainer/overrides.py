@@ -21,9 +21,9 @@ def step_uses(kind: type, name: str) -> bool:
 
 
 def reads_any(kind: type, *attributes: str) -> bool:
-    """Return whether one of these attributes is read in the source text of your own classes.
+    """Return whether the source code of your own classes reads any of these attributes.
 
-    Return True if the text is unknown, for example of a class typed into an interpreter.
+    Return True if there is no source, as for a class typed into an interpreter.
     """
     classes = kind.__mro__[:-1]  # without `object`
     own = [one for one in classes if not one.__module__.startswith("stoker.trainer.")]

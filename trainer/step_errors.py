@@ -5,7 +5,7 @@ import re
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
-        "The model uses a tensor on another device. Make tensors of the model buffers "
+        "The model uses a tensor on another device. Register the model's tensors as buffers "
         "(self.register_buffer), and create others with device=inputs.device."
     ),
     "device-side assert": (

@@ -194,7 +194,7 @@ def start_over(trainer: "Trainer") -> None:
 def finish(
     trainer: "Trainer", norm: torch.Tensor | None, was_taken: torch.Tensor | None = None
 ) -> None:
-    """Advance the schedule and record the gradient norm, unless the scaler skipped the step."""
+    """Advance the schedule; record the gradient norm unless the scaler skipped the step."""
     trainer.scheduler.step()
     if norm is not None:
         trainer.window.add_norm(norm, was_taken)

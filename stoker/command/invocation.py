@@ -29,7 +29,7 @@ def program() -> list[str]:
 
 
 def script() -> list[str]:
-    """Return the arguments with which Python starts this program again, and which it shows."""
+    """Return the Python arguments that start this program again under the same name."""
     started = Path(sys.argv[0])
     if started.stem == "stoker" and started.is_file():
         return [str(started)]

@@ -34,7 +34,7 @@ FAILING = {
 
 def message(error: BaseException) -> str:
     """Return the one to three lines that a user sees, free of control characters."""
-    # A value or a path may have any length.
+    # Shorten long lines: a value or a path can have any length.
     text = re.sub(r"(.{500}).+", r"\1...", f"error: {explanation(error)}")
     lines = [printable(line) for line in text.split("\n") if line.strip()]
     return "\n".join(lines[:3])

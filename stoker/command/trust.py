@@ -175,7 +175,7 @@ def locate(key: str, target: str) -> Any:
 
 
 def trusting_setting(target: str) -> str:
-    """Return the setting that trusts the package of a target, as valid in a shell as in Python."""
+    """Return the setting that trusts the package of a target, valid in a shell and in Python."""
     return f'trusted=["{target.partition(".")[0]}"]'
 
 

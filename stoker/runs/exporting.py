@@ -177,7 +177,7 @@ def traced(model: Trained, inputs: Tensor) -> torch.export.ExportedProgram:
 
 
 def compare(model: Trained, run: Run, inputs: Tensor, outputs: Tensor, whose: str) -> None:
-    """Raise TrainingError if `run` differs from the model, which returns `outputs` for `inputs`.
+    """Raise TrainingError if `run` does not reproduce the model's `outputs` for `inputs`.
 
     Predicted target values are measured from their training mean, and the largest output is taken
     to be at least one standard deviation. For other outputs, it is taken to be at least 1.

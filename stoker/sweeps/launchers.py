@@ -56,7 +56,7 @@ def trials_at_once(config: DictConfig) -> int:
 
 
 def check(config: DictConfig) -> None:
-    """Register `Local`; raise UserError for another launcher, unless it is Slurm's."""
+    """Register `Local`, and raise UserError for launchers other than `Local` and Slurm's."""
     Plugins.instance().register(Local)  # on its own, Hydra only finds the ones in hydra_plugins
     at_once = settings.check("sweep.at_once", config.sweep.at_once)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
@@ -177,7 +177,7 @@ def has_failed(folder: Path, code: int) -> bool:
 
 
 def begin_job() -> None:
-    """Stop the job of this process when its sweep stops, if `Local` started this process."""
+    """If `Local` started this process, stop its job when the sweep stops."""
     if "slot" in processes.job():
         threading.Thread(target=stop_with_sweep, daemon=True).start()
 

@@ -128,7 +128,7 @@ def open_output(folder: Path) -> TextIO:
 
 
 def last_error(folder: Path, start: int) -> str | None:
-    """Return the last error message in a job's output from byte `start` on; None without one."""
+    """Return the last error message in a job's output from byte `start` on, or None."""
     with output_file(folder).open(encoding="utf-8", errors="replace") as file:
         file.seek(start)
         errors = [line for line in file if line.startswith("error: ")]

@@ -24,7 +24,7 @@ POLL = 0.3  # seconds
 class Slurm(Callback):
     """Hydra's callback for a sweep on Slurm. With another launcher, it does nothing.
 
-    It is created in the process of the sweep, and each job gets a copy.
+    It is created in the sweep's process, and each job gets a copy.
     """
 
     is_used = False

@@ -162,7 +162,7 @@ def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
 
 
 def report(sweep: Sweep) -> None:
-    """Print the lines that end a sweep; write sweep.csv and sweep.html."""
+    """Print the table and summary of a sweep, and write sweep.csv and sweep.html."""
     from stoker.sweeps import page
 
     summary = summary_of(sweep)

@@ -1,4 +1,4 @@
-"""`stoker redraw DIR`: draw the page of a run, of a sweep or of a folder of runs again."""
+"""`stoker redraw DIR`: redraw the page of a run, a sweep or a folder of runs."""
 
 import os
 from collections.abc import Sequence

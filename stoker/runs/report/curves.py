@@ -12,7 +12,7 @@ MOST_PLOTS = 14
 MOST_CURVES = 6  # in a plot
 LOGARITHMIC = ("loss", "grad_norm")  # these spike, or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
-TITLES = {  # of the NUMBERS that are drawn
+TITLES = {  # plot titles; other NUMBERS are not drawn
     "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "gradient norm",

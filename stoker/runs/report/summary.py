@@ -108,7 +108,7 @@ def quality_verdict(run: Run) -> str:
 
 
 def moment(run: Run, row: Row) -> str:
-    """Return 'epoch 2' at the end of an epoch, or 'step 500' within one and in the first one."""
+    """Return 'epoch 2' at the end of an epoch, else 'step 500' (always in the first epoch)."""
     epoch = row["epoch"]
     is_end = epoch == round(epoch) and run.rows[-1]["epoch"] > 1
     return f"epoch {epoch:,.0f}" if is_end else f"step {row['step']:,.0f}"

@@ -17,7 +17,7 @@ function exponent(value) {
 }
 
 // Return a scale for numbers. `at` maps a number to a fraction of the axis, from 0 to 1; `ticks` are [fraction, label] pairs, at least `least` apart.
-// The scale can be logarithmic only if the range is wide, and `log` says whether it then is: by default, if most numbers are small.
+// If the range is wide, `log` sets whether the scale is logarithmic. By default, it is if most numbers are small.
 // `margin` is the part of the axis before the smallest and after the largest number. Without it, the axis ends at ticks.
 function scale(numbers, steps, {least = 0, log, margin = 0.04} = {}) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
@@ -74,7 +74,7 @@ function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
     shape(svg, "path", {class: "grid", d: `M${x} ${top}v${height}`});
     return {text, half, x: Math.max(half, Math.min(x, left + width + 14 - half))};
   });
-  let every = 1; // every how many grid lines there is room for a label
+  let every = 1; // grid lines per label; raised until no labels overlap
   const touches = (label, i) => i % every === 0 && i && label.x - label.half < labels[i - every].x + labels[i - every].half + 6;
   while (labels.some(touches)) every++;
   labels.forEach(({text, x}, i) => { if (i % every === 0) shape(svg, "text", {x, y: top + height + 18, "text-anchor": "middle"}, text); });
