@@ -13,7 +13,7 @@ from stoker.tasks.parts import Parts
 from stoker.tasks.running import Run
 from stoker.tasks.train import train
 from stoker.trainer import memory
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError
 
 
@@ -114,6 +114,7 @@ def test_a_run_remembers_the_threads_that_trained(two_threads, tmp_path):
     parts = Parts(make_trainer(make_model()), None, (loader, None, None))
     run = Run(tmp_path, None, 0.0, draws=False)
     run.parts = parts
+    run.saver = Checkpoint(tmp_path / "checkpoints")
     with tuning.few_threads(parts.trainer.module, 8):
         run.fit()
     assert run.threads == 1 and torch.get_num_threads() == 2

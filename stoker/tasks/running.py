@@ -156,7 +156,8 @@ class Run:
         with signals.calling(trainer.interrupt):
             trainer.fit(train_loader, val_loader, resume=self.state)
             if launch.is_first():
-                status.keep_best(self.folder, self.saver)
+                with contextlib.suppress(OSError):  # the disk may be full
+                    status.keep_best(self.folder, self.saver)
             self.threads = torch.get_num_threads()
             signaled_ranks = parallel.add_up(int(stopping.received is not None))
         if signaled_ranks and stopping.received is None:
