@@ -164,9 +164,10 @@ class Data:
         known = about["classes"]
         if self.classes is None or known is None or self.classes == known:
             if self.num_classes > about["num_classes"]:
+                kind = "targets" if self.kind == "regression" else "classes"
                 raise UserError(
-                    f"dataset: {self.name} has {self.num_classes} classes or targets, "
-                    f"but the run has {about['num_classes']}."
+                    f"dataset: {self.name} has {self.num_classes} {kind}, but the model was "
+                    f"trained on {about['num_classes']}."
                 )
         else:
             for name in self.classes:

@@ -150,7 +150,7 @@ class Whiten(Callback):
 
 def first_images(loader: Any, count: int) -> Iterator[Tensor]:
     """Yield the images of the first batches: `count` in total, or fewer if the epoch has fewer."""
-    # `fit` seeks before it starts, so this does not affect the order of batches.
+    # `fit` seeks to its own position before it reads a batch, so the order stays the same.
     loader.seek(0)
     for images, *_ in loader:
         share = range(launch.rank(), count, launch.world_size())

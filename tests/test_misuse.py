@@ -412,8 +412,8 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     assert not caplog.records
     model[0].requires_grad_(True)
     trainer.fit(loader())
-    assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer updates 0.weight, 0.bias. Pass all"[:45]
+    assert [record.getMessage()[:53] for record in caplog.records] == [
+        "These parameters have no optimizer: 0.weight, 0.bias. Pass all"[:53]
     ]
 
     class Grow(Callback):
@@ -423,8 +423,8 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
 
     caplog.clear()
     make_trainer(callbacks=[Grow()], log_every=2).fit(loader())
-    assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer updates 4.weight, 4.bias. Pass all"[:45]
+    assert [record.getMessage()[:53] for record in caplog.records] == [
+        "These parameters have no optimizer: 4.weight, 4.bias. Pass all"[:53]
     ]
 
     class Two(Trainer):

@@ -245,7 +245,9 @@ def test_what_gives_another_part_is_not_called(typed, key):
         lambda *registered: made.append(registered)
     )
     try:
-        with pytest.raises(UserError, match=rf"{key}._target_=.*: this does not return an? "):
+        with pytest.raises(
+            UserError, match=rf"{key}._target_=.*: this is not known to return an? "
+        ):
             build.build(key, AS_ANOTHER[key])
         assert made == []
         typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]
@@ -320,8 +322,8 @@ def test_a_target_for_another_part_is_named_with_what_the_part_needs():
     with pytest.raises(UserError) as caught:
         trust.locate("model", "torch.optim.AdamW")
     assert str(caught.value) == (
-        "model._target_=torch.optim.AdamW: this does not return a torch.nn.Module, or is not "
-        'trusted.\nIf you trust it, type trusted=["torch"].'
+        "model._target_=torch.optim.AdamW: this is not known to return a torch.nn.Module.\nIf it does "
+        'and you trust it, type trusted=["torch"].'
     )
 
 
@@ -475,12 +477,18 @@ COSTLY = {
 }
 LARGE = {"_target_": "torch.nn.Linear", "in_features": 20_000, "out_features": 20_000}
 REFUSED = {  # with what is said of it: before it has taken any memory
-    "a module as metric": (edit(metrics__a=LARGE), "this does not return a torchmetrics.Metric"),
+    "a module as metric": (
+        edit(metrics__a=LARGE),
+        "this is not known to return a torchmetrics.Metric",
+    ),
     "a module as callback": (
         edit(callbacks__a=LARGE),
-        "this does not return a stoker.trainer.callbacks.Callback",
+        "this is not known to return a stoker.trainer.callbacks.Callback",
     ),
-    "a module as data": (edit(dataset=LARGE), "this does not return a stoker.data.datasets.Data"),
+    "a module as data": (
+        edit(dataset=LARGE),
+        "this is not known to return a stoker.data.datasets.Data",
+    ),
     "a module in a metric": (
         edit(metrics__a={"_target_": "stoker.trainer.metrics.TopK", "k": LARGE}),
         "metrics.a.k._target_=torch.nn.Linear: only a model",
@@ -650,7 +658,9 @@ def test_a_task_for_a_run_has_no_weights_fetched_by_any_part(compose, good, tmp_
     parts |= {"dataset": WEIGHTS, "trainer": WEIGHTS}
     for part, node in parts.items():
         cfg = compose("task=evaluate", f"run={hostile(good, tmp_path / part, **{part: node})}")
-        with pytest.raises(UserError, match=r"shufflenet_v2_x0_5: this does not return an? "):
+        with pytest.raises(
+            UserError, match=r"shufflenet_v2_x0_5: this is not known to return an? "
+        ):
             saved_config.of_this_machine(cfg)
 
 

@@ -289,8 +289,8 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     names = [name for name, parameter in weights.items() if parameter.requires_grad]
     if not trainer.untrained >= set(names):
         launch.warn(
-            f"No optimizer updates {first_few(names, 3)}. Pass all parameters of the model to "
-            "the optimizer, or return a second optimizer from stateful()."
+            f"These parameters have no optimizer: {first_few(names, 3)}. Pass all parameters of "
+            "the model to the optimizer, or return a second optimizer from stateful()."
         )
     trainer.untrained = set(names)
 

@@ -43,9 +43,8 @@ WITHOUT_BASE_CLASS = {
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset methods",
 }
-# Constructors of torchvision's transforms (trust.py only allows subclasses of v2.Transform) store
-# plain values and call nothing. When a transform runs, it can be slow or use a lot of memory, but
-# so can a large batch_size.
+# Targets inside dataset.augment that need no trust (trust.py allows only subclasses of
+# v2.Transform). They are safe, because their constructors store plain values and call nothing.
 TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
 REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # what torch raises for a bad value

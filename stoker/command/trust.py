@@ -168,8 +168,8 @@ def locate(key: str, target: str) -> Any:
     part = part_of(key)
     if not is_trusted_by_user(target) and not builds(part, located):
         raise UserError(
-            f"{place}: this does not return {with_article(PART_CLASSES[part][0])}, or is not "
-            f"trusted.\nIf you trust it, type {trusting_setting(target)}."
+            f"{place}: this is not known to return {with_article(PART_CLASSES[part][0])}.\n"
+            f"If it does and you trust it, type {trusting_setting(target)}."
         )
     return located
 
