@@ -122,7 +122,7 @@ class Workers:
                 self.batches = iter(self.loader)
                 # Record the processes while signals are blocked: the handler of a pending signal
                 # must know which processes to stop.
-                # private: _workers, the processes of an iterator, torch 2.15
+                # private: `_workers` holds the iterator's worker processes, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 WORKERS.update(self.processes)
                 # Register this last, so that it runs first at exit: torch would wait 5 s for each

@@ -68,7 +68,7 @@ def choose(name: object = "auto") -> torch.device:
     if index >= count or (number and processes > 1):
         raise UserError(
             f"device={name}: each of the {processes} processes needs its own GPU, and this machine "
-            f"has {count}.\nType device={kind}, and start at most {count} processes."
+            f"has {count}.\nType device={kind}, and start at most one process per GPU."
         )
     # Set this before anything else uses a GPU, which would create a context on device 0.
     torch.accelerator.set_device_index(index)

@@ -267,8 +267,8 @@ def decoupled_sgd(
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, and momentum applies each gradient several times: in total,
-    # 1 + 1 / (1 - momentum) times, as in the paper.
+    # The loss is a mean over the batch, so multiply by the batch size. Momentum repeats each
+    # gradient, so divide by the factor of the paper.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:
