@@ -75,13 +75,6 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_momentum(dampening):
     assert torch.equal(*weights)
 
 
-def test_a_fused_sgd_with_dampening_is_refused():
-    settings = {"lr": 0.5, "momentum": 0.9, "dampening": 0.5}
-    factory = functools.partial(torch.optim.SGD, fused=True, **settings)
-    with pytest.raises(UserError, match="SGD with dampening cannot be fused. Set fused=False."):
-        optimizers.build(factory, parameters(), CPU)
-
-
 def test_fused_and_plain_steps_agree():
     results = []
     for chosen in ({}, {"foreach": False}):

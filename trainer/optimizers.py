@@ -65,9 +65,8 @@ def called(
     if not parameters:
         raise UserError(f"model: {type(module).__name__} has no parameters to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
-    damps = "dampening" in settings and settings["dampening"].default  # see `begin_momentum`
     options: dict[str, Any] = {"module": module} if "module" in settings else {}
-    if is_choice_open(settings) and devices.has_fused(device) and not (is_sharded or damps):
+    if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
         is_sparse = module is not None and any(
             getattr(m, "sparse", False) for m in module.modules()
         )
@@ -161,19 +160,23 @@ def begin_momentum(optimizer: torch.optim.SGD) -> None:
     """Initialize the momentum of a fused SGD with 0, which does not change the results.
 
     Otherwise, if the fp16 scaler skips the first step, torch (2.15) uses uninitialized memory as
-    momentum from then on.
-
-    Raises:
-        UserError: A fused SGD has dampening, which torch does not apply in the first step, but
-            would if the momentum started at 0.
+    momentum from then on. Sharded SGD gets its momentum too, so that a fused SGD can resume from
+    its checkpoints even if a parameter has had no gradient yet.
     """
-    for group in optimizer.param_groups:
-        if not group["momentum"] or not group["fused"]:
-            continue
-        if group["dampening"]:
-            raise UserError("optimizer: SGD with dampening cannot be fused. Set fused=False.")
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    groups = optimizer.param_groups
+    if any(group["momentum"] and group["dampening"] and group["fused"] for group in groups):
+        # torch does not apply dampening in the first step, but would if the momentum started at 0.
+        # private: _step_supports_amp_scaling, whether the optimizer unscales fp16, torch 2.15
+        optimizer._step_supports_amp_scaling = False
+        for group in groups:
+            group["fused"] = False
+        return
+    for group in groups:
+        is_sharded = any(map(parallel.is_shard, group["params"]))
+        if group["momentum"] and (group["fused"] or (is_sharded and not group["dampening"])):
+            for parameter in group["params"]:
+                momentum = torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = momentum
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
