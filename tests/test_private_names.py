@@ -24,6 +24,7 @@ PRIVATE = {
     ("trainer/optimizers.py", "_optimizer_step_post_hooks"): "whether a step has hooks",
     ("trainer/optimizers.py", "_optimizer_step_pre_hooks"): "whether a step has hooks",
     ("trainer/optimizers.py", "_profiler_enabled"): "whether a profiler wants to see a step",
+    ("trainer/optimizers.py", "_step_supports_amp_scaling"): "whether it unscales by itself",
     ("trainer/parallel.py", "_compiled_call_impl"): "whether a module is compiled",
     ("trainer/steps.py", "_get_scale_async"): "the scale of fp16, without waiting for the device",
 }
