@@ -390,7 +390,7 @@ def misused(
         return None
     return UserError(
         f"{type(trainer).__name__}: {first_line(error)} (the batch is {kind_of(batch)}).\n"
-        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics.\n"
+        f"{step_errors.PAIR}\n"
         "compute_loss must return (loss, outputs), and train_step a scalar tensor that depends on "
         f"trainable parameters; {HOW}."
     )

@@ -2,6 +2,7 @@
 
 import re
 
+PAIR = "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
@@ -18,7 +19,7 @@ ADVICE = {
     ),
     # Here, `inputs, targets = batch` unpacked the keys of a dict.
     r"must be Tensor, not str|got \(str, |'str' .* no attribute '(flatten|shape|size|view)'": (
-        "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
+        PAIR
     ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one. "
