@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from stoker.trainer import launch
+from stoker.trainer import launch, stopping
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 
@@ -25,8 +25,16 @@ class Fault(Callback):
         if trainer.step == self.step and self.rank in (-1, launch.rank()) and not again:
             getattr(self, self.kind)()
 
+    def on_fit_end(self, trainer):
+        """Under kill_then_signal, the signal of an agent comes while this rank's fit fails."""
+        if self.kind == "kill_then_signal" and trainer.failed:
+            stopping.on_signal = None  # as after the fit
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    kill_then_signal = kill
 
     def hang(self):
         time.sleep(600)

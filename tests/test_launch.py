@@ -23,7 +23,7 @@ from conftest import assert_same
 from forks import PROGRAM
 from test_cli import answers, run
 
-from stoker.command import invocation, processes, ranks
+from stoker.command import invocation, processes
 from stoker.data import loader
 from stoker.models import mlp
 from stoker.tasks import train
@@ -144,6 +144,14 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
             again.startswith(f"torchrun --nproc-per-node {world} {TRAIN} ")
             and again.count("run_dir=run") == 1
         )
+
+
+@pytest.mark.slow
+def test_a_signal_that_follows_a_killed_rank_does_not_hide_it(forks, tmp_path):
+    """torchrun sends one to the other ranks, which may arrive before they report the loss."""
+    done = forks.ranks(tmp_path, 2, "run_dir=run", *JOB, *fault("kill_then_signal"))
+    assert done.codes == [3, -9] and done.errs[1] == "", (done.codes, done.errs)
+    assert done.errs[0].startswith("error: no answer from ranks [1]"), done.errs
 
 
 @pytest.mark.slow
@@ -481,8 +489,8 @@ def test_an_error_that_is_its_own_context_is_examined_once(text):
         except ValueError as error:
             raise error.__cause__ from None
     assert caught.value.__context__.__cause__ is caught.value
-    assert ranks.is_lost(caught.value) == (text != "mine")
-    assert ranks.is_lost(caught.value.__context__) == (text != "mine")
+    assert launch.is_lost(caught.value) == (text != "mine")
+    assert launch.is_lost(caught.value.__context__) == (text != "mine")
 
 
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):

@@ -113,7 +113,7 @@ def say_interrupted() -> int:
 
 def is_interruption(error: BaseException) -> bool:
     """Return whether a library turned a signal's exception into this error."""
-    is_ours = isinstance(error, TrainingError) or ranks.is_lost(error)
+    is_ours = isinstance(error, TrainingError) or launch.is_lost(error)
     return stopping.received is not None and not is_ours
 
 
@@ -144,7 +144,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text = trace if code == INTERNAL_ERROR else f"{trace}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
-        lost = ranks.is_lost(error)
+        lost = launch.is_lost(error)
         if lost and code == INTERNAL_ERROR:
             text = f"error: lost contact with another process.\n{cause(error)}"
             code = TRAINING_ERROR
@@ -176,7 +176,7 @@ def code_of(error: BaseException) -> int:
         return USER_ERROR
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return USER_ERROR
-    if explanation_of(error) is not None and not ranks.is_lost(error):
+    if explanation_of(error) is not None and not launch.is_lost(error):
         return USER_ERROR
     return INTERNAL_ERROR
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,7 +20,6 @@ from stoker.command import signals
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import UserError
 from stoker.trainer.launch import (
-    LostContact,
     is_first,
     local_rank,
     publish,
@@ -32,11 +30,6 @@ from stoker.trainer.launch import (
 )
 
 ANSWER = 5  # seconds to wait for the other ranks to report why they are ending
-# How gloo, NCCL and the store report that a peer is gone or does not respond.
-CONTACT = re.compile(
-    r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
-    r"|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
-)
 
 joined: bool = False  # whether this process has announced itself in the store
 reported: bool = False  # whether this process has announced why it is ending
@@ -118,19 +111,6 @@ def watch_parent() -> None:
 # How a rank ends: each error is printed once, by one rank.
 
 
-def is_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, means that another rank is gone or not responding."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:  # an error may be its own context
-        if isinstance(error, LostContact):
-            return True
-        if isinstance(error, RuntimeError) and CONTACT.search(str(error)):
-            return True
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
     """Return (message, exit code) for the end of this rank; if the message is None, print nothing.
 
@@ -162,13 +142,12 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     If another rank reports its own error, that rank prints it. Otherwise, the message names the
     ranks that did not report.
     """
-    present = wait_for_all("end")
-    reports = [json.loads(store().get(f"end/{peer}")) for peer in present]
-    for report in reports:
-        if report["kind"] == "error":
-            return None, report["code"]
-    absent = [peer for peer in range(world_size()) if peer not in present]
-    if absent and any(report["kind"] == "lost" for report in reports):
+    reports = {peer: json.loads(store().get(f"end/{peer}")) for peer in wait_for_all("end")}
+    codes = {report["kind"]: report["code"] for report in reports.values()}
+    if "error" in codes:
+        return None, codes["error"]
+    absent = [peer for peer in range(world_size()) if peer not in reports]
+    if absent and "lost" in codes:
         advice = "Type the same command again."
         if signals.resume_command:
             advice = f"To resume from the last checkpoint:\n{signals.resume_command}"
@@ -176,10 +155,12 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
             f"error: no answer from ranks {absent}: they have ended, or did not respond for "
             f"{launch.timeout:g} s.\n{advice}"
         )
-        code = 3
-    elif kind == "lost" and stopping.received is not None:  # the signal ended the other ranks first
-        return None, signals.exit_code()
-    return (message if rank() == min(present) else None), code
+        return (message if rank() == min(reports) else None), 3
+    if kind == "lost" and ("signal" in codes or stopping.received is not None):
+        return None, codes.get("signal", signals.exit_code())  # the signal ended the others first
+    # If a rank received a signal, the ranks that lost contact print nothing.
+    first = min(peer for peer in reports if kind in ("lost", reports[peer]["kind"]))
+    return (message if rank() == first else None), code
 
 
 def wait_for_all(key: str) -> list[int]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from stoker.trainer import stopping
+from stoker.trainer import launch, stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
@@ -72,9 +72,10 @@ def handle(number: int, _: FrameType | None) -> None:
         # No cleanup, because the cleanup may be what hangs. Files are written atomically.
         os._exit(128 + number)
     record(number)
-    if stopping.on_signal is None:
+    if stopping.on_signal is not None:
+        stopping.on_signal(signal.Signals(number).name)
+    elif not launch.is_lost(sys.exc_info()[1]):  # torchrun ends all ranks after one has failed
         raise Interrupted
-    stopping.on_signal(signal.Signals(number).name)
 
 
 def record(number: int) -> None:
