@@ -175,11 +175,11 @@ def left_out(name, options):
     reasons = run.missing_contestants(step.labels, options.device)
     for label in step.labels:
         if options.dry_run and label.endswith(COMPILED):
-            reasons[label] = "not in a dry run: compiling takes minutes"
+            reasons[label] = "a dry run skips this, because compiling takes minutes"
         if options.device == "cpu" and label.startswith("waits"):
             reasons[label] = "on a CPU, the host is the device"
     if name == "runs" and options.dry_run:
-        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run, which does only two runs")
+        reasons |= dict.fromkeys(step.labels[2:], "a dry run includes only the first two runs")
     return reasons
 
 

@@ -60,7 +60,7 @@ def sent(strategy, parameters, world, parts=1):
 
 def messages(strategy, parameters, world, units, parts=1):
     """Return the number of sequential messages in a step."""
-    if strategy == "ddp":  # with many devices, NCCL uses trees instead of rings
+    if strategy == "ddp":  # assumes NCCL's trees, which replace rings when there are many devices
         return math.ceil(4 * parameters / BUCKET) * 2 * math.ceil(math.log2(world))
     return (2 * parts + 1) * units * (world - 1)
 

@@ -187,7 +187,7 @@ def _choose_place(
     if resident is True:
         return True, "as requested"
     if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
-        why = "because the images are not decoded yet; the next run keeps them on the device"
+        why = "because the images are not decoded yet; the next run keeps them if they fit"
         return False, why
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)

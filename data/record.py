@@ -133,7 +133,7 @@ class Data:
             "num_classes": int(self.num_classes),
             "target_mean": torch.as_tensor(self.target_mean, dtype=torch.float64).tolist(),
             "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
-            "resize": getattr(self.train, "resize", None),  # for image files, see decode_image
+            "resize": getattr(self.train, "resize", None),  # only for image files; see decode_image
         }
 
     def prepare_as(self, about: Description) -> None:
@@ -152,7 +152,7 @@ class Data:
         if list(self.in_shape) != about["in_shape"]:
             raise UserError(
                 f"dataset: {self.name} has inputs of shape {list(self.in_shape)}, "
-                f"but the model was trained on shape {about['in_shape']}."
+                f"but the model was trained on inputs of shape {about['in_shape']}."
             )
         self.mean = about["mean"]
         self.std = about["std"]
@@ -413,7 +413,7 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     # The shape (N, 1) means labels with an extra dimension, not sequences of one token.
     if labels.dtype != torch.int64 or labels.ndim > 3 or shape == (1,):
         raise UserError(
-            f"{where}: labels must be int64 of shape (N,), (N, T) or (N, H, W), "
+            f"{where}: labels must be int64 of shape (N,), (N, T) with T > 1, or (N, H, W), "
             f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
         )
     is_wrong = (labels < 0) | (labels >= classes)

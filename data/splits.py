@@ -74,8 +74,8 @@ class DatasetSplit:
     def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
         if not hasattr(dataset, "__getitem__") or length_of(dataset) in (None, 0):
             raise UserError(
-                f"DatasetSplit: this {type(dataset).__name__} is empty or has no length. "
-                "Pass a map-style Dataset."
+                f"DatasetSplit: this {type(dataset).__name__} is empty, or has no length or no "
+                "__getitem__. Pass a map-style Dataset."
             )
         with random_stream():
             first = dataset[0]
@@ -203,8 +203,8 @@ def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
         if fraction > 0 and len(part) == 0:
             given = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{sum(map(len, parts))} samples cannot be split with fractions {given}: a split "
-                "would be empty.\n"
+                f"{sum(map(len, parts))} samples or groups cannot be split with fractions {given}: "
+                "a split would be empty.\n"
                 "Choose a different dataset.val_fraction or dataset.test_fraction (0: no split)."
             )
 

@@ -388,7 +388,7 @@ class Table:
             return
         first = f"{str(odd[0])[:50]!r} on line {FIRST + int(is_odd.int().argmax())}"
         raise UserError(
-            f"{where}: {len(odd)} of {present} values cannot be read as a number; the first is "
+            f"{where}: {len(odd)} of {present} values cannot be read as numbers; the first is "
             f"{first}.\nFor another notation, type dataset.decimal=',' or \"dataset.marks='%$'\" "
             f"(characters to ignore).\n{CORRECT}. Otherwise, {instead}."
         )

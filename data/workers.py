@@ -36,7 +36,7 @@ from stoker.trainer.transfer import UNIFIED
 TIMEOUT = 300  # seconds to wait for a batch
 POLL = 1.0  # seconds between checks that the workers are alive
 FEWER = (
-    "Type a lower dataset.workers (0: read in this process), or provide more shared memory "
+    "Set a lower dataset.workers (0: read in this process), or provide more shared memory "
     "(docker run --shm-size=8g)."
 )
 # The worker processes of all loaders.
@@ -172,7 +172,7 @@ class Workers:
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "
             f"seconds{next(filter(None, readings), '')}.\n"
-            "If reading can take this long, type a higher dataset.timeout (0: no limit)."
+            "If reading can take this long, set a higher dataset.timeout (0: no limit)."
         )
 
     def close(self) -> None:

@@ -272,7 +272,7 @@ def test_the_python_of_a_page_runs(page, forks, tmp_path, monkeypatch, capfd):
         printed, _ = capfd.readouterr()
         torch, inputs = names["torch"], names["inputs"]
         assert re.match(r"\{'val/loss': 0\.\d+\}\n", printed)
-        distiller = names["Distiller"](
+        distiller = names["SmallOutputs"](
             torch.nn.Linear(8, 2),
             torch.nn.CrossEntropyLoss(),
             torch.optim.AdamW,

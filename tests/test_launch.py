@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,7 +28,7 @@ from stoker.command import invocation, processes
 from stoker.data import loader
 from stoker.models import mlp
 from stoker.tasks import train
-from stoker.trainer import checkpoint, launch
+from stoker.trainer import checkpoint, launch, stopping
 from stoker.trainer.errors import UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -475,6 +476,19 @@ REFUSED_AMONG_SEVERAL = [
     ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
     ("task=evaluate run=x", "error: task=evaluate runs in one process.", f"Type {PROGRAM}"),
 ]
+
+
+def test_a_signal_that_a_library_swallowed_ends_the_wait_for_rank_0(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(launch, "timeout", 1)
+    with pytest.raises(launch.LostContact, match="rank 0 at localhost"):
+        launch.connect()
+    monkeypatch.setattr(stopping, "received", signal.SIGTERM)
+    with pytest.raises(stopping.Interrupted):
+        launch.connect()
 
 
 @pytest.mark.slow

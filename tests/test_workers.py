@@ -214,7 +214,7 @@ def test_what_cannot_be_handed_to_workers_says_so(script):
         )
     )
     assert code == 2 and "The loader's workers could not be started: " in err
-    assert "\nType a lower dataset.workers (0: read in this process), or provide" in err
+    assert "\nSet a lower dataset.workers (0: read in this process), or provide" in err
 
 
 @posix

@@ -65,8 +65,8 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Fix the cause or free some space, then run the same command again to resume from the "
-            "last checkpoint."
+            "Free some space or fix the cause, then type the same command with run_dir=DIR to "
+            "resume from the last checkpoint."
         ) from error
 
 

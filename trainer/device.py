@@ -134,7 +134,7 @@ def has_fused(device: torch.device) -> bool:
     """Return whether fused optimizers support the device."""
     if device.type == "meta":  # meta kernels only compute shapes
         return False
-    # private: torch._C._dispatch_*, because no public API tells which kernels exist, torch 2.15
+    # private: torch._C._dispatch_*, because no public API lists kernels, torch 2.15
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 

@@ -143,6 +143,8 @@ def wait_for_port(address: str, port: int) -> None:
         except OSError:
             if time.monotonic() > end:
                 raise
+        if stopping.received is not None:  # a library has swallowed the signal's exception
+            raise stopping.Interrupted
         time.sleep(0.02)
 
 

@@ -310,8 +310,8 @@ class IterableLoader(Seekable):
             raise UserError(
                 f"{self.name}: the run read this IterableDataset with {counted(before, 'worker')}, "
                 f"but the loader now has {counted(workers, 'worker')}, which changes the sample "
-                f"order.\nType dataset.workers={before} (in a script, the DataLoader's "
-                "num_workers). For a new run, choose a different run_dir."
+                f"order.\nType dataset.workers={before} (in a script, set the "
+                "DataLoader's num_workers). For a new run, choose a different run_dir."
             )
         place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:

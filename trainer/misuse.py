@@ -263,8 +263,8 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
             lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
-            f"predict: a batch must be inputs or (inputs, targets), not {kind_of(batch)} of "
-            f"length {len(batch)}.\n"
+            "predict: a batch must be inputs or (inputs, targets) with as many targets as inputs, "
+            f"not {kind_of(batch)} of length {len(batch)}.\n"
             f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )
     return batch[0]

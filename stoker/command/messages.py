@@ -25,7 +25,7 @@ from stoker.trainer.errors import (
 )
 
 FOR_EXPERIMENT = "Files in this group must begin with '# @package _global_'."
-# Failures of a disk or a file system. Any other OSError means that a path is wrong.
+# Failures of the disk, the file system or the memory, rather than a path that is wrong.
 FAILING = {
     getattr(errno, name, None)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
@@ -77,7 +77,7 @@ def no_such_option(error: BaseException) -> str | None:
         return f"sweep=optuna needs Hydra's plugin for Optuna.\nType {install}."
     if missing == "hydra/launcher/joblib":
         return f"{group}={choice}: to run several jobs at once, type sweep.at_once=N instead."
-    options = getattr(error, "options", None)  # Hydra does not name the options of a list
+    options = getattr(error, "options", None)  # None for a list of choices, as in callbacks=[a,b]
     if not options or group == "hydra/launcher":  # a sweep does not support Hydra's own launchers
         options = [path.stem for path in configs.options(group)]
     hint = did_you_mean(choice.removesuffix(".yaml"), options)

@@ -39,8 +39,8 @@ def count(strategy: str, devices: int | str, device: str) -> int:
     if launch.world_size() > 1:
         if devices != "auto" and not invocation.is_started():
             raise UserError(
-                f"devices={devices}: torchrun has started {launch.world_size()} processes. "
-                "Remove devices; --nproc-per-node sets the number of processes."
+                f"devices={devices}: torchrun has started {launch.world_size()} processes.\n"
+                "Remove this setting; --nproc-per-node sets the number of processes."
             )
         return 1
     if strategy not in launch.SEVERAL:

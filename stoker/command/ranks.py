@@ -143,7 +143,7 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     ranks that did not report.
     """
     reports = {peer: json.loads(store().get(f"end/{peer}")) for peer in wait_for_all("end")}
-    codes = {report["kind"]: report["code"] for report in reports.values()}
+    codes = {report["kind"]: report.get("code") for report in reports.values()}
     if "error" in codes:
         return None, codes["error"]
     absent = [peer for peer in range(world_size()) if peer not in reports]

@@ -27,8 +27,8 @@ TRUSTED = (
     "torchmetrics",
     "optuna.pruners",
 )
-# The base classes of each part of a run. A target of any other class is not called, because it
-# could allocate unbounded memory before it is rejected.
+# The base classes of each part of a run. Unless you trust it, a target of any other class is not
+# called, because it could allocate unbounded memory before it is rejected.
 CALLBACK = "stoker.trainer.callbacks.Callback"
 PART_CLASSES: dict[str, tuple[str, ...]] = {
     "dataset": ("stoker.data.record.Data",),

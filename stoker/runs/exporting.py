@@ -194,7 +194,7 @@ def compare(model: Trained, run: Run, inputs: Tensor, outputs: Tensor, whose: st
         except AssertionError as error:
             raise TrainingError(
                 f"On {whose}, the outputs of the exported model differ from PyTorch's. "
-                f"Nothing was written. Relative to the largest output:\n{error}"
+                f"Nothing was written. The differences, relative to the largest output:\n{error}"
             ) from None
 
 

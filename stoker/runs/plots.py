@@ -10,7 +10,7 @@ from stoker.trainer.errors import printable
 Points = Sequence[tuple[float, float]]
 Figure = dict[str, Any]
 
-MOST_POINTS = 400  # maximum points in a drawn curve
+MOST_POINTS = 400  # maximum number of points in a drawn curve
 COLOURS = 10  # the page has the colors c0 to c9, and those of "train" and "val"
 
 

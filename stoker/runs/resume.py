@@ -68,7 +68,7 @@ def check_replaceable(folder: Path, overwrite: bool) -> None:
     if names and not overwrite:
         raise UserError(
             f"run_dir={folder}: resume=never starts over, but {names[0]} exists."
-            " Choose a different run_dir, or type overwrite=true to replace it."
+            " Choose a different run_dir, or type overwrite=true to replace the run."
         )
 
 

@@ -29,7 +29,7 @@ class Status:
     resumed: float | None = None  # when this process began training, at `step`
     ended: float | None = None
     seconds: float | None = None  # from the start of the process or the sweep's job to the end
-    overrides: list[str] | None = None  # the typed settings
+    overrides: list[str] | None = None  # the settings typed on the command line
     step: int | None = None
     total_steps: int | None = None
     best: Best | None = None  # the best evaluation so far

@@ -72,7 +72,7 @@ class Ends:
         mark = "(best)" if self.best is job else ""
         if job.status == "pruned":
             mark = job.status
-        ended = max(1, count - self.earlier)  # a job may end more than once
+        ended = max(1, count - self.earlier)  # 0 if a job that ended earlier has run again
         each = (time.monotonic() - self.start) / ended
         left = f"{seconds(each * (self.total - count))} left" if count < self.total else ""
         parts = [

@@ -72,8 +72,8 @@ class Run:
         if isinstance(before, int) and before != now and finished(self.folder) is None:
             launch.warn(
                 f"The number of processes has changed from {before} to {now}: the weights will not "
-                "match bit for bit, and a loss or metric that compares the samples of a batch will "
-                "be on a different scale."
+                "match bit for bit, and a loss or metric that compares the samples of a batch with "
+                "each other will be on a different scale."
             )
 
     def files(self, config: str) -> list["Callback"]:

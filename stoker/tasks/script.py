@@ -121,8 +121,8 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
     saver = next(savers, Checkpoint(place))
     if saver.folder.resolve() != place.resolve():
         raise UserError(
-            f"run_dir={folder}: the Checkpoint among the callbacks saves to {saver.folder}. "
-            f"Set its folder to {str(place)!r}, or remove it."
+            f"run_dir={folder}: the Checkpoint callback saves to {saver.folder}. "
+            f"Set its folder to {str(place)!r}, or remove the callback."
         )
     return saver
 

@@ -76,7 +76,7 @@ class Monitor(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Warn if the number was never logged during a complete fit."""
         if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
-            reason = f"monitor={self.name} was never logged, so there is no best value."
+            reason = f"monitor={self.name}: the number was never logged, so there is no best value."
             if self.monitor == "auto":
                 reason = (
                     "evaluations log no loss or metric to monitor, so there is no best value.\n"

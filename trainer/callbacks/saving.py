@@ -149,7 +149,7 @@ class Checkpoint(Monitor):
             self.save(trainer)
             self.wait()
         except Exception as failure:  # must not hide the error that ended the fit
-            log.warning("No checkpoint could be saved after the error: %s", cause(failure))
+            log.warning("After the error, no checkpoint could be saved: %s", cause(failure))
 
     def save(self, trainer: "Trainer") -> None:
         """Copy the state, and write the copy in a thread. There is only one copy at a time.
