@@ -362,7 +362,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_error(tmp_path, c
     train, val = lists()
     with pytest.raises(TrainingError, match="lost"):
         fragile_fit(Fragile(train, 3), val, tmp_path)
-    assert "No checkpoint could be saved after the error: OSError: disk full" in caplog.text
+    assert "After the error, no checkpoint could be saved: OSError: disk full" in caplog.text
 
 
 def test_weights_that_are_not_finite_are_not_saved_after_an_error(tmp_path, caplog):
@@ -375,4 +375,4 @@ def test_weights_that_are_not_finite_are_not_saved_after_an_error(tmp_path, capl
     with pytest.raises(OSError, match="lost"):
         trainer.fit(*lists())
     assert not checkpoint.files(tmp_path)
-    assert "No checkpoint could be saved after the error: NotFinite: The weights" in caplog.text
+    assert "After the error, no checkpoint could be saved: NotFinite: The weights" in caplog.text

@@ -75,12 +75,12 @@ class Trainer(Predicting, Stoppable, Reporting):
     """
 
     # From the base classes:
-    # - Predicting: predict. Its base Batching measures and splits batches: step_samples and
-    #   step_weight describe this process's part, whose loss is multiplied by process_weight.
+    # - Predicting: predict. Its base Batching: split_with_fractions (into micro-batches), and
+    #   step_samples, step_weight and process_weight (a factor of the loss) of a process's part
     # - Stoppable: stop, interrupt, poll_interruption, stop_reason, failed (an error ended the fit)
-    # - Reporting: call (a hook), log, check_and_log, history (the logged rows). Its base Stateful:
-    #   is_due (every n steps and at the last one), epochs_before (of earlier fits), carried (state
-    #   kept from batch to batch, as in an RNN), unoptimized (parameters without an optimizer)
+    # - Reporting: call (a hook), log, check_and_log, history. Its base Stateful: is_due (every n
+    #   steps and at the last), epochs_before (of earlier fits), carried (state kept from batch to
+    #   batch, as in an RNN), unoptimized (parameters without an optimizer)
     # `fitting.prepare` sets what belongs to one fit: step, train_loader, val_loader,
     # steps_per_epoch, total_steps, scheduler, history, evaluation_due, stop_reason and failed.
 
@@ -102,7 +102,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.log_every = settings.check("log_every", log_every)
         self.eval_every = settings.check("eval_every", eval_every)
         self.seed = settings.check("seed", seed)
-        settings.check("compile", compile)
+        settings.check("compile", compile)  # the other arguments are checked where they are used
 
         self.device = devices.choose(device)
         memory.reset_peak_memory(self.device)
@@ -142,7 +142,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.step = 0
         self.rates = (0.0,)  # the learning rates of the current step
         self.window = Window()  # the loss, gradient norm and time since the last logged row
-        self.spans = silent_spans()  # a callback such as Timing replaces them
+        self.spans = silent_spans()  # Timing replaces them; keep this last, for `check_built`
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train to the last step, or until a callback stops the run; return the logged rows.
