@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import losses, memory, misuse, optimizers, parallel, seeding, transfer
+from stoker.trainer import (
+    losses,
+    memory,
+    misuse,
+    optimizers,
+    parallel,
+    seeding,
+    step_errors,
+    transfer,
+)
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import by_name, seekable
 from stoker.trainer.metrics import Mean, OfClasses
@@ -58,7 +67,9 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                         loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                     trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter, f"{split} batch")
+        step_errors.raise_if_explained(
+            trainer, error, batch, trainer.eval_splitter, f"{split} batch"
+        )
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batches, evaluation, misuse, parallel, transfer
+from stoker.trainer import batches, evaluation, misuse, parallel, step_errors, transfer
 from stoker.trainer.batching import Batching
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import seekable
@@ -73,7 +73,7 @@ class Predicting(Batching):
                         outputs = combined(of_ranks, interleaved)
                     yield outputs
         except Exception as error:
-            misuse.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
+            step_errors.raise_if_explained(trainer, error, batch, trainer.eval_splitter)
             raise
 
     def predict_batch(self, batch: Any) -> Any:

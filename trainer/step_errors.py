@@ -1,8 +1,53 @@
-"""What to change after an error that torch raises in a step."""
+"""Explain the errors in a step: what caused them, and what to change."""
 
+import os
 import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stoker.trainer import batches, graph, memory, steps
+from stoker.trainer import device as devices
+from stoker.trainer.callbacks import nonfinite
+from stoker.trainer.errors import (
+    NotFinite,
+    UserError,
+    explanation_of,
+    first_few,
+    first_line,
+    kind_of,
+)
+from stoker.trainer.misuse import HOW
+
+if TYPE_CHECKING:
+    from stoker.trainer.splitter import Splitter
+    from stoker.trainer.trainer import Trainer
 
 PAIR = "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
+# What a bad shape, index, class or key raises. Subclasses of these mean something else.
+REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
+# Methods of a Trainer that take a batch.
+TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
+# Functions of this package that unpack a batch, or use what compute_loss or train_step returns.
+IN_A_STEP = {
+    "train_step",
+    "accumulate",
+    "scaled",
+    "compute_loss",
+    "compute_losses",
+    "update_metrics",
+    "update",
+}
+# What Python or torch says if a batch or a return value does not have the expected form.
+MISUSED = re.compile(
+    "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
+    "no attribute '(detach|device|masked_fill)'|'str' object has no attribute|"
+    "does not require grad|only for scalar outputs"
+)
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
@@ -44,6 +89,67 @@ ADVICE = {
         "A step must call self.model (not self.module) once per backward()."
     ),
 }
+
+
+def raise_if_explained(
+    trainer: "Trainer", error: BaseException, batch: Any, splitter: "Splitter", name: str = "batch"
+) -> None:
+    """Raise a clearer error if the cause is a known mistake or a lack of memory; else return.
+
+    If torch raised the error, attach a note that says where the error occurred and describes the
+    batch, with advice if the cause is known. `name` is what the note calls the batch.
+    """
+    is_explained = isinstance(error, UserError) or explanation_of(error) is not None
+    if is_explained or not isinstance(error, Exception):
+        return
+    if isinstance(error, NotFinite):
+        raise nonfinite.explained(trainer, error) from None
+    if memory.is_out_of_memory(error):
+        samples = None if batch is None else trainer.samples(batch)
+        raise splitter.explain(samples) from error
+    frames = traceback.extract_tb(error.__traceback__)
+    methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
+    explained = misused(trainer, error, batch, frames) or (
+        graph.explain(error, trainer) if steps.captures(trainer) else None
+    )
+    if explained is not None:
+        raise explained from error
+    known = advice(error)
+    in_module = frames[-1].filename.startswith(f"{LIBRARIES[0]}nn{os.sep}")
+    is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
+    is_of_batch = methods and is_refusal and not devices.NOT_OF_A_BATCH.search(str(error))
+    if not is_of_batch and known is None:
+        return
+    places = [
+        f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
+        for frame in frames
+        if not frame.filename.startswith(LIBRARIES)
+    ]
+    shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
+    shown = first_few(shapes, 6).removesuffix(".")
+    text = f"{''.join(places[-1:])}The {name}: {shown}."
+    if known is not None:
+        text += f"\n{known}"
+    # Python 3.11 and later print notes below the traceback.
+    notes = [*getattr(error, "__notes__", ()), text]
+    vars(error).update(where_and_what=text, __notes__=notes)
+
+
+def misused(
+    trainer: "Trainer", error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
+) -> UserError | None:
+    """Return an error if a batch, or what a step returned, does not have the form we expect."""
+    *_, innermost = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
+    is_ours = innermost.filename.startswith(LIBRARIES[1])
+    names = {frame.name for frame in frames}
+    if not is_ours or IN_A_STEP.isdisjoint(names) or not MISUSED.search(str(error)):
+        return None
+    return UserError(
+        f"{type(trainer).__name__}: {first_line(error)} (the batch is {kind_of(batch)}).\n"
+        f"{PAIR}\n"
+        "compute_loss must return (loss, outputs), and train_step a scalar tensor that depends on "
+        f"trainable parameters; {HOW}."
+    )
 
 
 def advice(error: BaseException) -> str | None:

@@ -19,6 +19,7 @@ from stoker.trainer import (
     schedules,
     seeding,
     settings,
+    step_errors,
     steps,
     transfer,
 )
@@ -112,8 +113,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
         self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
-        # Evaluations need less memory: with micro_batch="auto", their size adapts separately.
-        self.eval_splitter = self.splitter.for_evaluation()
+        self.eval_splitter = self.splitter.for_evaluation()  # needs less memory: adapts separately
         self.agreement = parallel.Agreement()  # of all processes, on interruptions and the time
 
         # `module` keeps the user's parameter names; `model` is what a step calls.
@@ -190,7 +190,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                 pass
             except BaseException as error:
                 self.failed = True
-                misuse.raise_if_explained(self, error, batch, self.splitter)
+                step_errors.raise_if_explained(self, error, batch, self.splitter)
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks
