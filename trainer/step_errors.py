@@ -47,7 +47,8 @@ MISUSED = re.compile(
     "no attribute '(detach|device|masked_fill)'|'str' object has no attribute|"
     "does not require grad|only for scalar outputs"
 )
-LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+TRAINER = f"{Path(__file__).parent}{os.sep}"
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
@@ -108,28 +109,42 @@ def raise_if_explained(
         samples = None if batch is None else trainer.samples(batch)
         raise splitter.explain(samples) from error
     frames = traceback.extract_tb(error.__traceback__)
-    methods = TAKE_A_BATCH.intersection(frame.name for frame in frames)
-    explained = misused(trainer, error, batch, frames) or (
-        graph.explain(error, trainer) if steps.captures(trainer) else None
-    )
+    explained = misused(trainer, error, batch, frames)
+    if explained is None and steps.captures(trainer):
+        explained = graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
     known = advice(error)
-    in_module = frames[-1].filename.startswith(f"{LIBRARIES[0]}nn{os.sep}")
+    if known is not None or refuses_batch(error, frames):
+        add_note(error, frames, batch, name, known)
+
+
+def refuses_batch(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Return whether the error may be caused by the batch, such as by its shapes or classes."""
+    in_module = frames[-1].filename.startswith(f"{TORCH}nn{os.sep}")
     is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
-    is_of_batch = methods and is_refusal and not devices.NOT_OF_A_BATCH.search(str(error))
-    if not is_of_batch and known is None:
-        return
+    takes_batch = any(frame.name in TAKE_A_BATCH for frame in frames)
+    return is_refusal and takes_batch and not devices.NOT_OF_A_BATCH.search(str(error))
+
+
+def add_note(
+    error: Exception,
+    frames: Sequence[traceback.FrameSummary],
+    batch: Any,
+    name: str,
+    advice: str | None,
+) -> None:
+    """Attach a note with the place of the error, the shapes in the batch, and the advice."""
     places = [
         f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
         for frame in frames
-        if not frame.filename.startswith(LIBRARIES)
+        if not frame.filename.startswith((TORCH, TRAINER))
     ]
     shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
     shown = first_few(shapes, 6).removesuffix(".")
     text = f"{''.join(places[-1:])}The {name}: {shown}."
-    if known is not None:
-        text += f"\n{known}"
+    if advice is not None:
+        text += f"\n{advice}"
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
@@ -139,8 +154,8 @@ def misused(
     trainer: "Trainer", error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if a batch, or what a step returned, does not have the form we expect."""
-    *_, innermost = [frame for frame in frames if not frame.filename.startswith(LIBRARIES[0])]
-    is_ours = innermost.filename.startswith(LIBRARIES[1])
+    *_, innermost = [frame for frame in frames if not frame.filename.startswith(TORCH)]
+    is_ours = innermost.filename.startswith(TRAINER)
     names = {frame.name for frame in frames}
     if not is_ours or IN_A_STEP.isdisjoint(names) or not MISUSED.search(str(error)):
         return None
