@@ -1,4 +1,7 @@
-"""Run the jobs of a sweep on Slurm with submitit, and manage their output and signals."""
+"""Run the jobs of a sweep on Slurm with submitit, and manage their output and signals.
+
+configs/hydra/launcher/submitit_slurm.yaml has the options of sbatch.
+"""
 
 import contextlib
 import os

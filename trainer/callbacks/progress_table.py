@@ -1,4 +1,7 @@
-"""The table that a fit prints on a terminal: a row per epoch, above a line for the current step."""
+"""Draw the table that a fit prints on a terminal, above a line for the current step.
+
+`stoker.trainer.callbacks.progress` chooses what is in the rows and the line.
+"""
 
 import logging
 import sys
