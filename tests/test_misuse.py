@@ -273,7 +273,9 @@ def test_a_wrong_key_of_a_batch_is_explained():
     place = rf"KeyError in compute_loss \({re.escape(__file__)}:\d+\)\."
     shown = r"The batch: batch\['x'\] \(8, 6\) torch.float32, batch\['y'\] \(8,\) torch.int64\."
     assert re.fullmatch(f"{place} {shown}", explanation_of(caught.value))
-    assert code_of(caught.value) == 2 and message(caught.value).startswith("error: 'img'\nKeyError")
+    assert code_of(caught.value) == 2 and message(caught.value).startswith(
+        "error: KeyError: 'img'\nKeyError in compute_loss"
+    )
 
 
 def test_a_message_has_three_lines_of_at_most_500_characters():

@@ -227,6 +227,10 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     assert messages.explanation(FileNotFoundError("a.parquet")) == (  # as pyarrow raises it
         "a.parquet: no such file or directory."
     )
+    of_mine = {"model": {"_target_": "mine.Net", "depth": 2}}  # not model=gpt, which has a width
+    hint = messages.hint_for("model.width", of_mine)
+    assert hint == " To pass your own argument, type +model.width=..."
+    assert messages.hint_for("model.detph", of_mine) == " Did you mean 'model.depth'?"
     monkeypatch.setattr(sys, "argv", ["train.py", "dataset._target_=own_mine.points"])
     hint = messages.hint_for("dataset.noise", config)
     assert hint.startswith(" To pass your own argument, type +dataset.noise=...")

@@ -237,5 +237,9 @@ def test_a_new_project_trains_and_prints_commands_that_work(forks, tmp_path):
     planned = forks.run(inner, "plan", *without)
     assert planned.code == 0 and "model    MLP" in planned.out, planned.err
     assert planned.out.rstrip().endswith(f"{PROGRAM} {' '.join(without)}")
+    text = "# @package _global_\nmodel: {_target_: blue_net.model.Net, width: 8}\n"
+    write(inner / "configs/experiment/direct.yaml", text)
+    named = forks.run(inner, "plan", "experiment=direct")  # by what is trained, not by model=mlp
+    assert "run      runs/<date>-Net-digits;" in named.out, named.err
     swept = forks.run(inner, "-m", *without, "seed=0,1")
     assert f"best     {PROGRAM} {' '.join(without)}" in swept.out, swept.err

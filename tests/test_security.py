@@ -338,6 +338,8 @@ def test_what_is_typed_is_ones_own(typed):
         trust.locate("loss", "json.dumps")
     typed += ['trusted=["json"]']  # as the message says
     assert trust.locate("loss", "json.dumps") is json.dumps
+    with pytest.raises(UserError, match=r'type trusted=\["json","mine"\]\.'):  # both together
+        trust.locate("model", "mine.Net")
 
 
 # Somebody's run directory. Each takes a good one and makes it hostile; `away` is a folder outside

@@ -136,29 +136,34 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     to_add = f" To pass your own argument, type +{key}=..."
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return to_add
+    keys = flat(config)
+    is_own = not str(keys.get(f"{group}._target_", "torch.")).startswith(("stoker.", "torch."))
     aliases: dict[str, str] = {}
     for name, setting in settings.SETTINGS.items():
         aliases |= dict.fromkeys(setting.aliases, name)
     siblings = dict(aliases)
     anywhere = dict(aliases)
-    for name in (*flat(config), *config):
+    for name in (*keys, *config):
         place, _, end = name.rpartition(".")
         if place == group:
             siblings[end] = name
         if not place.startswith("callbacks."):  # rarely what was meant
             anywhere.setdefault(end, name)
     takes_more = group in ("metrics", settings.GROUP_OF_MANY)
-    if takes_more:
+    if is_own:
+        anywhere = siblings
+    elif takes_more:
         to_add = f" Type +{key}._target_=... to add your own."
         anywhere = siblings
     elif group.startswith("hydra"):
         anywhere = {end: name for end, name in anywhere.items() if name.startswith("sweep.")}
     for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
-        if last in list(OmegaConf.load(path)) and (group or last not in anywhere):
+        is_there = not is_own and last in list(OmegaConf.load(path))
+        if is_there and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
             return f" This is a key of {option}: type {option} {path.parent.name}.{last}=..."
     for names in (siblings, anywhere):
         near = nearest(last, names)
         if near is not None:
             return f" Did you mean {names[near]!r}?"
-    return to_add if f"{group}._target_" in flat(config) or takes_more else ""
+    return to_add if f"{group}._target_" in keys or takes_more else ""

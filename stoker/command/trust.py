@@ -93,16 +93,19 @@ def of_project() -> tuple[str, ...]:
     return project.current().trusted if HydraConfig.initialized() else ()
 
 
+def trusted_in(typed: Sequence[str]) -> list[str]:
+    """Return the packages that `trusted=[...]` lists among the typed settings."""
+    lists = [override for override in typed if override.startswith("trusted=")]
+    return re.findall(r"[\w.]+", " ".join(lists).replace("trusted=", ""))
+
+
 def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
     """Return Hydra's patterns for `packages`, for `trusted=[...]`, and for typed targets."""
-    result = [f"{package}.*" for package in packages]
+    result = [f"{package}.*" for package in (*packages, *trusted_in(typed))]
     for override in typed:
         key, _, value = override.partition("=")
-        names = re.findall(r"[\w.]+", value)
-        if key == "trusted":
-            result += [f"{name}.*" for name in names]
-        elif key.endswith("_target_"):
-            for name in names:
+        if key.endswith("_target_"):
+            for name in re.findall(r"[\w.]+", value):
                 result += [name, f"{name.partition('.')[0]}.*"]
     return result
 
@@ -175,8 +178,10 @@ def locate(key: str, target: str) -> Any:
 
 
 def trusting_setting(target: str) -> str:
-    """Return the setting that trusts the package of a target, valid in a shell and in Python."""
-    return f'trusted=["{target.partition(".")[0]}"]'
+    """Return the setting that trusts the package of a target too, for a shell and for Python."""
+    packages = [*trusted_in(arguments.typed()), target.partition(".")[0]]
+    quoted = ",".join([f'"{package}"' for package in packages])
+    return f"trusted=[{quoted}]"
 
 
 def part_of(key: str) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from stoker import configs
 from stoker.command import arguments, processes
 from stoker.runs import directory
 from stoker.runs.result import finished
@@ -77,10 +78,14 @@ def names_of(cfg: DictConfig) -> tuple[str, str]:
 
 
 def name_of(cfg: DictConfig, group: str) -> str:
-    """Return the option chosen for a group, or the class name if a `_target_` was typed."""
-    if f"{group}._target_" in arguments.typed_keys():
-        return str(cfg[group]._target_.rpartition(".")[2])
-    return str(HydraConfig.get().runtime.choices[group])
+    """Return the option chosen for a group, or the class name if another `_target_` was set."""
+    choice = str(HydraConfig.get().runtime.choices[group])
+    target = str(cfg[group]._target_)
+    built_in = configs.FOLDER / group / f"{choice}.yaml"
+    is_replaced = built_in.is_file() and OmegaConf.load(built_in)._target_ != target
+    if is_replaced or f"{group}._target_" in arguments.typed_keys():
+        return target.rpartition(".")[2]
+    return choice
 
 
 def trial_of(cfg: DictConfig) -> list[Any] | None:
