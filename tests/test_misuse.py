@@ -231,18 +231,40 @@ class BadIndexOfBoxes(Trainer):
         return images[0].sum() + torch.zeros(3)[targets[1]["labels"]].sum(), None
 
 
-def test_an_error_in_a_batch_of_lists_names_the_first_tensors():
+def test_an_error_in_a_batch_of_lists_shows_the_first_of_each_list():
     images = [torch.ones(3, 4, 5 + i) for i in range(2)]
     targets = [{"boxes": torch.ones(2, 4), "labels": torch.tensor([2, 3])} for _ in images]
     with pytest.raises(IndexError) as caught:
         make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
     shown = explanation_of(caught.value).partition("The batch: ")[2]
-    assert shown.startswith("batch[0][0] (3, 4, 5) torch.float32, batch[0][1] (3, 4, 6) ")
-    assert shown.endswith("batch[1][1]['labels'] (2,) torch.int64.")
+    assert shown == (
+        "batch[0][0] (3, 4, 5) torch.float32, batch[1][0]['boxes'] (2, 4) torch.float32, "
+        "batch[1][0]['labels'] (2,) torch.int64."
+    )
     named = [{f"x{i}": torch.ones(2) for i in range(7)}]
     with pytest.raises(ValueError, match="too many values") as caught:
         make_trainer(kind=BadIndexOfBoxes).fit(named)
     assert explanation_of(caught.value).endswith("batch['x5'] (2,) torch.float32, ...")
+    texts = {"user": ["ann", "bob"], "label": torch.ones(2), "item": torch.ones(2)}
+    with pytest.raises(ValueError, match="too many values") as caught:
+        make_trainer(kind=BadIndexOfBoxes).fit([texts])
+    assert "batch['user'] list of 2 str, batch['label'] (2,)" in explanation_of(caught.value)
+
+
+def test_what_a_library_asserts_about_a_batch_is_short():
+    class Detector(Trainer):
+        def compute_loss(self, batch):
+            return self.model(*batch), None
+
+    models = pytest.importorskip("torchvision").models
+    model = models.detection.fasterrcnn_resnet50_fpn(
+        weights=None, weights_backbone=None, num_classes=2, min_size=32, max_size=32
+    )
+    flat = {"boxes": torch.tensor([[1.0, 1.0, 1.0, 5.0]]), "labels": torch.ones(1).long()}
+    with pytest.raises(AssertionError, match="positive height and width") as caught:
+        make_trainer(model, kind=Detector).fit([([torch.rand(3, 32, 32)], [flat])])
+    assert "batch[1][0]['boxes'] (1, 4) torch.float32" in explanation_of(caught.value)
+    assert code_of(caught.value) == 2
 
 
 @pytest.mark.parametrize("bug", [NameError, ZeroDivisionError, "callback"])
@@ -334,6 +356,12 @@ def test_several_loaders_are_no_loader():
 def test_names_of_validation_loaders_are_checked(named, message):
     with pytest.raises(UserError, match=f"fit: .*{message}"):
         make_trainer().fit(loader(), named)
+
+
+@pytest.mark.parametrize("several", [[torch.optim.SGD], {"g": torch.optim.SGD}])
+def test_several_optimizers_are_one_combined(several):
+    with pytest.raises(UserError, match=r"pass one optimizer, .*combined\.Combined"):
+        Trainer(make_model(), torch.nn.CrossEntropyLoss(), several)
 
 
 def test_a_name_is_no_loader():

@@ -59,6 +59,23 @@ class StatefulLoader:
         self.given = state["given"]
 
 
+class RandomStream:
+    """An endless stream whose state is its own generator."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        while True:
+            yield torch.randn(5, 6, generator=self.generator), torch.arange(5) % 3
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
 class Stop(Callback):
     def __init__(self, step):
         self.step = step
@@ -127,6 +144,7 @@ class TooShort(list):
 READINGS = {
     "without a state": loader,
     "with a state": lambda: StatefulLoader(Stream(), 5),
+    "with a generator as its state": RandomStream,
     "with a length": lambda: DataLoader(range(SAMPLES), 5, shuffle=True, collate_fn=collated),
     "with too short a length": lambda: TooShort(DataLoader(TensorDataset(*numbered()), 5)),
     "in epochs": lambda: IterableLoader(loader(), steps_per_epoch=3),

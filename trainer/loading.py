@@ -234,7 +234,8 @@ class IterableLoader(Seekable):
         outside = torch.default_generator.get_state()
         if place.iterator is None:
             place.seed = mix_seed(self.seed, "order", place.passes)
-            self.seed_generators(place.seed, place.passes)
+            if place.generator is None:  # otherwise, the loaded state may contain its generators
+                self.seed_generators(place.seed, place.passes)
             torch.default_generator.manual_seed(place.seed)
         seed_python(mix_seed(place.seed, place.number))  # not restored, because each step reseeds
         try:
@@ -316,6 +317,7 @@ class IterableLoader(Seekable):
         place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
             place = Place(state["passes"], state["number"], generator=state["generator"])
+            self.seed_generators(mix_seed(self.seed, "order", place.passes), place.passes)
             self.loader.load_state_dict(state["loader"])
         self.place = place
 

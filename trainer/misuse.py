@@ -73,6 +73,12 @@ def check_parts(
         if isinstance(part, type):
             raise UserError(f"{part.__name__}: pass an instance, not the class.")
     check_loss_function(trainer, loss)
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise UserError(
+            f"optimizer: pass one optimizer, or a function that creates one, not "
+            f"{kind_of(optimizer)}. To use several, return "
+            "stoker.trainer.combined.Combined([first, second])."
+        )
     settings.check("groups", groups)
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:

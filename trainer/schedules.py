@@ -147,7 +147,10 @@ def build(
         length = {"total_steps": total_steps} if "total_steps" in arguments.parameters else {}
         arguments.bind(optimizer, **length)
     except (TypeError, ValueError) as error:
-        raise UserError(f"scheduler: {error}. Type +scheduler.NAME=VALUE.") from None
+        raise UserError(
+            f"scheduler: {error}. Type +scheduler.NAME=VALUE.\n"
+            "In a script, pass a function of (optimizer) or (optimizer, total_steps)."
+        ) from None
     scheduler = factory(optimizer, **length)
     try:
         inspect.signature(scheduler.step).bind()

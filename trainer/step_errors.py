@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PAIR = "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
 # What a bad shape, index, class or key raises. Subclasses of these mean something else.
 REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
+REFUSALS_OF_LIBRARIES = (TypeError, AssertionError)  # in your own code, these are bugs
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
 # Functions of this package that unpack a batch, or use what compute_loss or train_step returns.
@@ -49,6 +50,7 @@ MISUSED = re.compile(
 )
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 TRAINER = f"{Path(__file__).parent}{os.sep}"
+LIBRARIES = f"{Path(torch.__file__).parents[1]}{os.sep}"  # torch and, for example, torchvision
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
@@ -66,6 +68,12 @@ ADVICE = {
     # Here, `inputs, targets = batch` unpacked the keys of a dict.
     r"must be Tensor, not str|got \(str, |'str' .* no attribute '(flatten|shape|size|view)'": (
         PAIR
+    ),
+    "can't be cast to the desired output type (Long|Int)|Found dtype (Long|Int)": (
+        "This loss needs floating-point targets: convert them with .float()."
+    ),
+    "expected scalar type Long but found": (
+        "This loss needs class indices as int64: convert the targets with .long()."
     ),
     "Expected more than 1 value per channel": (
         "BatchNorm needs at least two samples, but a batch or micro-batch has only one. "
@@ -121,8 +129,9 @@ def raise_if_explained(
 
 def refuses_batch(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
     """Return whether the error may be caused by the batch, such as by its shapes or classes."""
-    in_module = frames[-1].filename.startswith(f"{TORCH}nn{os.sep}")
-    is_refusal = type(error) in REFUSALS or (type(error) is TypeError and in_module)
+    file = frames[-1].filename
+    in_library = file.startswith(LIBRARIES) and not file.startswith((TRAINER, f"{TORCH}optim"))
+    is_refusal = type(error) in REFUSALS or (type(error) in REFUSALS_OF_LIBRARIES and in_library)
     takes_batch = any(frame.name in TAKE_A_BATCH for frame in frames)
     return is_refusal and takes_batch and not devices.NOT_OF_A_BATCH.search(str(error))
 
@@ -140,14 +149,31 @@ def add_note(
         for frame in frames
         if not frame.filename.startswith((TORCH, TRAINER))
     ]
-    shapes = [f"{place} {tuple(one.shape)} {one.dtype}" for place, one in batches.entries(batch)]
-    shown = first_few(shapes, 6).removesuffix(".")
-    text = f"{''.join(places[-1:])}The {name}: {shown}."
+    text = f"{''.join(places[-1:])}The {name}: {contents(batch)}."
     if advice is not None:
         text += f"\n{advice}"
     # Python 3.11 and later print notes below the traceback.
     notes = [*getattr(error, "__notes__", ()), text]
     vars(error).update(where_and_what=text, __notes__=notes)
+
+
+def contents(batch: Any) -> str:
+    """Describe the values in a batch, but only the first item of each list of tensors or dicts."""
+    shown: dict[str, str] = {}
+
+    def show(place: str, leaf: Any) -> None:
+        text = type(leaf).__name__
+        if isinstance(leaf, torch.Tensor):
+            text = f"{tuple(leaf.shape)} {leaf.dtype}"
+        elif batches.is_list(leaf):
+            text += f" of {len(leaf)} {type(leaf[0]).__name__}"
+        shown.setdefault(re.sub(r"(?<=\])\[\d+\]", "[]", place), f"{place} {text}")
+
+    def plain_list(place: str, value: Any) -> int | None:
+        return 0 if value and isinstance(value[0], batches.PLAIN) else None
+
+    batches.walk(show, batch, list_dim=plain_list)
+    return first_few(list(shown.values()), 6).removesuffix(".")
 
 
 def misused(
