@@ -315,7 +315,7 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     (train, val, test), why = make_loaders(data, workers=0, **OPTIONS)
     assert why == (
         "streamed with 0 workers, because the images are not decoded yet; the next run keeps them "
-        "on the device; " + data.train.place
+        "if they fit; " + data.train.place
     )
     assert isinstance(train, HostLoader)
     same(epochs(train), reference)

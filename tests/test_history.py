@@ -173,7 +173,7 @@ def test_a_number_that_never_comes_is_warned_of_once(caplog):
     stop = EarlyStopping(2, monitor="my/numbr", mode="max")
     make_trainer(callbacks=[stop, Own([1, 2, 3])]).fit(*loaders())
     assert [r.message for r in caplog.records] == [
-        "EarlyStopping: monitor=my/numbr was never logged, so there is no best value."
+        "EarlyStopping: monitor=my/numbr: the number was never logged, so there is no best value."
     ]
     make_trainer(callbacks=[stop], epochs=1).fit(*loaders())
     assert "was never logged, so" in caplog.records[1].message

@@ -75,13 +75,13 @@ TABLES = {
     "utf-16": ("a,b,y\n1,2,3\n".encode("utf-16"), "cannot be read as a table"),
     "gzip": (gzip.compress(ROWS.encode()), "cannot be read as a table"),
     "zeros": (bytes(100_000), "cannot be read as a table"),
-    "long field": (f"a,b,y\n1,{'x' * 200_000},no\n", "1 samples cannot be split"),
+    "long field": (f"a,b,y\n1,{'x' * 200_000},no\n", "1 samples or groups cannot be split"),
     "long line": (b"x" * 5_000_000, "cannot be read as a table"),
     "open quote": ('a,b,y\n1,"2,3\n' + ROWS, "values for the 3 columns|cannot be read as a table"),
     "escapes in the header": (f'a,"{ESCAPES}",z\n{ROWS}\n', "no such column"),
     "escapes in a value": (
         f'a,b,y\n{ROWS}\n"{ESCAPES}",a,no\n',
-        "1 of 61 values cannot be read as a number",
+        "1 of 61 values cannot be read as numbers",
     ),
     "many columns": (
         ",".join(f"c{i}" for i in range(100_000)) + "\n" + ",".join("1" for _ in range(100_000)),

@@ -957,7 +957,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
         (
             "run=digits",
             "dataset=synthetic",
-        ): "inputs of shape [20], but the model was trained on shape [1, 8, 8]",
+        ): "inputs of shape [20], but the model was trained on inputs of shape [1, 8, 8]",
         (
             "run=prices",
             "dataset=digits",

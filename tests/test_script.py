@@ -199,7 +199,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
         done = forks.run(tmp_path, *typed)
         assert done.code == 2 and len(done.err.splitlines()) <= 3, done.err
     elsewhere = begun(Checkpoint(tmp_path / "mine"))
-    with pytest.raises(UserError, match="the Checkpoint among the callbacks saves to"):
+    with pytest.raises(UserError, match="the Checkpoint callback saves to"):
         stoker.fit(elsewhere, *loaders(), run_dir=tmp_path / "run")
 
 

@@ -612,7 +612,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(rows()),
             {"target": "city", "kind": "regression"},
-            "100 of 100 values cannot be read as a number; the first is 'a' on line 2.\n.*\n.*dataset.kind=classification",
+            "100 of 100 values cannot be read as numbers; the first is 'a' on line 2.\n.*\n.*dataset.kind=classification",
         ),
         (HEADER, {}, "there are no rows"),
         ("", {}, r"cannot be read as a table \(Empty CSV file\)"),
@@ -622,7 +622,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(f"{i},x{i},{i % 2},3" for i in range(100)),
             {},
-            "'city': 100 of 100 values cannot be read as a number.*\n.*\n.*add the column to dataset.ignore or",
+            "'city': 100 of 100 values cannot be read as numbers.*\n.*\n.*add the column to dataset.ignore or",
         ),
         (
             b"age,kind\n\xff\xfe,1\n",
@@ -698,17 +698,17 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         (
             "price",
             [7],
-            r"dataset.target=price: 1 of 400 values cannot be read as a number; the first is {} on line 9\.\n.*\n.*=classification\.$",
+            r"dataset.target=price: 1 of 400 values cannot be read as numbers; the first is {} on line 9\.\n.*\n.*=classification\.$",
         ),
         (
             "price",
             [7, 3],
-            "dataset.target=price: 2 of 400 values cannot be read as a number; the first is {} on line 5",
+            "dataset.target=price: 2 of 400 values cannot be read as numbers; the first is {} on line 5",
         ),
         (
             "rooms",
             [7],
-            r"Column 'rooms': 1 of 400 values cannot be read as a number; the first is {} on line 9.\n.*\n.*add the column to dataset.ignore or dataset.categorical\.$",
+            r"Column 'rooms': 1 of 400 values cannot be read as numbers; the first is {} on line 9.\n.*\n.*add the column to dataset.ignore or dataset.categorical\.$",
         ),
     ):
         text = list(lines)
@@ -747,7 +747,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"${i}.00",
             "auto",
-            r"40 of 40 values cannot be read as a number; the first is '\$0.00' on line 2.\nFor ",
+            r"40 of 40 values cannot be read as numbers; the first is '\$0.00' on line 2.\nFor ",
         ),
         (
             lambda i: f"c{i % 35}",
@@ -762,7 +762,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"2024-01-{1 + i % 30:02}",
             "regression",
-            "40 of 40 values cannot be read as a number; the first is '2024-01-01' on line 2",
+            "40 of 40 values cannot be read as numbers; the first is '2024-01-01' on line 2",
         ),
         (
             lambda i: i / 2,
@@ -782,7 +782,7 @@ def test_a_target_of_too_many_classes_says_why(table, values, kind, words):
 )
 def test_two_decimal_signs_in_a_file_are_refused(table, values, decimal, line):
     lines = [f"{values[i % len(values)]};{i % 7};{'ab'[i % 2]}" for i in range(60)]
-    with pytest.raises(UserError, match=f"'x': .* cannot be read as a number; .* on line {line}"):
+    with pytest.raises(UserError, match=f"'x': .* cannot be read as numbers; .* on line {line}"):
         table("x;z;y\n" + "\n".join(lines), target="y", delimiter=";", decimal=decimal)
 
 
@@ -896,7 +896,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
     ):
         assert set(part.lines.tolist()) == set(expected)
     one_day = frame.assign(day="2020-01-01").to_csv(index=False)
-    with pytest.raises(UserError, match="200 samples cannot be split with fractions"):
+    with pytest.raises(UserError, match="200 samples or groups cannot be split with fractions"):
         table(one_day, target="y", split_time="day")
 
 
