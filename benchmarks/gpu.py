@@ -43,7 +43,6 @@ RUNS = [
 ]
 OF_A_RUN = {  # {name in the tables: key in result.json}
     "rate": "samples_per_second",
-    "mfu": "mfu",
     "loss": "test/loss",
     "accuracy": "test/acc",
 }

@@ -29,15 +29,12 @@ MODULES = (
     "hydra",
     "torch",
     "safetensors.torch",
-    "torch.utils.flop_counter",
-    "sympy",
     "stoker.trainer.trainer",
     "stoker.sweeps.sweep",
     "stoker.sweeps.launchers",
     "stoker.runs.card",
     "stoker.diagnostics.doctor",
     "stoker.runs.examine",
-    "stoker.diagnostics.flops",
     "stoker.diagnostics.timing",
     "stoker.data.loader",
     "stoker.models.mlp",
@@ -192,11 +189,6 @@ def serve(modules):
                 "+metrics.top2._target_=stoker.trainer.metrics.TopK",
             ],
         )
-    import torch
-
-    from stoker.diagnostics import flops
-
-    flops.peak(torch.device("cpu"), None)  # 0.2 s, which each fork has then
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)

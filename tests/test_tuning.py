@@ -9,11 +9,9 @@ import torch
 from conftest import make_model, make_trainer
 
 from stoker.command import tuning
-from stoker.tasks.parts import Parts
-from stoker.tasks.running import Run
 from stoker.tasks.train import train
 from stoker.trainer import memory
-from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 
 
@@ -105,16 +103,3 @@ def test_another_c_library_is_left_alone(monkeypatch):
     assert memory.glibc() is None
     tuning.keep_pages()
     memory.release(torch.device("cpu"))
-
-
-def test_a_run_remembers_the_threads_that_trained(two_threads, tmp_path):
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(8, 6), torch.arange(8) % 3), 8
-    )
-    parts = Parts(make_trainer(make_model()), None, (loader, None, None))
-    run = Run(tmp_path, None, 0.0, draws=False)
-    run.parts = parts
-    run.saver = Checkpoint(tmp_path / "checkpoints")
-    with tuning.few_threads(parts.trainer.module, 8):
-        run.fit()
-    assert run.threads == 1 and torch.get_num_threads() == 2

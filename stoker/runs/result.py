@@ -75,11 +75,6 @@ class RunResult:
     samples: dict[str, int] | None = None  # by split
     samples_per_second: int | None = None  # in training
     seconds: float | None = None
-    flops_per_sample: float | None = None
-    flops_per_second: float | None = None
-    peak_flops: float | None = None
-    peak_threads: int | None = None  # on the CPU, the number of threads behind `peak_flops`
-    mfu: float | None = None
     # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -38,7 +38,6 @@ class Run:
         code: The state of the project's code.
         loggers: The loggers that receive the result.
         state: The contents of the checkpoint that the run resumes from; None at step 0.
-        threads: The number of threads that trained on the CPU; None before the fit has ended.
         result: The result once the run has ended; always None on ranks above 0.
     """
 
@@ -51,7 +50,6 @@ class Run:
     loggers: Sequence["Logger"] = ()
     parts: Parts = dataclasses.field(init=False)
     state: dict[str, Any] | None = None
-    threads: int | None = None
     result: RunResult | None = None
 
     def begin(self, config: Any, mode: str = "auto", overwrite: bool = False) -> str | None:
@@ -115,7 +113,10 @@ class Run:
                     self.fit()
                 self.result = self.finish()
             if self.result is not None:
-                self.print_result(self.result)
+                packages = own_packages(arguments.typed())
+                for line in closing_lines(self.folder, self.result, packages):
+                    is_result = line.startswith(("best ", "test "))
+                    terminal.show(line, "bold" if is_result else None)
         except KeyboardInterrupt:
             self.say_interrupted()
             raise SystemExit(signals.exit_code()) from None
@@ -147,8 +148,6 @@ class Run:
 
     def fit(self) -> None:
         """Fit the model; raise stopping.Interrupted if any process of the run received a signal."""
-        import torch
-
         from stoker.trainer import parallel
 
         trainer = self.parts.trainer
@@ -158,7 +157,6 @@ class Run:
             if launch.is_first():
                 with contextlib.suppress(OSError):  # the disk may be full
                     status.keep_best(self.folder, self.saver)
-            self.threads = torch.get_num_threads()
             signaled_ranks = parallel.add_up(int(stopping.received is not None))
         if signaled_ranks and stopping.received is None:
             signals.record(signal.SIGTERM)
@@ -221,25 +219,6 @@ class Run:
         assert best is not None
         trainer.load_state_dict(best[1])
         return bool(trainer.step == self.saver.best["step"])
-
-    def print_result(self, result: RunResult) -> None:
-        """Print the result. Outside a sweep, also add the FLOPs to result.json (takes 0.2 s)."""
-        packages = own_packages(arguments.typed())
-        for line in closing_lines(self.folder, result, packages):
-            terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
-        data = self.parts.data
-        if current_job.sweep_name() or result.peak_flops is not None or data.kind == "other":
-            return
-        from stoker.diagnostics import flops
-
-        more: dict[str, Any] = flops.efficiency(
-            self.parts.trainer,
-            data.in_shape,
-            result.samples_per_second,
-            tokens=data.tokens is not None,
-            threads=self.threads,
-        )
-        dataclasses.replace(result, **more).write(self.folder)
 
     def say_interrupted(self) -> None:
         """Print at which step the run stopped, and how to resume it."""

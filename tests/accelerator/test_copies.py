@@ -10,7 +10,6 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader, HostLoader
-from stoker.diagnostics import flops
 from stoker.trainer import checkpoint, seeding
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
@@ -101,13 +100,6 @@ def test_the_generators_of_replicas_are_left_as_they_were(accelerator):
         seeded = [generator.get_state() for generator in accelerator.default_generators]
         assert not torch.equal(seeded[0], before[0]) and not torch.equal(seeded[1], before[1])
     assert_same([generator.get_state() for generator in accelerator.default_generators], before)
-
-
-def test_the_peak_is_measured_on_the_device(accelerator, monkeypatch):
-    monkeypatch.setattr(flops, "WIDTH", 64)
-    before = accelerator.get_rng_state()
-    assert flops.peak(torch.device(accelerator.NAME, 0), torch.bfloat16) > 0
-    assert torch.equal(accelerator.get_rng_state(), before)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

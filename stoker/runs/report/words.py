@@ -1,7 +1,5 @@
 """Format numbers and text for the report."""
 
-import re
-
 from stoker.trainer.errors import as_typed
 from stoker.trainer.number_format import significant
 
@@ -41,10 +39,3 @@ def rounded_percent(fraction: float) -> str:
     if 0.999 < fraction < 1:
         return ">99.9%"
     return f"{100 * fraction:.1f}%"
-
-
-def flop(value: float) -> str:
-    """Format a number of operations, like '474 kFLOP' or '1.20 MFLOP'."""
-    from tqdm import tqdm
-
-    return re.sub(r"(?<=\d)(?=\D+$)", " ", tqdm.format_sizeof(value, "FLOP"))
