@@ -120,18 +120,20 @@ def _is_consistent(about: Entries) -> bool:
     return all(len(values) == shape[0] for values in (about.mean, about.std) if values)
 
 
-def samples_in(loader: Any) -> int | None:
-    """Return the number of samples in a loader, or None if it is unknown."""
-    if hasattr(loader, "samples"):
-        samples: int | None = loader.samples
-        return samples
-    return length_of(getattr(loader, "dataset", None))
+def sample_counts(loaders: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of samples in each loader, except where it is unknown."""
+    counts = {}
+    for name, loader in loaders.items():
+        known = hasattr(loader, "samples")
+        count = loader.samples if known else length_of(getattr(loader, "dataset", None))
+        if count is not None:
+            counts[name] = count
+    return counts
 
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
     """Return the line that describes the data."""
-    sizes = {name: samples_in(loader) for name, loader in loaders.items()}
-    counts = [f"{size:,} {name}" for name, size in sizes.items() if size is not None]
+    counts = [f"{count:,} {name}" for name, count in sample_counts(loaders).items()]
     line = f"data     {data.name}"
     if counts:
         line += f": {', '.join(counts)} samples"

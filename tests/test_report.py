@@ -685,7 +685,11 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     assert [
         command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
     ] == again
-    assert shown.all("pre")[-1] == f"{PROGRAM} predict run={tmp_path / 'run'} split=val"
+    assert shown.all("pre")[-1] == f"{PROGRAM} predict run={tmp_path / 'run'} split=test"
+    samples = read(run[0], "result.json")["samples"]
+    assert list(samples) == ["train", "val", "test"]
+    assert read(tmp_path / "run", "status.json")["samples"] == samples
+    assert shown.all("p", "soft")[0].endswith(f" + {samples['test']:,} test samples")
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ")
     assert shown.all("span", "state") == ["stopped at step 40"]
@@ -792,7 +796,8 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     [again] = [command for command in page.all("pre") if " optimizer.lr=0.003 " in command]
     assert "run_dir" not in again
     samples = read(tmp_path / "failed", "status.json")["samples"]
-    counts = f"{samples['train']:,} training + {samples['val']:,} validation samples"
+    counts = f"{samples['train']:,} training + {samples['val']:,} validation"
+    counts += f" + {samples['test']:,} test samples"
     assert page.all("p", "soft")[0].endswith(f", cpu, fp32, {counts}")
     shown = [*page.all("p"), *page.all("pre"), *page.all("td")]
     assert not [text for text in shown if re.search(r"\de\+\d", text)]  # 1e30, as it was typed

@@ -391,7 +391,7 @@ class ConfigFile(Callback):
 
     A run that begins at step 0 removes the files of an older run from the same folder; a resumed
     run removes the files that describe how it last ended. `beside` returns {name: text} for
-    additional files to write.
+    additional files to write, and `samples` the number of samples in each split.
     """
 
     first_rank_only = True
@@ -401,10 +401,12 @@ class ConfigFile(Callback):
         path: str | os.PathLike[str],
         config: str,
         beside: Callable[[], Mapping[str, str]],
+        samples: Callable[[], dict[str, int]],
     ) -> None:
         self.path = Path(path)
         self.config = config
         self.beside = beside
+        self.samples = samples
 
     def on_fit_start(self, trainer: Trainer) -> None:
         folder = self.path.parent
@@ -419,4 +421,4 @@ class ConfigFile(Callback):
         for name, text in self.beside().items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_text(folder / name, text)
-        status.begin(folder, trainer)
+        status.begin(folder, trainer, self.samples())

@@ -37,7 +37,7 @@ class Status:
     doctor: list[str] | None = None  # the doctor's warnings
     device: str | None = None
     precision: str | None = None
-    samples: dict[str, int] | None = None  # by split, without the test split
+    samples: dict[str, int] | None = None  # by split
     versions: dict[str, str] | None = None
 
     @classmethod
@@ -46,18 +46,14 @@ class Status:
         return json_files.read_record(folder / STATUS, cls)
 
 
-def begin(folder: Path, trainer: "Trainer") -> None:
-    """Record that training has started or resumed."""
+def begin(folder: Path, trainer: "Trainer", samples: dict[str, int]) -> None:
+    """Record that training has started or resumed. `samples` has their number in each split."""
     if trainer.step == trainer.total_steps:  # the run is only being tested again
         return
-    from stoker.data.description import samples_in
     from stoker.trainer import summary
-    from stoker.trainer.loading import by_name
 
     before = Status.read(folder) if trainer.step else Status()
     now = round(time.time(), 1)
-    loaders = {"train": trainer.train_loader, **by_name(trainer.val_loader)}
-    counts = {name: samples_in(loader) for name, loader in loaders.items()}
     status = Status(
         started=before.started or now,
         resumed=now,
@@ -68,7 +64,7 @@ def begin(folder: Path, trainer: "Trainer") -> None:
         machine=machine(trainer.device),
         device=str(trainer.device),
         precision=summary.precision(trainer),
-        samples={name: count for name, count in counts.items() if count is not None},
+        samples=samples,
         versions=versions(),
     )
     write(folder, status)

@@ -83,8 +83,14 @@ class Run:
         return [
             self.saver,
             *live,
-            ConfigFile(self.folder / directory.CONFIG, config, self.code.files),
+            ConfigFile(self.folder / directory.CONFIG, config, self.code.files, self.samples),
         ]
+
+    def samples(self) -> dict[str, int]:
+        """Return the number of samples in each split, except where it is unknown."""
+        from stoker.data.description import sample_counts
+
+        return sample_counts(by_split(self.parts.loaders))
 
     def describe(self, config: dict[str, Any], data: "Data", /, **more: Any) -> None:
         """Set what the checkpoints store about the run: its config, its data, and `more`."""
@@ -168,7 +174,6 @@ class Run:
 
         If there is no test split, the report shows the validation split.
         """
-        from stoker.data.description import samples_in
         from stoker.diagnostics import doctor, timing
         from stoker.runs import card, examine
         from stoker.trainer.loading import resident_bytes
@@ -183,8 +188,7 @@ class Run:
         result.git = self.code.revision()
         result.versions = versions()
         result.script = self.script
-        counts = {name: samples_in(loader) for name, loader in loaders.items()}
-        result.samples = {name: count for name, count in counts.items() if count is not None}
+        result.samples = self.samples()
         if not self.load_best():
             result.best = None
         usual = examine.is_usual(trainer, data)
