@@ -66,7 +66,6 @@ def write(
         step=result.steps if result.best is None else result.best.step,
         results=results(result),
         usual=usual,
-        task=task_of(about, data.target_shape),
         date=datetime.date.today(),
         split=split,
         unit=unit,
@@ -113,19 +112,3 @@ def tested_split(result: RunResult) -> str | None:
     """Return the split that the results come from, or None if there are no results."""
     splits = {name.partition("/")[0] for name in result.best_metrics()}
     return next((split for split in ("test", "val") if split in splits), None)
-
-
-def task_of(about: Description, target_shape: tuple[int, ...]) -> str | None:
-    """Return the name of the task on the Hugging Face Hub, or None if there is none."""
-    kind = about["kind"]
-    if about.get("tokens"):
-        return "text-generation"
-    if kind != "other" and about.get("table"):
-        return f"tabular-{kind}"
-    if len(target_shape) == 1:
-        return "token-classification"
-    if len(target_shape) == 2:
-        return "image-segmentation"
-    if kind == "classification" and len(about["in_shape"]) == 3:
-        return "image-classification"
-    return None
