@@ -262,7 +262,7 @@ def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Fil
                 f"{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder. The classes are {first_few(classes, 10)}."
             )
-        below = _images_below(folder, left_out)
+        below = images_below(folder, left_out)
         images += sorted(below, key=lambda image: os.path.split(image[0]))
         labels += [classes.index(name)] * (len(images) - len(labels))
     start = len(os.path.join(top, ""))
@@ -272,7 +272,7 @@ def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Fil
     return Paths(top, numpy.array(rows, form)), torch.tensor(labels, dtype=torch.int64)
 
 
-def _images_below(
+def images_below(
     folder: str, left_out: "Counter[str]", around: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (path, size, modification time) of the images in a folder and its subfolders.
@@ -288,7 +288,7 @@ def _images_below(
     for entry in visible:
         ending = os.path.splitext(entry.name)[1].lower()
         if entry.is_dir():
-            yield from _images_below(entry.path, left_out, (*around, here))
+            yield from images_below(entry.path, left_out, (*around, here))
         elif ending in IMAGE_ENDINGS and entry.is_file():
             status = entry.stat()
             yield entry.path, status.st_size, status.st_mtime_ns

@@ -1,11 +1,10 @@
 """Load a trained model from its run directory, preprocessing included, and apply it to files."""
 
 import csv
-import itertools
 import json
 import math
-import operator
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -299,9 +298,10 @@ def image_batches(
     """Yield (paths, resized uint8 pixels (N, C, H, W)) for one image, or all images in a folder."""
     channels, *shape = about["in_shape"]
     resize = about.get("resize") or True
-    files = images_below(path) if os.path.isdir(path) else iter([path])
+    files = [path]
+    if os.path.isdir(path):
+        files = sorted(file for file, _, _ in images.images_below(path, Counter()))
     broken: list[str] = []
-    is_empty = True
 
     def decode(file: str) -> Tensor | None:
         try:
@@ -313,31 +313,20 @@ def image_batches(
             return None
 
     with ThreadPoolExecutor(images.decoding_threads(shape)) as pool:
-        while batch := list(itertools.islice(files, size)):
+        for start in range(0, len(files), size):
+            batch = files[start : start + size]
             decoded = dict(zip(batch, pool.map(decode, batch), strict=True))
             readable = {file: pixels for file, pixels in decoded.items() if pixels is not None}
             if readable:
-                is_empty = False
                 yield list(readable), torch.stack(list(readable.values()))
 
-    if is_empty:
+    if len(broken) == len(files):
         raise UserError(
             f"input={printable(path)}: no readable image was found. Type input=FOLDER or "
             f"input=IMAGE. Supported formats: {', '.join(images.IMAGE_ENDINGS)}."
         )
     if broken:
         log.warning("Skipped %d images that cannot be read, such as %s.", len(broken), broken[0])
-
-
-def images_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the images below a folder, sorted. Links to folders are not followed."""
-    for entry in sorted(os.scandir(folder), key=operator.attrgetter("name")):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from images_below(entry.path)
-        elif entry.name.lower().endswith(images.IMAGE_ENDINGS):
-            yield entry.path
 
 
 def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
