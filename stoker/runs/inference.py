@@ -82,6 +82,10 @@ class Trained(torch.nn.Module):
                 inputs = torch.where(inputs.isnan(), 0.0, inputs)
             inputs = inputs.float()
         outputs = self.module(inputs)
+        return self.in_units(outputs)
+
+    def in_units(self, outputs: Any) -> Any:
+        """Convert the outputs of a regression to the units of the data; leave others unchanged."""
         if self.rescales and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
@@ -248,14 +252,6 @@ def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[
     if not are_finite.all():
         first = labels[int(are_finite.int().argmin())]
         raise TrainingError(f"{place}{printable(first)}: the model returns non-finite values.")
-
-
-def in_units(outputs: Any, about: Description) -> Any:
-    """Convert the outputs of a regression to the units of the data; leave others unchanged."""
-    numbers = constants(about)
-    if "target_mean" in numbers and card.is_usual(outputs, about):
-        return outputs.double() * numbers["target_scale"] + numbers["target_mean"]
-    return outputs
 
 
 def answers(outputs: Any, about: Description) -> Iterator[Row]:

@@ -61,11 +61,11 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for the rows
             _, parts, name, loader = stack.enter_context(tested(cfg))
         part = parts.data.parts()[name]
-        about = parts.data.description()
+        model = inference.Trained(parts.trainer.module, parts.data.description())
         count = 0
         for outputs in parts.trainer.predictions(loader):
-            inference.check_finite(outputs, about, "sample ", range(count, sys.maxsize))
-            for answer in inference.answers(inference.in_units(outputs, about), about):
+            inference.check_finite(outputs, model.about, "sample ", range(count, sys.maxsize))
+            for answer in inference.answers(model.in_units(outputs), model.about):
                 yield {"sample": count, **examine.place_of(part, count), **answer}
                 count += 1
 
