@@ -383,10 +383,11 @@ def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
     assert write_failure(tmp_path, TrainingError("one"), 3)
     assert not write_failure(tmp_path, TrainingError("two"), 3)
     assert RunResult.read(tmp_path).error == "one"
-    whole = {"overrides": [], "best": None, "seconds": 1.0}
+    typed = [f"dataset.columns=[{','.join(['age'] * 1000)}]"]  # one of any length counts
+    whole = {"overrides": typed, "best": None, "seconds": 1.0}
     json_files.write_json(tmp_path / "result.json", whole)
     assert not write_failure(tmp_path, TrainingError("three"), 3)
-    assert finished(tmp_path) == RunResult(overrides=[], seconds=1.0)
+    assert finished(tmp_path) == RunResult(overrides=typed, seconds=1.0)
     (tmp_path / "file").touch()
     assert not write_failure(tmp_path / "file", TrainingError("nowhere"), 3)
 

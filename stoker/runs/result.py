@@ -21,7 +21,6 @@ from stoker.trainer.stopping import StopReason
 if TYPE_CHECKING:
     from stoker.trainer.callbacks import Checkpoint
 
-MOST_OVERRIDES = 1000  # also the maximum number of characters in each override
 # The stages in `RunResult.time`. If a whole step is one CUDA graph, "step" replaces the three
 # stages before it.
 STAGES = (
@@ -91,7 +90,6 @@ class RunResult:
             result: RunResult = typed(contents, cls)
         except TypeError:
             return cls(error=f"its {RESULT} is damaged", code=exit_codes.TRAINING_ERROR)
-        result.overrides = valid_overrides(result.overrides)
         result.numbers = metrics_in(contents)
         return result
 
@@ -271,12 +269,3 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
     if packages:
         words.append(f"trusted=[{','.join(packages)}]")
     return command(words)
-
-
-def valid_overrides(value: Any) -> list[str] | None:
-    """Return the value if it is a valid list of typed settings, otherwise None."""
-    if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
-        return None
-    if not all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value):
-        return None
-    return value

@@ -15,15 +15,22 @@ from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import setting
 from stoker.runs import result as results
 from stoker.runs.directory import JOB, RESULT
-from stoker.runs.json_files import read_json, write_json
+from stoker.runs.json_files import read_record, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.readable import natural
-from stoker.runs.result import Best, RunResult, valid_overrides
+from stoker.runs.result import Best, RunResult
 from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer.errors import UserError, as_typed
 
 DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
+
+
+@dataclass
+class JobRecord:
+    """The contents of job.json: the typed settings of a job."""
+
+    overrides: list[str] | None = None
 
 
 @dataclass
@@ -100,8 +107,7 @@ def read_job(folder: Path) -> Job:
 
 def overrides_in(folder: Path) -> list[str] | None:
     """Return the typed settings of a job from its job.json; None if they are missing."""
-    record = read_json(folder / JOB) or {}
-    return valid_overrides(record.get("overrides"))
+    return read_record(folder / JOB, JobRecord).overrides
 
 
 def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:

@@ -15,7 +15,7 @@ from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.json_files import read_json
 from stoker.runs.report.words import one_line, shortened
-from stoker.runs.result import Best, RunResult, valid_overrides
+from stoker.runs.result import Best, RunResult
 from stoker.runs.rows import read_rows
 from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names
@@ -81,7 +81,7 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
     config = saved_config.load_config("run_dir", folder)
     result = RunResult.read(folder)
     before = status.Status.read(folder)
-    overrides = valid_overrides(before.overrides) if result is None else result.overrides
+    overrides = before.overrides if result is None else result.overrides
     if sum(map(len, overrides or [])) > MOST_TYPED:
         overrides = None
     return Run(
