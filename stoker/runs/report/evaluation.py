@@ -5,7 +5,7 @@ from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.plots import Figure, figure
-from stoker.runs.report.words import one_line, rounded_percent, shortened
+from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
 
@@ -67,7 +67,7 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
         elif evaluation.unit == "samples":
             cells[name] = evaluation.classes[cells[name]]
     if sample.probability is not None:
-        cells["P(predicted)"] = rounded_percent(sample.probability)
+        cells["P(predicted)"] = f"{sample.probability:.1%}"
     for name, value in sample.columns.items():
         if isinstance(value, float):
             value = f"{value:.12g}"

@@ -30,12 +30,3 @@ def percent(fraction: float) -> str:
         return f"{100 * fraction:.1f}%"
     digits = 4 if fraction > 0.99 else 3
     return f"{100 * fraction:.{digits}g}%"
-
-
-def rounded_percent(fraction: float) -> str:
-    """Format a fraction with one decimal, as '97.2%', '<0.1%' or '>99.9%'."""
-    if 0 < fraction < 0.001:
-        return "<0.1%"
-    if 0.999 < fraction < 1:
-        return ">99.9%"
-    return f"{100 * fraction:.1f}%"
