@@ -1,6 +1,5 @@
 """Format results and times for people, like "loss 0.0707  acc 0.9861" and "4 min 10 s"."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,15 +42,3 @@ def duration(value: float) -> str:
     milliseconds = 1000 * value
     decimals = 2 if value < 0.01 else 0
     return f"{milliseconds:.{decimals}f} ms"
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that compares the numbers in a text as numbers: 2 comes before 10."""
-    parts = re.split(r"(\d{1,1000})", text)  # int() raises an error beyond 4,300 digits
-    key = []
-    for part in parts:
-        if part.isdecimal():
-            key.append((0, int(part), ""))
-        else:
-            key.append((1, 0, part))
-    return key

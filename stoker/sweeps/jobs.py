@@ -17,7 +17,6 @@ from stoker.runs import result as results
 from stoker.runs.directory import JOB, RESULT
 from stoker.runs.json_files import read_record, write_json
 from stoker.runs.lock import is_held
-from stoker.runs.readable import natural
 from stoker.runs.result import Best, RunResult
 from stoker.runs.sweep_record import SweepRecord
 from stoker.trainer.errors import UserError, as_typed
@@ -78,9 +77,10 @@ def settings_of(
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep, sorted by name."""
+    """Read the jobs of a sweep, sorted by name; 2 comes before 10."""
     folders = {path.parent for name in (JOB, RESULT) for path in folder.glob(f"*/{name}")}
-    return [read_job(path) for path in sorted(folders, key=lambda path: natural(path.name))]
+    in_order = sorted(folders, key=lambda path: (len(path.name), path.name))
+    return [read_job(path) for path in in_order]
 
 
 def read_job(folder: Path) -> Job:

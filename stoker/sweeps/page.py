@@ -13,7 +13,6 @@ from stoker.runs import report
 from stoker.runs.directory import METRICS
 from stoker.runs.page import render
 from stoker.runs.plots import thin
-from stoker.runs.readable import natural
 from stoker.runs.rows import metrics_in, read_rows
 from stoker.sweeps import table
 from stoker.sweeps.jobs import DEFAULT, Job
@@ -97,7 +96,7 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
     """Return the values of a setting: in the order typed for a grid, sorted for a search."""
     values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in sweep.jobs))
     if sweep.is_search:
-        values.sort(key=lambda value: natural(value.strip("[]")))
+        values.sort(key=lambda value: (len(value), value))
     return values
 
 
