@@ -121,7 +121,8 @@ def image_folder(
         name: ImageSplit(files, targets, shape, channels, form)
         for name, (files, targets) in listed.items()
     }
-    _share_cache(splits, cache, root)
+    for split in splits.values():
+        _open_cache(split, cache)
     if skip:
         splits = _without_broken(splits, classes)
     undivided = splits["train"]
@@ -147,24 +148,17 @@ def image_folder(
     )
 
 
-def _share_cache(splits: "dict[str, ImageSplit]", cache: str | bool, root: str) -> None:
-    """Open the cache of decoded images, and give each image a slot in it."""
+def _open_cache(split: "ImageSplit", place: str | bool) -> None:
+    """Open the cache of decoded images for the files of a split."""
     import PIL
 
-    shape = splits["train"].shape
-    source = hashlib.blake2b(digest_size=8)
-    source.update(os.fsencode(f"{os.path.realpath(root)}\0{list(shape)} {splits['train'].resize}"))
+    root = os.path.realpath(split.files.root)
+    source = os.fsencode(f"{root}\0{list(split.shape)} {split.resize}")
     state = hashlib.blake2b(f"{VERSION} {PIL.__version__}".encode(), digest_size=8)
-    images = 0
-    for split in splits.values():
-        split.slots += images
-        images += len(split)
-        split.files.feed(state)
-        state.update(split.files.files["time"].tobytes())
-    pixels, place = open_cache(cache, source.hexdigest(), state.hexdigest(), images, shape)
-    for split in splits.values():
-        split.cache = pixels
-        split.place = place
+    split.files.feed(state)
+    state.update(split.files.files["time"].tobytes())
+    name = hashlib.blake2b(source, digest_size=8).hexdigest()
+    split.cache, split.place = open_cache(place, name, state.hexdigest(), len(split), split.shape)
 
 
 def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
