@@ -115,7 +115,7 @@ def image_folder(
     if size is None and trained is not None:
         _, *wanted = trained["in_shape"] or (channels,)
         if len(wanted) == 2 and tuple(wanted) != shape:
-            shape = (wanted[0], wanted[1])
+            shape = tuple(wanted)
             form = True  # resize them, as task=predict does
     splits = {
         name: ImageSplit(files, targets, shape, channels, form)
@@ -124,7 +124,8 @@ def image_folder(
     for split in splits.values():
         _open_cache(split, cache)
     if skip:
-        splits = _without_broken(splits, classes)
+        splits = _without_broken(splits)
+        _check_classes(splits["train"].files, splits["train"].targets, classes)
     undivided = splits["train"]
     parts = split_indices(undivided.targets, fractions, split_seed)
     for name, indices in zip(("train", "val", "test"), parts, strict=True):
@@ -189,18 +190,23 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
         raise UserError(
             f"{printable(error.filename or root)}: cannot be read ({error.strerror})."
         ) from None
-    counts = torch.bincount(listed["train"][1], minlength=len(classes)).tolist()
-    if 0 in counts:
-        empty = os.path.join(tops["train"], classes[counts.index(0)])
-        raise UserError(
-            f"{printable(empty)}: this folder has no images ({', '.join(IMAGE_ENDINGS)}).\nAdd "
-            "some, or remove the folder."
-        )
+    _check_classes(*listed["train"], classes)
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
         shown = first_few(reasons, 8)
         log.warning("%s: some files or folders were skipped: %s", printable(root), shown)
     return classes, listed
+
+
+def _check_classes(files: "Paths", targets: Tensor, classes: list[str]) -> None:
+    """Raise UserError for a class without training images."""
+    counts = torch.bincount(targets, minlength=len(classes)).tolist()
+    if 0 in counts:
+        empty = os.path.join(files.root, classes[counts.index(0)])
+        raise UserError(
+            f"{printable(empty)}: this folder has no images that can be read "
+            f"({', '.join(IMAGE_ENDINGS)}).\nAdd some, or remove the folder."
+        )
 
 
 def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
@@ -290,13 +296,13 @@ def images_below(
             left_out[f"of type {printable(ending)!r}"] += 1
 
 
-def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
+def _first_size(files: "Paths", skip: bool) -> tuple[int, ...]:
     """Return (height, width) of the first image; with `skip`, of the first readable image."""
     from PIL import ImageOps
 
-    for i in range(len(files)):
+    for file in files:
         try:
-            with open_image(files[i]) as image:
+            with open_image(file) as image:
                 turned = ImageOps.exif_transpose(image)
                 return turned.height, turned.width
         except BrokenImage:
@@ -305,9 +311,8 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
     raise UserError(f"{printable(files.root)}: none of the images in this folder can be read.")
 
 
-def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Drop unreadable images, and name some of them in a warning; raise UserError if a split or
-    class has no readable images.
+def _without_broken(splits: "dict[str, ImageSplit]") -> "dict[str, ImageSplit]":
+    """Drop unreadable images, and name some of them in a warning.
 
     Whether an image is dropped depends only on its file, so the splits are reproducible.
     """
@@ -317,17 +322,10 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
         is_readable = split.are_readable()
         broken += [split.files[int(i)] for i in (~is_readable).nonzero()]
         readable[name] = split.take(is_readable.nonzero().view(-1))
-    if not broken:
-        return splits
-    shown = first_few(broken, 3)
-    is_empty = any(len(split) == 0 for split in readable.values())
-    if is_empty or len(readable["train"].targets.unique()) < len(classes):
-        raise UserError(
-            "dataset.on_bad_sample=skip: a split or a class has no readable images. "
-            f"These files cannot be read: {shown}.\nReplace or remove them."
-        )
-    total = sum(map(len, splits.values()))
-    log.warning("%d of %d images cannot be read and are skipped: %s", len(broken), total, shown)
+    if broken:
+        total = sum(map(len, splits.values()))
+        shown = first_few(broken, 3)
+        log.warning("%d of %d images cannot be read and are skipped: %s", len(broken), total, shown)
     return readable
 
 
@@ -397,7 +395,7 @@ class ImageSplit:
 
     files: Paths
     targets: Tensor
-    size: tuple[int, int]
+    size: tuple[int, ...]
     channels: int
     resize: bool | int = False
     cache: PixelCache | None = None
