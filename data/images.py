@@ -122,7 +122,8 @@ def image_folder(
         for name, (files, targets) in listed.items()
     }
     for split in splits.values():
-        _open_cache(split, cache)
+        if len(split) > 0:
+            _open_cache(split, cache)
     if skip:
         splits = _without_broken(splits)
         _check_classes(splits["train"].files, splits["train"].targets, classes)

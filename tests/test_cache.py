@@ -95,6 +95,13 @@ def test_the_pixels_of_every_part_are_their_own(folder):
         assert torch.equal(targets, getattr(plain, part).targets)
 
 
+def test_a_part_without_images_needs_no_cache(folder):
+    (folder.parent / "parts" / "val" / "dog").mkdir(parents=True)
+    folder.rename(folder.parent / "parts" / "train")
+    with pytest.raises(UserError, match="val split: there are no samples"):
+        open_folder(folder.parent / "parts")
+
+
 @pytest.mark.parametrize("change", ["time", "bytes", "more", "size", "grey"])
 def test_another_folder_has_another_cache_and_the_old_one_goes(folder, change):
     old = fill(open_folder(folder)).train.cache.path
