@@ -123,7 +123,7 @@ def image_folder(
     }
     for split in splits.values():
         if len(split) > 0:
-            _open_cache(split, cache)
+            _add_cache(split, cache)
     if skip:
         splits = _without_broken(splits)
         _check_classes(splits["train"].files, splits["train"].targets, classes)
@@ -150,7 +150,7 @@ def image_folder(
     )
 
 
-def _open_cache(split: "ImageSplit", place: str | bool) -> None:
+def _add_cache(split: "ImageSplit", place: str | bool) -> None:
     """Open the cache of decoded images for the files of a split."""
     import PIL
 
@@ -301,9 +301,9 @@ def _first_size(files: "Paths", skip: bool) -> tuple[int, ...]:
     """Return (height, width) of the first image; with `skip`, of the first readable image."""
     from PIL import ImageOps
 
-    for file in files:
+    for i in range(len(files)):
         try:
-            with open_image(file) as image:
+            with open_image(files[i]) as image:
                 turned = ImageOps.exif_transpose(image)
                 return turned.height, turned.width
         except BrokenImage:
