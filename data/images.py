@@ -506,14 +506,6 @@ class BrokenImage(UserError):
     """An image file that cannot be read."""
 
 
-def broken_image(file: str, reason: str) -> BrokenImage:
-    """Make the error for an image that cannot be read."""
-    return BrokenImage(
-        f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
-        "Replace or remove the file, or type dataset.on_bad_sample=skip to skip such images."
-    )
-
-
 def decode_image(
     file: str, size: Sequence[int] | None, channels: int, resize: bool | int = False
 ) -> Tensor:
@@ -583,4 +575,7 @@ def open_image(file: str) -> "Iterator[Image]":
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is damaged, or its format is not one of {', '.join(IMAGE_FORMATS)}"
-        raise broken_image(file, reason) from None
+        raise BrokenImage(
+            f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
+            "Replace or remove the file, or type dataset.on_bad_sample=skip to skip such images."
+        ) from None

@@ -4,7 +4,7 @@ These are the splits of a Data of kind "other". This module orders and batches s
 nothing about their contents.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 from stoker.trainer.transfer import UNIFIED
-
-Collate = Callable[[list[Any]], Any]
 
 
 def data_of(name: str, parts: Mapping[str, Any]) -> Data:
@@ -200,19 +198,15 @@ class SampleLoader(Ordered):
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and collates them."""
 
-    @property
-    def collate(self) -> Collate:
-        """The function that turns a list of samples into a batch."""
-        return getattr(self.split, "collate_fn", None) or default_collate
-
     def _read(self, epoch: int, indices: list[int]) -> Any:
+        collate = getattr(self.split, "collate_fn", None) or default_collate
         with random_stream():
             samples = []
             for index in indices:
                 seed_generators(CPU, mix_seed("sample", *self.stream, epoch, index))
                 samples.append(self.split[index])
             seed_generators(CPU, mix_seed("collate", *self.stream, epoch, indices[0]))
-            return self.collate(samples)
+            return collate(samples)
 
     def _name(self, index: int) -> str:
         return str(index)

@@ -142,7 +142,11 @@ def csv(
     center = 0.0
     scale = 1.0
     if classes is None:
-        center, scale = _units(targets[parts[0]], trained)
+        if trained is None:
+            center, scale = mean_and_std(targets[parts[0]])
+        else:
+            center = trained["target_mean"]
+            scale = trained["target_scale"]
         targets = ((targets - center) / scale).float().unsqueeze(1)
     else:
         targets = targets.long()
@@ -456,13 +460,6 @@ def mean_and_std(numbers: Tensor) -> tuple[float, float]:
     if numbers.min() < numbers.max():
         std = numbers.std(correction=0).item()
     return numbers.mean().item(), std
-
-
-def _units(targets: Tensor, trained: Description | None) -> tuple[float, float]:
-    """Return the (mean, scale) of the training targets, or those of the trained model."""
-    if trained is None:
-        return mean_and_std(targets)
-    return trained["target_mean"], trained["target_scale"]
 
 
 def _rows_to_use(table: Table, columns: dict[str, Any]) -> Tensor:
