@@ -96,6 +96,20 @@ def is_labelled(part: Any) -> bool:
     return torch.is_tensor(inputs) and inputs.ndim > 0 and is_class
 
 
+def loader_line(data: Data) -> str:
+    """Return a line that says what your own loader cannot guarantee; "" for built-in loaders."""
+    part = data.train
+    if data.kind != "other" or has_samples(part) or is_stream(part):
+        return ""
+    loader = IterableLoader(part)
+    if loader.is_stateful or not loader.length_is_exact:  # `fit` warns about streams
+        return ""
+    return (
+        f"loader   train is your own {loader.name}: a resumed run reads its batches again up to "
+        "where it stopped; they are the same only if they depend on nothing but the global seeds"
+    )
+
+
 def make_loader(
     part: Any,
     name: str,

@@ -78,6 +78,7 @@ def building(
     """
     from stoker.command import tuning
     from stoker.data.description import columns_line, data_line
+    from stoker.data.samples import loader_line
     from stoker.trainer import device as devices
     from stoker.trainer import misuse, parallel, seeding
 
@@ -92,6 +93,8 @@ def building(
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
     terminal.show(data_line(data, by_split(loaders), why))
+    if loader_line(data) and only is None:
+        terminal.show(loader_line(data))
     if data.table is not None:
         terminal.show(f"columns  {columns_line(data.description())}")
 
