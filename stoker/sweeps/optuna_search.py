@@ -1,6 +1,5 @@
 """The Optuna search, which can resume from its storage, and the callback that prunes trials."""
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from stoker.command import settings
 from stoker.runs.lock import held
-from stoker.runs.result import RunResult, finished
+from stoker.runs.result import finished
 from stoker.sweeps import launchers, progress
 from stoker.sweeps.jobs import settings_of
 from stoker.trainer import launch, parallel
@@ -38,8 +36,6 @@ from stoker.trainer.trainer import Trainer
 
 # The targets that a config may use as a sampler.
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
-# Maps a job's number to its overrides; None if the job must not run.
-Trials = dict[int, list[str] | None]
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -88,44 +84,27 @@ class OptunaSearch(Sweeper):
         self.validate_batch_is_legal([[*example, *self.fixed]])
         varied = list(settings_of(example))
         with held(self.folder):
-            begun = self.open()
+            self.study = self.open_study()
             progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, sorted(varied))
-            self.run(begun)
-            while trials := self.propose(count):
+            while trials := self.unfinished() or self.propose(count):
                 self.run(trials)
 
-    def run(self, trials: Trials) -> None:
-        """Run the trials that have no result yet, and report all results to the study."""
-        todo = {
-            number: [*typed, *self.fixed]
-            for number, typed in trials.items()
-            if typed is not None and RunResult.read(self.folder / str(number)) is None
-        }
-        # A launcher numbers its jobs consecutively, so each consecutive range is one launch.
-        for _, group in itertools.groupby(enumerate(todo), lambda pair: pair[1] - pair[0]):
-            numbers = [number for _, number in group]
-            self.launcher.launch([todo[number] for number in numbers], initial_job_idx=numbers[0])
-        for number in trials:
-            result = finished(self.folder / str(number))
+    def run(self, trials: list[FrozenTrial]) -> None:
+        """Run these trials, whose numbers are consecutive, and report their results to the study.
+
+        As in a grid, a job that is already finished does not run again.
+        """
+        overrides = [[*typed(trial), *self.fixed] for trial in trials]
+        self.launcher.launch(overrides, initial_job_idx=trials[0].number)
+        for trial in trials:
+            result = finished(self.folder / str(trial.number))
             if result is None or result.best is None:
-                self.study.tell(number, state=TrialState.FAIL)
-                continue
-            self.check_metric(f"{result.best.name} ({result.best.mode})")
-            if result.stopped_by("pruned"):  # Optuna uses the last value that the trial reported
-                self.study.tell(number, state=TrialState.PRUNED)
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            elif result.stopped_by("pruned"):  # Optuna uses the last value that the trial reported
+                self.study.tell(trial.number, state=TrialState.PRUNED)
             else:
                 sign = -1 if result.best.mode == "max" else 1  # the study minimizes
-                self.study.tell(number, sign * result.best.value)
-
-    def check_metric(self, name: str) -> None:
-        """Raise UserError if an earlier trial has monitored a different metric."""
-        before = self.study.user_attrs.get("metric", name)
-        if before != name:
-            raise UserError(
-                f"monitor: the trials monitor different metrics, {before} and {name}.\n"
-                "Type monitor=NAME, and a different hydra.sweep.dir."
-            )
-        self.study.set_user_attr("metric", name)
+                self.study.tell(trial.number, sign * result.best.value)
 
     def define(self, searched: dict[str, Override]) -> list[str]:
         """Set the search space from these overrides; return the overrides of an example trial."""
@@ -138,38 +117,29 @@ class OptunaSearch(Sweeper):
             self.space[override.get_key_element()] = distribution
         return typed(self.draw(optuna.create_study()))
 
-    def open(self) -> Trials:
-        """Open the study, and return the trials that an earlier process did not finish."""
-        self.study = self.open_study()
-        begun = {}
-        for trial in self.study.trials:
-            # Searches in other folders may use the same study.
-            if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # The storage is untrusted, so accept only values that this search could draw.
-                begun[trial.number] = typed(trial) if trial.distributions == self.space else None
-        return begun
+    def unfinished(self) -> list[FrozenTrial]:
+        """Return the trials that have begun but have no result in the study."""
+        return [trial for trial in self.study.trials if not trial.state.is_finished()]
 
-    def propose(self, count: int) -> Trials:
-        """Return up to `count` new trials; {} at the end of the search."""
+    def propose(self, count: int) -> list[FrozenTrial]:
+        """Add up to `count` new trials to the study and return them; [] at the end of the search.
+
+        Call this once all trials have a result.
+        """
         trials = self.study.trials
-        to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
         # Trials are drawn in memory and then stored whole, so that a killed search leaves no trial
         # with only some of its values.
         memory = optuna.create_study()
         memory.add_trials(trials)
-        proposed: Trials = {}
-        for _ in range(min(to_go, count)):
-            trial = self.draw(memory)
+        for _ in range(min(self.trials - len(trials), count)):
+            self.draw(memory)
             self.study.add_trial(memory.trials[-1])
-            proposed[trial.number] = typed(trial)
-        return proposed
+        return self.study.trials[len(trials) :]
 
     def draw(self, study: optuna.Study) -> optuna.Trial:
         """Return the next trial of the study, with its values."""
         study.sampler = self.make_sampler(len(study.trials))
-        trial = study.ask(self.space)
-        trial.set_user_attr("folder", str(self.folder))
-        return trial
+        return study.ask(self.space)
 
     def make_sampler(self, number: int) -> BaseSampler:
         """Return the sampler for the trial with this number."""
@@ -188,36 +158,32 @@ class OptunaSearch(Sweeper):
             place, name = place_of(self.config.hydra.sweeper, self.folder)
             storage = open_storage(place)
             study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-            direction = study.direction
         except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
             reason = first_line(error.__cause__ or error)
             raise UserError(f"hydra.sweeper.storage: cannot open the storage ({reason}).") from None
-        if direction != StudyDirection.MINIMIZE:
-            raise UserError(
-                f"hydra.sweep.dir={self.folder} holds a search by an earlier version of Stoker. "
-                "Choose a different hydra.sweep.dir."
-            )
+        # The storage is untrusted, so accept only trials that this search could have drawn.
         for trial in study.trials:
-            for key in trial.distributions.keys() & self.space.keys():
-                if trial.distributions[key] != self.space[key]:
-                    raise UserError(
-                        f"hydra.sweep.dir={self.folder}: its trials have a different range for "
-                        f"{key}. Choose a different hydra.sweep.dir."
-                    )
+            changed = trial.distributions.items() ^ self.space.items()
+            if changed:
+                keys = ", ".join(sorted({key for key, _ in changed}))
+                raise UserError(
+                    f"hydra.sweep.dir={self.folder}: its trials have a different range for {keys}. "
+                    "Choose a different hydra.sweep.dir."
+                )
         return study
 
 
-def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
+def typed(trial: optuna.Trial | FrozenTrial) -> list[str]:
     """Return a trial's parameter values as overrides."""
     return [f"{key}={value}" for key, value in trial.params.items()]
 
 
 def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
-    """Return the storage and the name of the study, from the sweeper's settings and the folder."""
+    """Return the storage and the name of the search's study. Each search has its own study."""
     if sweeper.storage is None:
         # Wait up to a minute for the lock of the database.
-        return f"sqlite:///{folder / 'study.db'}?timeout=60", sweeper.study_name or "search"
-    return sweeper.storage, sweeper.study_name or folder.name
+        return f"sqlite:///{folder / 'study.db'}?timeout=60", "search"
+    return sweeper.storage, str(folder)
 
 
 def open_storage(place: str) -> BaseStorage:
