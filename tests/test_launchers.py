@@ -225,21 +225,20 @@ def test_a_job_whose_loader_has_workers_is_the_run_that_it_would_be_alone(tmp_pa
     assert same(weights(tmp_path / "all" / "1"), alone(tmp_path, *typed, "seed=1"))
 
 
-def test_a_job_gets_the_options_of_its_sweep_that_matter_to_it():
-    typed = ["-m", "--config-dir", "conf", "-cn=mine", "seed=0,1", "hydra.sweep.dir=all"]
-    typed += ["+hydra.job.env_set.A=1", "~hydra.launcher.qos", "hydra/job_logging=none", "epochs=1"]
-    kept = ["--config-dir", "conf", "-cn=mine", "hydra.sweep.dir=all", "+hydra.job.env_set.A=1"]
+def test_a_job_gets_the_settings_of_hydra_that_were_typed():
+    typed = ["-m", "seed=0,1", "hydra.sweep.dir=all", "epochs=1"]
+    kept = ["hydra.sweep.dir=all", "+hydra.job.env_set.A=1"]
     kept += ["~hydra.launcher.qos", "hydra/job_logging=none"]
-    assert arguments.options_for_job(typed) == kept
+    assert arguments.settings_of_hydra([*typed, *kept[1:]]) == kept
 
 
 @pytest.mark.slow
-def test_jobs_find_the_configs_of_the_folder_that_was_typed(tmp_path):
+def test_jobs_find_the_configs_of_the_project(tmp_path):
     """In a process of their own each, and in several for one job."""
-    experiment = tmp_path / "conf" / "experiment" / "short.yaml"
+    experiment = tmp_path / "configs" / "experiment" / "short.yaml"
     experiment.parent.mkdir(parents=True)
     experiment.write_text("# @package _global_\nepochs: 1\n")
-    command = ("--config-dir", "conf", "experiment=short", *JOB, "report=false")
+    command = ("experiment=short", *JOB, "report=false")
     done = sweep(tmp_path, *command, "seed=0,1", "sweep.at_once=2", "hydra.sweep.dir=all")
     assert done.code == 0 and "all: 2 done" in done.out, done.out + done.err
     done = sweep(tmp_path, *command, "strategy=ddp", "devices=2", "device=cpu", "seed=0")

@@ -1,12 +1,10 @@
 """Read the options and settings on the command line, and check their syntax."""
 
-import argparse
 import contextvars
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser  # private: Hydra's command-line options
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -16,11 +14,8 @@ from stoker.command.dotted import flat, plain
 from stoker.command.shell import setting
 from stoker.trainer.errors import UserError, quoted
 
-OPTIONS = {"-h", "--help", "-m", "--multirun", "--resolve", "-i", "--info", "--hydra-help", "-r"}
-OPTIONS |= {"--run", "-sc", "--shell-completion", "--version", "-c", "--cfg", "-p", "--package"}
-OPTIONS |= {"--experimental-rerun"}
-WITH_CONFIGS = {"-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name"}
-OPTIONS |= WITH_CONFIGS
+OPTIONS = {"-h", "--help", "-m", "--multirun", "-c", "--cfg", "--resolve", "-p", "--package"}
+OPTIONS |= {"-i", "--info", "-sc", "--shell-completion", "--hydra-help", "--version"}
 # Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
 # Settings that Python code adds; they are treated as if they had been typed.
@@ -61,20 +56,9 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return "-m" in arguments or "--multirun" in arguments
 
 
-def options_for_job(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a sweep that each of its jobs needs besides its own settings.
-
-    These are the options that say where the configs are, and the settings of Hydra itself.
-    """
-    options: list[str] = []
-    for number, argument in enumerate(arguments):
-        name, equals, _ = argument.partition("=")
-        if name in WITH_CONFIGS:
-            end = number + 1 if equals else number + 2
-            options += arguments[number:end]
-        elif re.match(r"[+~]*hydra[./]", argument):
-            options.append(argument)
-    return options
+def settings_of_hydra(arguments: Sequence[str]) -> list[str]:
+    """Return the settings of Hydra itself, which each job of a sweep needs besides its own."""
+    return [argument for argument in arguments if re.match(r"[+~]*hydra[./]", argument)]
 
 
 def choices(arguments: Sequence[str]) -> list[str]:
@@ -155,16 +139,6 @@ def check_options(arguments: Sequence[str]) -> None:
                 f"{argument}: no such option. Settings are typed without dashes, as in "
                 "device=cpu. Type --help to see all settings."
             )
-
-
-def check_values(arguments: Sequence[str]) -> None:
-    """Raise UserError for an option without its value, or with a wrong one."""
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    try:
-        parser.parse_intermixed_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}. Type --hydra-help to see all options.") from None
 
 
 def check_place(argument: str, sweep: bool) -> None:

@@ -142,11 +142,11 @@ class Local(BasicLauncher):
     def run_job(self, folder: Path, typed: Sequence[str], slot: int) -> None:
         """Run a job in its own process. If the process fails, ensure that the job has a result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
-        options = arguments.options_for_job(sys.argv[1:])
+        of_hydra = arguments.settings_of_hydra(sys.argv[1:])
         with progress.open_output(folder) as file:
             start = file.tell()
             code = subprocess.run(
-                [sys.executable, "-u", *invocation.script(), *options, *typed],
+                [sys.executable, "-u", *invocation.script(), *of_hydra, *typed],
                 env={**os.environ, processes.JOB: json.dumps(job)},
                 stdin=self.stdin,
                 stdout=file,

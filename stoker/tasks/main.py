@@ -36,7 +36,6 @@ def run(start: float) -> None:
 
 def compose() -> None:
     """Let Hydra compose the config of each job, and call `main` with it."""
-    arguments.check_values(sys.argv[1:])
     trusted = (*TRUSTED, *project.current().trusted)
     hydra.main(
         config_path="pkg://stoker.configs",
@@ -159,7 +158,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
             raise SystemExit(code)
         return
     folder = current_job.run_directory(cfg)
-    typed = [*arguments.options_for_job(sys.argv[1:]), *HydraConfig.get().overrides.task]
+    typed = [*arguments.settings_of_hydra(sys.argv[1:]), *HydraConfig.get().overrides.task]
     code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
     if code > 128:
         stopping.received = code - 128
