@@ -178,7 +178,7 @@ def test_only_auto_is_dealt_out_and_only_where_there_are_several():
 def test_how_many_jobs(monkeypatch):
     for at_once, gpus, jobs in (("auto", 0, 8), ("auto", 2, 2), (3, 0, 3), (16, 2, 16)):
         monkeypatch.setattr(launchers, "cores", lambda: 8)
-        monkeypatch.setattr(launchers, "count_gpus", lambda device, gpus=gpus: gpus)
+        monkeypatch.setattr(processes, "count_gpus", lambda device, gpus=gpus: gpus)
         assert launchers.jobs_at_once(at_once, "auto") == jobs
 
 

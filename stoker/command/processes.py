@@ -52,11 +52,16 @@ def count(strategy: str, devices: int | str, device: str) -> int:
         return 1
     if isinstance(devices, int):
         return devices
+    return count_gpus(device) or 1
+
+
+def count_gpus(device: str) -> int:
+    """Return the number of GPUs that several processes with this `device` can use."""
     if device == "cpu" or ":" in device:
-        return 1
+        return 0
     import torch
 
-    return max(1, torch.accelerator.device_count())
+    return torch.accelerator.device_count()
 
 
 @functools.cache

@@ -29,22 +29,10 @@ from stoker.trainer.launch import cores
 SLURM = "submitit_slurm"
 
 
-def count_gpus(device: str) -> int:
-    """Return the number of GPUs that jobs with this `device` can use."""
-    if device == "cpu" or ":" in device:
-        return 0
-    from stoker.trainer.device import available
-
-    names = available()[1:]  # the device type, and each device if there are several
-    if not names or device not in ("auto", names[0]) or names[0] == "mps":
-        return 0
-    return max(len(names) - 1, 1)
-
-
 def jobs_at_once(at_once: int | str, device: str) -> int:
     """Return how many jobs run at once. "auto" means one per GPU or, without GPUs, one per core."""
     if at_once == "auto":
-        return count_gpus(device) or cores()
+        return processes.count_gpus(device) or cores()
     return int(at_once)
 
 
