@@ -194,6 +194,16 @@ def open_storage(place: str) -> BaseStorage:
     return optuna.storages.RDBStorage(place)
 
 
+def open_trial(sweeper: DictConfig, folder: Path, pruner: BasePruner) -> optuna.Trial:
+    """Return the trial of a job, from the sweeper's settings and the job's folder."""
+    place, name = place_of(sweeper, folder.parent)
+    storage = open_storage(place)
+    study = optuna.load_study(study_name=name, storage=storage, pruner=pruner)
+    study_id = storage.get_study_id_from_name(name)
+    number = int(folder.name)
+    return optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
+
+
 class Pruning(Callback):
     """Report each evaluation to the trial, and stop training if the pruner says so.
 
@@ -201,29 +211,14 @@ class Pruning(Callback):
     sizes may differ.
     """
 
-    def __init__(
-        self,
-        place: str,
-        study: str,
-        trial: int,
-        pruner: BasePruner,
-        monitor: str = "auto",
-        mode: str = "auto",
-    ) -> None:
-        self.place = place
-        self.study_name = study
-        self.number = trial
-        self.pruner = pruner
+    def __init__(self, trial: optuna.Trial, monitor: str = "auto", mode: str = "auto") -> None:
+        self.trial = trial
         self.watched = Monitor(monitor, mode)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.watched.on_fit_start(trainer)
-        storage = open_storage(self.place)
-        study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
-        study_id = storage.get_study_id_from_name(self.study_name)
-        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, self.number)
-        self.trial = optuna.Trial(study, trial_id)
-        self.reported = max(study.trials[self.number].intermediate_values, default=0)
+        stored = self.trial.study.trials[self.trial.number]
+        self.reported = max(stored.intermediate_values, default=0)
         if trainer.step and self.reported == self.evaluations(trainer):
             self.stop_if_hopeless(trainer)  # the run was killed before it asked the pruner
 

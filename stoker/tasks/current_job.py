@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -86,19 +85,3 @@ def name_of(cfg: DictConfig, group: str) -> str:
     if is_replaced or f"{group}._target_" in arguments.typed_keys():
         return target.rpartition(".")[2]
     return choice
-
-
-def trial_of(cfg: DictConfig) -> list[Any] | None:
-    """Return [storage, study name, trial number] of an Optuna trial; None for any other run.
-
-    If several processes train a trial, the process that started them passes these values on.
-    """
-    job = processes.job()
-    if "trial" in job:
-        return list(job["trial"]) if job["trial"] else None
-    if not in_sweep() or "pruner" not in cfg.sweep:
-        return None
-    from stoker.sweeps.optuna_search import place_of
-
-    folder = folder_in_sweep().resolve()
-    return [*place_of(HydraConfig.get().sweeper, folder.parent), int(folder.name)]

@@ -159,7 +159,7 @@ def start_processes(several: int, cfg: DictConfig) -> None:
         return
     folder = current_job.run_directory(cfg)
     typed = [*arguments.settings_of_hydra(sys.argv[1:]), *HydraConfig.get().overrides.task]
-    code = processes.start(several, typed, {"folder": folder, "trial": current_job.trial_of(cfg)})
+    code = processes.start(several, typed, {"folder": folder})
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
@@ -111,14 +112,14 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
     """Return a list with the callback that may end a trial early; [] for any other run."""
-    trial = current_job.trial_of(cfg)
-    if trial is None:
+    if not current_job.in_sweep() or "pruner" not in cfg.sweep:
         return []
-    from stoker.sweeps.optuna_search import Pruning
+    from stoker.sweeps.optuna_search import Pruning, open_trial
 
+    folder = current_job.folder_in_sweep().resolve()
     pruner = build("sweep.pruner", cfg.sweep.pruner)
-    place, study, number = trial
-    return [Pruning(place, study, number, pruner, cfg.monitor, cfg.monitor_mode)]
+    trial = open_trial(HydraConfig.get().sweeper, folder, pruner)
+    return [Pruning(trial, cfg.monitor, cfg.monitor_mode)]
 
 
 @contextlib.contextmanager
