@@ -30,7 +30,6 @@ from stoker.trainer import files, launch, stopping, terminal
 from stoker.trainer.errors import UserError, printable
 
 PLACE = "hydra.sweep.dir"
-MOST_CHECKED = 20  # maximum jobs whose settings are checked before the sweep is announced
 
 holding = contextlib.ExitStack()  # holds the lock of a running grid
 
@@ -55,7 +54,8 @@ class SweepCallback(Callback):
         settings.check("sweep.on_error", config.sweep.on_error)
         launchers.check(config)
         planned = jobs_of_grid(config)
-        check_settings(config, planned)
+        if planned:
+            check_first(config, planned[0])
         is_search = "trials" in config.sweep
         sweeper = config.hydra.runtime.choices["hydra/sweeper"]
         if sweeper != ("stoker_optuna" if is_search else "basic"):
@@ -131,34 +131,25 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
     return [list(typed) for typed in planned]
 
 
-def check_settings(config: DictConfig, planned: list[list[str]]) -> None:
-    """Exit before the sweep is announced if no job has valid settings.
+def check_first(config: DictConfig, typed: list[str]) -> None:
+    """Raise UserError if the settings of the first job are invalid, as they are then in most jobs.
 
-    One job with valid settings is enough, so usually only the first job is checked. No more than
-    MOST_CHECKED jobs are checked, because each takes about 0.1 s: a sweep with more jobs goes on
-    even if all of these are invalid.
+    `typed` are the overrides of the job.
     """
+    cfg = GlobalHydra.instance().config_loader().load_sweep_config(config, typed)
+    with open_dict(cfg):  # as Hydra does for a job
+        cfg.hydra.job.num = 0
+        cfg.hydra.job.id = "job_id_for_0"
     hydra_config = HydraConfig.instance()
     before = hydra_config.cfg
-    errors = {}  # by text, since the jobs may share an error
-    for number, typed in enumerate(planned[:MOST_CHECKED]):
-        cfg = GlobalHydra.instance().config_loader().load_sweep_config(config, typed)
-        with open_dict(cfg):  # as Hydra does for a job
-            cfg.hydra.job.num = number
-            cfg.hydra.job.id = f"job_id_for_{number}"
-        hydra_config.set_config(cfg)  # the checks read the typed settings from here
-        try:
-            with open_dict(cfg):
-                del cfg["hydra"]
-            check.keep_texts(cfg)
-            check.check_config(cfg)
-            return
-        except UserError as error:
-            errors[str(error)] = error
-        finally:
-            hydra_config.cfg = before
-    if errors and len(planned) <= MOST_CHECKED:
-        raise SystemExit(max(map(exit_codes.report, errors.values())))
+    hydra_config.set_config(cfg)  # the checks read the typed settings from here
+    try:
+        with open_dict(cfg):
+            del cfg["hydra"]
+        check.keep_texts(cfg)
+        check.check_config(cfg)
+    finally:
+        hydra_config.cfg = before
 
 
 def report(sweep: Sweep) -> None:
