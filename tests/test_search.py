@@ -39,7 +39,9 @@ def forks():
 def study_of(folder):
     import optuna
 
-    return optuna.load_study(study_name="search", storage=f"sqlite:///{folder}/s/study.db")
+    from stoker.sweeps.optuna_search import open_storage
+
+    return optuna.load_study(study_name="search", storage=open_storage(folder / "s"))
 
 
 def trials_of(folder):
@@ -98,10 +100,10 @@ def test_a_killed_search_ends_as_if_nothing_had_been(forks, whole, tmp_path, lar
 # A search that is killed once it has stored trial 3.
 KILLED = """
 import os, runpy, sys
-from optuna.storages._cached_storage import _CachedStorage
+from optuna.storages import JournalStorage
 
 def kill_after(name):
-    method = getattr(_CachedStorage, name)
+    method = getattr(JournalStorage, name)
     def counted(self, *given, **more):
         result = method(self, *given, **more)
         trial = result if name == "create_new_trial" else given[0]
@@ -111,7 +113,7 @@ def kill_after(name):
             if left == 0:
                 os._exit(9)
         return result
-    setattr(_CachedStorage, name, counted)
+    setattr(JournalStorage, name, counted)
 
 kill_after("create_new_trial")
 runpy.run_path(%r, run_name="__main__")
@@ -201,7 +203,6 @@ def test_a_range_that_was_changed_in_a_file_is_another_search(tmp_path):
 
     searching = OptunaSearch.__new__(OptunaSearch)
     searching.folder = tmp_path
-    searching.config = OmegaConf.create({"hydra": {"sweeper": {"storage": None}}})
     size = CategoricalDistribution([32, 64])
     rate = FloatDistribution(1e-4, 1e-1, log=True)
     searching.space = {"batch_size": size, "optimizer.lr": rate}
@@ -285,18 +286,19 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
     """A search goes on only with trials that it could have drawn."""
     import optuna
 
+    from stoker.sweeps.optuna_search import open_storage
+
     for name, value in (("model._target_", "antigravity.Net"), ("optimizer.eps", "${oc.env:HOME}")):
         folder = tmp_path / name
         (folder / "s").mkdir(parents=True)
-        storage = f"sqlite:///{folder}/s/study.db"
-        study = optuna.create_study(study_name="search", storage=storage)
+        study = optuna.create_study(study_name="search", storage=open_storage(folder / "s"))
         study.ask({name: optuna.distributions.CategoricalDistribution([value])})
         typed = ["-m", "sweep=optuna", "sweep/space=none", LR, "sweep.trials=3", *SMALL]
         done = forks.run(folder, *typed)
         keys = ", ".join(sorted([name, "optimizer.lr"]))
         assert done.code == 2 and f"its trials have a different range for {keys}." in done.err
         assert [trial.state.name for trial in study_of(folder).trials] == ["RUNNING"]
-        assert [path.name for path in (folder / "s").iterdir()] == ["study.db"]
+        assert [path.name for path in (folder / "s").iterdir()] == ["study.log"]
 
 
 @pytest.mark.slow
@@ -327,10 +329,6 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
             ["hydra.sweeper.direction=maximize"],
             "error: hydra.sweeper.direction: no such key.\nType --help to see the keys.\n",
         ),
-        (
-            ["hydra.sweeper.storage=nowhere"],
-            "error: hydra.sweeper.storage: cannot open the storage (",
-        ),
     ):
         done = forks.run(tmp_path, "-m", "sweep=optuna", *SMALL, *typed)
         assert done.code == 2 and word in done.err and len(done.err.splitlines()) <= 3, done.err
@@ -343,24 +341,33 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
 @pytest.mark.slow
 @needs_fork
 @needs_optuna
-def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, large):
+def test_a_study_that_cannot_be_read_is_refused_and_left_as_it_is(forks, tmp_path):
+    """Also one that is a link to somebody else's file."""
+    (tmp_path / "file").write_text("{}\n")
+    for name in ("damaged", "link"):
+        study = tmp_path / name / "s" / "study.log"
+        study.parent.mkdir(parents=True)
+        if name == "link":
+            study.symlink_to(tmp_path / "file")
+        else:
+            study.write_text("a\nb\n")
+        done = forks.run(tmp_path / name, "-m", "sweep=optuna", *SMALL)
+        assert done.code == 2 and f"{study.parent}: study.log cannot be read (" in done.err
+        assert study.read_text() == ("{}\n" if name == "link" else "a\nb\n")
+
+
+@pytest.mark.slow
+@needs_fork
+@needs_optuna
+def test_the_launcher_of_several_processes(forks, tmp_path):
     """The trials of one batch have numbers that follow one another, and the jobs have the same
     ones.
     """
-    import optuna
-
-    typed = [
-        "-m",
-        "sweep=optuna",
-        f"hydra.sweeper.storage=journal:{tmp_path}/trials.log",
-        "sweep.trials=5",
-        *SMALL,
-    ]
-    typed += ["sweep.at_once=2"] * large
+    typed = ["-m", "sweep=optuna", "sweep.trials=5", "sweep.at_once=2", *SMALL]
     assert forks.run(tmp_path, *typed).code == 0
-    journal = optuna.storages.journal
-    storage = journal.JournalStorage(journal.JournalFileBackend(f"{tmp_path}/trials.log"))
-    for trial in optuna.load_study(study_name=str(tmp_path / "s"), storage=storage).trials:
+    trials = study_of(tmp_path).trials
+    assert [trial.number for trial in trials] == list(range(5))
+    for trial in trials:
         job = read_job(tmp_path / "s" / str(trial.number))
         assert {key: job.settings[key] for key in trial.params} == {
             key: str(v) for key, v in trial.params.items()

@@ -1,6 +1,7 @@
-"""The Optuna search, which can resume from its storage, and the callback that prunes trials."""
+"""The Optuna search, which can resume from its study, and the callback that prunes trials."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from stoker.command import settings
@@ -28,12 +29,14 @@ from stoker.runs.lock import held
 from stoker.runs.result import finished
 from stoker.sweeps import launchers, progress
 from stoker.sweeps.jobs import settings_of
-from stoker.trainer import launch, parallel
+from stoker.trainer import files, launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
+STUDY = "study.log"  # the file in the sweep's folder that holds the study
+NAME = "search"  # the name of the study in the file
 # The targets that a config may use as a sampler.
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
 
@@ -155,12 +158,13 @@ class OptunaSearch(Sweeper):
     def open_study(self) -> optuna.Study:
         """Open or create the study; raise UserError if it belongs to another search."""
         try:
-            place, name = place_of(self.config.hydra.sweeper, self.folder)
-            storage = open_storage(place)
-            study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-        except Exception as error:  # errors from SQLAlchemy, Optuna or a missing driver
-            reason = first_line(error.__cause__ or error)
-            raise UserError(f"hydra.sweeper.storage: cannot open the storage ({reason}).") from None
+            storage = open_storage(self.folder)
+            study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+        except Exception as error:  # the file is damaged
+            raise UserError(
+                f"hydra.sweep.dir={self.folder}: {STUDY} cannot be read ({first_line(error)}). "
+                "Choose a different hydra.sweep.dir."
+            ) from None
         # The storage is untrusted, so accept only trials that this search could have drawn.
         for trial in study.trials:
             changed = trial.distributions.items() ^ self.space.items()
@@ -178,28 +182,18 @@ def typed(trial: optuna.Trial | FrozenTrial) -> list[str]:
     return [f"{key}={value}" for key, value in trial.params.items()]
 
 
-def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
-    """Return the storage and the name of the search's study. Each search has its own study."""
-    if sweeper.storage is None:
-        # Wait up to a minute for the lock of the database.
-        return f"sqlite:///{folder / 'study.db'}?timeout=60", "search"
-    return sweeper.storage, str(folder)
+def open_storage(folder: Path) -> BaseStorage:
+    """Open the file with the study of a search. Several processes can use it, also over NFS."""
+    path = str(folder / STUDY)
+    files.open_plain(path, os.O_RDWR | os.O_CREAT).close()  # raises an error for a link
+    return JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
 
 
-def open_storage(place: str) -> BaseStorage:
-    """Open the storage at an SQLAlchemy URL, or `journal:FILE`, which works over NFS."""
-    kind, _, path = place.partition(":")
-    if kind == "journal":
-        return JournalStorage(JournalFileBackend(path))
-    return optuna.storages.RDBStorage(place)
-
-
-def open_trial(sweeper: DictConfig, folder: Path, pruner: BasePruner) -> optuna.Trial:
-    """Return the trial of a job, from the sweeper's settings and the job's folder."""
-    place, name = place_of(sweeper, folder.parent)
-    storage = open_storage(place)
-    study = optuna.load_study(study_name=name, storage=storage, pruner=pruner)
-    study_id = storage.get_study_id_from_name(name)
+def open_trial(folder: Path, pruner: BasePruner) -> optuna.Trial:
+    """Return the trial of the job with this folder."""
+    storage = open_storage(folder.parent)
+    study = optuna.load_study(study_name=NAME, storage=storage, pruner=pruner)
+    study_id = storage.get_study_id_from_name(NAME)
     number = int(folder.name)
     return optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
 

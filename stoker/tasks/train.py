@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
@@ -118,8 +117,7 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
 
     folder = current_job.folder_in_sweep().resolve()
     pruner = build("sweep.pruner", cfg.sweep.pruner)
-    trial = open_trial(HydraConfig.get().sweeper, folder, pruner)
-    return [Pruning(trial, cfg.monitor, cfg.monitor_mode)]
+    return [Pruning(open_trial(folder, pruner), cfg.monitor, cfg.monitor_mode)]
 
 
 @contextlib.contextmanager
