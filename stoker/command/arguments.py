@@ -18,6 +18,7 @@ OPTIONS = {"-h", "--help", "-m", "--multirun", "-c", "--cfg", "--resolve", "-p",
 OPTIONS |= {"-i", "--info", "-sc", "--shell-completion", "--hydra-help", "--version"}
 # Settings whose values Hydra cannot read unless they are quoted.
 AS_TYPED = r"prompt=(?s:.+)|dataset\.(delimiter|decimal|marks)=[^'\"].*"
+NUMBER = r"(?i)[-+]?([\d_]*\.?[\d_]+\.?(e[-+]?\d+)?|inf|nan)"  # for Hydra, not a string
 # Settings that Python code adds; they are treated as if they had been typed.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
@@ -82,7 +83,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     run accepts `dataset.root=DIR` even if the default data set has no `root`. A plus before a
     dotted key adds or replaces a value. The project's experiment, its `configs/` and its runs
     folder are added. A prompt and settings such as `dataset.delimiter` are quoted, so that Hydra
-    keeps them as typed.
+    keeps them as typed, and so are strings like run_dir=1e3, which Hydra would read as a number.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
@@ -92,7 +93,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         # `model=mlp` may already set a key that your own model takes, so let `+` replace it.
         if re.match(r"\+\w+\.", key):
             argument = f"+{argument}"
-        if re.fullmatch(AS_TYPED, argument):
+        is_text = isinstance(settings.limit_of(key), settings.Text)
+        if re.fullmatch(AS_TYPED, argument) or (is_text and re.fullmatch(NUMBER, value)):
             argument = f"{key}={quoted(value)}"
         given.append(argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:

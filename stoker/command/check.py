@@ -15,7 +15,6 @@ from stoker.command.defaults import chosen, of_choices
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
 from stoker.trainer.errors import UserError, as_typed, first_line
-from stoker.trainer.settings import Checked
 
 PARTS = ("dataset", "model", "loss", "optimizer", "scheduler", "trainer")
 KINDS: dict[type, str] = {
@@ -26,16 +25,6 @@ KINDS: dict[type, str] = {
     list: "a list",
     dict: "a group of keys",
 }
-
-
-def keep_texts(cfg: DictConfig) -> None:
-    """Keep string settings exactly as typed: run_dir=1e3 names a folder."""
-    for override in arguments.typed():
-        key, _, value = override.partition("=")
-        if isinstance(settings.limit_of(key), settings.Text | Checked):
-            number = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
-            if isinstance(number, (int, float)) and not isinstance(number, bool):
-                OmegaConf.update(cfg, key, value)
 
 
 def check_config(cfg: DictConfig) -> None:

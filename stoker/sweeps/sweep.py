@@ -146,7 +146,6 @@ def check_first(config: DictConfig, typed: list[str]) -> None:
     try:
         with open_dict(cfg):
             del cfg["hydra"]
-        check.keep_texts(cfg)
         check.check_config(cfg)
     finally:
         hydra_config.cfg = before

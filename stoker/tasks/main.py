@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, shell
-from stoker.command.check import check_config, keep_texts
+from stoker.command.check import check_config
 from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
@@ -77,7 +77,6 @@ def do_job(cfg: DictConfig) -> None:
 
 def prepare(cfg: DictConfig) -> None:
     """Check the config, and remove arguments of targets that were replaced."""
-    keep_texts(cfg)
     check_config(cfg)
     drop_leftovers(cfg)
     task = current_job.in_one_process(cfg)
