@@ -311,6 +311,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
             ["model.hiden=interval(1,3)"],
             "error: model.hiden: no such key. Did you mean 'model.hidden'?",
         ),
+        (["epochs=0"], "error: epochs=0: expected a whole number of at least 1.\n"),
         (["optimizer.lr=tag(log,interval(0,1))"], "error: optimizer.lr=tag(log,interval(0,1)): "),
         (
             ["sweep/space=none"],

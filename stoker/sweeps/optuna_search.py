@@ -24,11 +24,11 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
-from stoker.command import settings
 from stoker.runs.lock import held
 from stoker.runs.result import finished
 from stoker.sweeps import launchers, progress
 from stoker.sweeps.jobs import settings_of
+from stoker.sweeps.sweep import check_first
 from stoker.trainer import files, launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.errors import UserError, first_line
@@ -69,7 +69,7 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = settings.check("sweep.trials", cfg.sweep.trials)
+        self.trials = cfg.sweep.trials
         count = launchers.trials_at_once(cfg)
         space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
         ranges = [*space, *arguments]
@@ -83,8 +83,7 @@ class OptunaSearch(Sweeper):
                 "sweep=optuna: there is nothing to search. Type a key and its range, "
                 "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
-        # Reject an unknown key before anything is written.
-        self.validate_batch_is_legal([[*example, *self.fixed]])
+        check_first(cfg, [*example, *self.fixed])
         varied = list(settings_of(example))
         with held(self.folder):
             self.study = self.open_study()

@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import check, exit_codes, invocation, settings
+from stoker.command import check, exit_codes, invocation
 from stoker.command.shell import command
 from stoker.runs import lock
 from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
@@ -51,7 +51,6 @@ class SweepCallback(Callback):
                 "-m: a sweep starts its own processes, so do not start it with torchrun. "
                 f"Type {program} -m ... strategy=ddp devices=N."
             )
-        settings.check("sweep.on_error", config.sweep.on_error)
         launchers.check(config)
         planned = jobs_of_grid(config)
         if planned:
