@@ -342,19 +342,38 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
 @pytest.mark.slow
 @needs_fork
 @needs_optuna
-def test_a_study_that_cannot_be_read_is_refused_and_left_as_it_is(forks, tmp_path):
-    """Also one that is a link to somebody else's file."""
+def test_a_study_that_cannot_be_read_is_refused(forks, tmp_path):
+    """Also one that is a link to somebody else's file, or that has a value of another type."""
+    import optuna
+
+    from stoker.sweeps.optuna_search import open_storage
+
     (tmp_path / "file").write_text("{}\n")
-    for name in ("damaged", "link"):
+    for name in ("damaged", "link", "value"):
         study = tmp_path / name / "s" / "study.log"
         study.parent.mkdir(parents=True)
-        if name == "link":
+        if name == "damaged":
+            study.write_text("a\nb\n")
+        elif name == "link":
             study.symlink_to(tmp_path / "file")
         else:
-            study.write_text("a\nb\n")
-        done = forks.run(tmp_path / name, "-m", "sweep=optuna", *SMALL)
+            rate = optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True)
+            trial = optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING,
+                params={"optimizer.lr": 0.015625},
+                distributions={"optimizer.lr": rate},
+            )
+            storage = open_storage(study.parent)
+            optuna.create_study(study_name="search", storage=storage).add_trial(trial)
+            study.write_text(study.read_text().replace("0.015625", '"${oc.env:HOME}"'))
+        before = study.read_text()
+        done = forks.run(tmp_path / name, "-m", "sweep=optuna", "sweep/space=none", LR, *SMALL)
         assert done.code == 2 and f"{study.parent}: study.log cannot be read (" in done.err
-        assert study.read_text() == ("{}\n" if name == "link" else "a\nb\n")
+        assert [path.name for path in study.parent.iterdir()] == ["study.log"]
+        if name == "value":  # Optuna records each attempt to create the study
+            assert study.read_text().startswith(before)
+        else:
+            assert study.read_text() == before
 
 
 @pytest.mark.slow

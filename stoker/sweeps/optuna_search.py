@@ -88,7 +88,7 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             self.study = self.open_study()
             progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, sorted(varied))
-            while trials := self.unfinished() or self.propose(count):
+            while trials := self.next_trials(count):
                 self.run(trials)
 
     def run(self, trials: list[FrozenTrial]) -> None:
@@ -119,16 +119,14 @@ class OptunaSearch(Sweeper):
             self.space[override.get_key_element()] = distribution
         return typed(self.draw(optuna.create_study()))
 
-    def unfinished(self) -> list[FrozenTrial]:
-        """Return the trials that have begun but have no result in the study."""
-        return [trial for trial in self.study.trials if not trial.state.is_finished()]
-
-    def propose(self, count: int) -> list[FrozenTrial]:
-        """Add up to `count` new trials to the study and return them; [] at the end of the search.
-
-        Call this once all trials have a result.
+    def next_trials(self, count: int) -> list[FrozenTrial]:
+        """Return the trials that an earlier process did not finish or, if none, up to `count` new
+        ones; [] at the end of the search.
         """
         trials = self.study.trials
+        begun = [trial for trial in trials if not trial.state.is_finished()]
+        if begun:
+            return begun
         # Trials are drawn in memory and then stored whole, so that a killed search leaves no trial
         # with only some of its values.
         memory = optuna.create_study()
@@ -159,12 +157,13 @@ class OptunaSearch(Sweeper):
         try:
             storage = open_storage(self.folder)
             study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+            optuna.create_study().add_trials(study.trials)  # checks that their values are in range
         except Exception as error:  # the file is damaged
             raise UserError(
                 f"hydra.sweep.dir={self.folder}: {STUDY} cannot be read ({first_line(error)}). "
                 "Choose a different hydra.sweep.dir."
             ) from None
-        # The storage is untrusted, so accept only trials that this search could have drawn.
+        # The file is untrusted, so accept only trials that this search could have drawn.
         for trial in study.trials:
             changed = trial.distributions.items() ^ self.space.items()
             if changed:
