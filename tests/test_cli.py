@@ -209,6 +209,12 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~seed", "error: seed: a run needs a value for this key.", "Remove ~seed."),
     ("--bogus", "error: --bogus: no such option.", "as in device=cpu."),
     ("--epochs=3", "error: --epochs=3: no such option.", "as in device=cpu."),
+    ("-c", "error: argument --cfg/-c: expected one argument.", "Type --hydra-help"),
+    (
+        "-c jobb",
+        "error: argument --cfg/-c: invalid choice: 'jobb' (choose from",
+        "Type --hydra-help",
+    ),
     ("--config-dir=x", "error: --config-dir=x: no such option.", "as in device=cpu."),
     ("-patience=1", "error: -patience=1: no such option.", "as in device=cpu."),
     (

@@ -10,6 +10,7 @@ FOLDERS = ("stoker", "trainer", "models", "data", "configs")
 PRIVATE = {
     ("data/workers.py", "_timeout"): "the time limit of one iterator of a DataLoader",
     ("data/workers.py", "_workers"): "the processes of an iterator, to end them in order",
+    ("stoker/command/arguments.py", "hydra._internal.utils"): "the values of Hydra's options",
     ("stoker/diagnostics/layers.py", "_FlopCounterMode"): "counting without torch._dynamo (2 s)",
     ("stoker/sweeps/launchers.py", "hydra._internal.core_plugins.basic_launcher"): "one job",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",

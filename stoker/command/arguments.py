@@ -1,10 +1,12 @@
 """Read the options and settings on the command line, and check their syntax."""
 
+import argparse
 import contextvars
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra._internal.utils import get_args_parser  # private: Hydra's command-line options
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -141,6 +143,16 @@ def check_options(arguments: Sequence[str]) -> None:
                 f"{argument}: no such option. Settings are typed without dashes, as in "
                 "device=cpu. Type --help to see all settings."
             )
+
+
+def check_values(arguments: Sequence[str]) -> None:
+    """Raise UserError for an option without its value, or with a wrong one."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        parser.parse_intermixed_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}. Type --hydra-help to see all options.") from None
 
 
 def check_place(argument: str, sweep: bool) -> None:

@@ -36,6 +36,7 @@ def run(start: float) -> None:
 
 def compose() -> None:
     """Let Hydra compose the config of each job, and call `main` with it."""
+    arguments.check_values(sys.argv[1:])
     trusted = (*TRUSTED, *project.current().trusted)
     hydra.main(
         config_path="pkg://stoker.configs",
