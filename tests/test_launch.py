@@ -25,6 +25,7 @@ from forks import PROGRAM
 from test_cli import answers, run
 
 from stoker.command import invocation, processes
+from stoker.command.contact import is_lost
 from stoker.data import loader
 from stoker.models import mlp
 from stoker.tasks import train
@@ -503,8 +504,8 @@ def test_an_error_that_is_its_own_context_is_examined_once(text):
         except ValueError as error:
             raise error.__cause__ from None
     assert caught.value.__context__.__cause__ is caught.value
-    assert launch.is_lost(caught.value) == (text != "mine")
-    assert launch.is_lost(caught.value.__context__) == (text != "mine")
+    assert is_lost(caught.value) == (text != "mine")
+    assert is_lost(caught.value.__context__) == (text != "mine")
 
 
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):

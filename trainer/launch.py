@@ -7,7 +7,6 @@ is used.
 import itertools
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -26,29 +25,11 @@ SEVERAL = ("ddp", "fsdp")  # strategies with several processes
 # Holds a `store` for each thread, because a thread that waits for the store blocks its connection.
 connections = threading.local()
 waits = itertools.count()  # numbers the calls to `wait_for_ranks`
-# How gloo, NCCL and the store report that a peer is gone or does not respond.
-CONTACT = re.compile(
-    r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
-    r"|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
-)
 timeout: float = 300  # seconds to wait for another rank
 
 
 class LostContact(TrainingError):
     """Another rank has exited or does not respond. The actual error occurred on that rank."""
-
-
-def is_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, means that another rank is gone or not responding."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:  # an error may be its own context
-        if isinstance(error, LostContact):
-            return True
-        if isinstance(error, RuntimeError) and CONTACT.search(str(error)):
-            return True
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def rank() -> int:

@@ -24,7 +24,7 @@ from stoker.trainer.errors import (
     kind_of,
 )
 from stoker.trainer.loading import by_name
-from stoker.trainer.overrides import is_usual, reads_any, step_uses
+from stoker.trainer.overrides import is_usual, step_uses
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -301,8 +301,3 @@ def warn_of_schedule(trainer: "Trainer") -> None:
             f"{kind.__name__}.train_step does not call self.scheduler.step() once per step, so the "
             f"learning rate does not follow the scheduler.\nCall it once in your train_step; {HOW}."
         )
-
-
-def uses_loss(kind: type) -> bool:
-    """Return whether the code of a Trainer class uses its loss."""
-    return is_usual(kind, "compute_loss") or reads_any(kind, "loss", "compute_loss")

@@ -1,6 +1,5 @@
 """Print text on a terminal, wrapped at words and with a little color. Pipes get unchanged text."""
 
-import logging
 import os
 import re
 import shutil
@@ -57,14 +56,6 @@ def styled(text: str, style: str) -> str:
     return f"\033[{STYLES[style]}m{text}\033[0m"
 
 
-class Wrapping(logging.Formatter):
-    """Wraps log messages if standard error is a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return wrapped(text, indent="  ") if is_terminal(sys.stderr) else text
-
-
 def show(text: str, style: str | None = None) -> None:
     """Print text; wrap and style it if standard output is a terminal."""
     if is_terminal(sys.stdout):
@@ -72,12 +63,3 @@ def show(text: str, style: str | None = None) -> None:
         if style is not None:
             text = styled(text, style)
     print(text, flush=True)
-
-
-def show_error(text: str) -> None:
-    """Print an error message to standard error."""
-    if is_terminal(sys.stderr):
-        text = wrapped(text, indent="  ")
-        if text.startswith("error:"):
-            text = styled("error:", "red") + text.removeprefix("error:")
-    print(text, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
+from stoker.command.contact import is_lost
 from stoker.command.help import help_text
 from stoker.command.messages import FAILING, explanation, message
 from stoker.trainer import launch, stopping, terminal
@@ -36,6 +37,14 @@ IN_USE = 75  # sysexits.h defines it as "try again later"
 BROKEN_PIPE = 128 + 13  # what a shell returns for SIGPIPE
 codes: list[int] = []  # exit codes of the errors reported so far
 has_summary: bool = False  # whether a sweep has printed its summary, and how to continue
+
+
+class Wrapping(logging.Formatter):
+    """Wraps log messages if standard error is a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return terminal.wrapped(text, indent="  ") if terminal.is_terminal(sys.stderr) else text
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -63,7 +72,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
     if logging.lastResort is not None:  # prints warnings
-        logging.lastResort.setFormatter(terminal.Wrapping())
+        logging.lastResort.setFormatter(Wrapping())
     try:
         signals.can_raise = True
         sys.unraisablehook = signals.show_unraisable
@@ -113,7 +122,7 @@ def say_interrupted() -> int:
 
 def is_interruption(error: BaseException) -> bool:
     """Return whether a library turned a signal's exception into this error."""
-    is_ours = isinstance(error, TrainingError) or launch.is_lost(error)
+    is_ours = isinstance(error, TrainingError) or is_lost(error)
     return stopping.received is not None and not is_ours
 
 
@@ -144,7 +153,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text = trace if code == INTERNAL_ERROR else f"{trace}\n{text}"
     sys.stdout.flush()  # so that the error comes after earlier output, even in a file
     if launch.world_size() > 1:
-        lost = launch.is_lost(error)
+        lost = is_lost(error)
         if lost and code == INTERNAL_ERROR:
             text = f"error: lost contact with another process.\n{cause(error)}"
             code = TRAINING_ERROR
@@ -153,10 +162,19 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     codes.append(code)
     # the job's processes have already printed the message
     if text and not isinstance(error, processes.JobFailed):
-        terminal.show_error(text)
+        show_error(text)
     if text and note:
         note(code)
     return code
+
+
+def show_error(text: str) -> None:
+    """Print an error message to standard error."""
+    if terminal.is_terminal(sys.stderr):
+        text = terminal.wrapped(text, indent="  ")
+        if text.startswith("error:"):
+            text = terminal.styled("error:", "red") + text.removeprefix("error:")
+    print(text, file=sys.stderr, flush=True)
 
 
 def code_of(error: BaseException) -> int:
@@ -176,7 +194,7 @@ def code_of(error: BaseException) -> int:
         return USER_ERROR
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return USER_ERROR
-    if explanation_of(error) is not None and not launch.is_lost(error):
+    if explanation_of(error) is not None and not is_lost(error):
         return USER_ERROR
     return INTERNAL_ERROR
 

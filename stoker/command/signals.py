@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from stoker.trainer import launch, stopping
+from stoker.command.contact import is_lost
+from stoker.trainer import stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
@@ -74,7 +75,7 @@ def handle(number: int, _: FrameType | None) -> None:
     record(number)
     if stopping.on_signal is not None:
         stopping.on_signal(signal.Signals(number).name)
-    elif not launch.is_lost(sys.exc_info()[1]):  # torchrun ends all ranks after one has failed
+    elif not is_lost(sys.exc_info()[1]):  # torchrun ends all ranks after one has failed
         raise Interrupted
 
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, shell
 from stoker.command.check import check_config
+from stoker.command.contact import is_lost
 from stoker.command.new_targets import drop_leftovers
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import index, resume, saved_config
@@ -179,7 +180,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
             return
     elif not folder or not (folder / CONFIG).is_file():
         return  # nothing was trained, or rank 0 is on another machine
-    elif launch.world_size() > 1 and launch.is_lost(error):
+    elif launch.world_size() > 1 and is_lost(error):
         return  # a run that lost a process can be resumed like a killed one
     running.leave_reason(folder, error, code, draws=bool(cfg.report))
     index.update(folder)

@@ -74,11 +74,12 @@ def warn_of_own_loss(kind: type) -> None:
 
     This is not an error, because the code that uses the loss may be in a different module.
     """
-    from stoker.trainer import misuse
+    from stoker.trainer.overrides import is_usual, reads_any
 
     # loss.ignore_index also affects the metrics.
     given = [one for one in arguments.typed() if re.match(r"\+*loss(=|\.(?!ignore_index=))", one)]
-    if given and not misuse.uses_loss(kind):
+    is_used = is_usual(kind, "compute_loss") or reads_any(kind, "loss", "compute_loss")
+    if given and not is_used:
         launch.warn(
             f"{kind.__name__}.compute_loss seems to ignore {', '.join(given)}: the class does not "
             "use self.loss.\nUse self.loss in your compute_loss, or remove the setting."
