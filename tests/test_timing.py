@@ -216,7 +216,7 @@ def test_a_slow_way_to_the_device():
     sends = Clock(at_least=0.015)
     timing, total = fitted(Slow(60, Clock(), sends=sends), epochs=1, trainer=OnItsWay)
     assert abs(timing.took["transfer"] - sends.seconds) <= POINTS * total
-    assert "for batches to be copied: set dataset.resident=true" in timing.said
+    assert "for batches to be copied: give your own DataLoader pin_memory=True" in timing.said
 
 
 def test_too_many_evaluations():
@@ -372,7 +372,7 @@ def test_tiny_batches():
     share = (timing.took["optimizer"] + timing.took["other"]) / total
     assert timing.said == (
         f"{100 * share:.0f}% of the time went to the optimizer and the loop, which cost the same for any batch size: "
-        "set a larger batch_size"
+        "use larger batches"
     )
 
 
@@ -518,11 +518,11 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
 @pytest.mark.parametrize(
     ("seconds", "idle", "said"),
     [
-        (WAITS, 0, "the GPU waited 60% of the time for data: set a larger dataset.workers (in "),
+        (WAITS, 0, "the GPU waited 60% of the time for data: set a larger dataset.workers, or "),
         (
             {"transfer": 1.0, "step": 3.0},
             0,
-            "the GPU waited 25% of the time for batches to be copied: set dataset.resident=true (in ",
+            "the GPU waited 25% of the time for batches to be copied: set dataset.resident=true",
         ),
         (
             {"evaluation": 5.0, "step": 5.0},
@@ -543,8 +543,8 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
             {"step": 9.0},
             0.9,
             (
-                "the GPU waited 90% of the time for Python to launch work: set a larger "
-                "batch_size, or compile=graph"
+                "the GPU waited 90% of the time for Python to launch work: use larger "
+                "batches, or compile=graph"
             ),
         ),
         (
@@ -552,7 +552,7 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
             0,
             (
                 "90% of the time went to the optimizer and the loop, which cost the same for any "
-                "batch size: set a larger batch_size"
+                "batch size: use larger batches"
             ),
         ),
         (
@@ -564,21 +564,28 @@ WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
 )
 def test_the_verdict_is_a_function_of_the_shares(seconds, idle, said):
     lasting = {stage: 10 * spent for stage, spent in seconds.items()}
-    assert speed_verdict(lasting, "GPU", False, idle).startswith(said)
+    assert speed_verdict(lasting, "GPU", "HostLoader", idle).startswith(said)
+
+
+@pytest.mark.parametrize("loader", ["SampleLoader", "IterableLoader"])
+@pytest.mark.parametrize("stage", ["data", "transfer"])
+def test_data_of_any_shape_cannot_be_kept_on_the_device(loader, stage):
+    said = speed_verdict({stage: 60.0, "forward": 40.0}, "GPU", loader, 0.0)
+    assert said.startswith("the GPU waited 60% of the time for ") and "resident" not in said
 
 
 def test_there_is_no_verdict_where_no_setting_helps():
-    assert speed_verdict({"report": 5.0, "step": 4.0, "other": 1.0}, "GPU", False, 0.0) is None
+    assert speed_verdict({"report": 5.0, "step": 4.0, "other": 1.0}, "GPU", "", 0.0) is None
 
 
 def test_a_short_run_has_no_verdict(monkeypatch):
     monkeypatch.setattr(timing_module, "SOON", SOON)
-    assert speed_verdict({"step": 0.5 * SOON, "data": 0.49 * SOON}, "GPU", False, 0.0) is None
+    assert speed_verdict({"step": 0.5 * SOON, "data": 0.49 * SOON}, "GPU", "", 0.0) is None
 
 
 def test_slow_data_on_the_device():
     lasting = {"data": 60.0, "forward": 20.0, "backward": 10.0, "optimizer": 5.0, "other": 1.0}
-    assert speed_verdict(lasting, "CPU", True, 0.0) == (
-        "the CPU waited 62% of the time for data: remove entries from dataset.augment, or set a "
-        "larger batch_size"
+    assert speed_verdict(lasting, "CPU", "DeviceLoader", 0.0) == (
+        "the CPU waited 62% of the time for data: remove entries from dataset.augment, or use "
+        "larger batches"
     )

@@ -7,7 +7,6 @@ from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
-from stoker.data.loader import DeviceLoader
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Callback, Progress
@@ -32,19 +31,26 @@ WORTH = {
     "fixed": 0.3,
     "idle": 0.5,
 }
+# {stage, or "stage of KIND" for a kind of loader: what to say}
 SENTENCES = {
     "data": (
-        "the {device} waited {share} for data: set a larger dataset.workers (in a script, the "
-        "DataLoader's num_workers; an IterableDataset must split its samples among workers), or "
+        "the {device} waited {share} for data: set a larger dataset.workers (for your own "
+        "DataLoader, its num_workers; an IterableDataset must split its samples among workers)"
+    ),
+    "data of HostLoader": (
+        "the {device} waited {share} for data: set a larger dataset.workers, or "
         "dataset.resident=true"
     ),
-    "resident": (  # replaces "data" if the data set is on the device
-        "the {device} waited {share} for data: remove entries from dataset.augment, or set a "
-        "larger batch_size"
+    "data of DeviceLoader": (
+        "the {device} waited {share} for data: remove entries from dataset.augment, or use "
+        "larger batches"
     ),
     "transfer": (
-        "the {device} waited {share} for batches to be copied: set dataset.resident=true (in a "
-        "script, give the DataLoader pin_memory=True)"
+        "the {device} waited {share} for batches to be copied: give your own DataLoader "
+        "pin_memory=True, or use larger batches"
+    ),
+    "transfer of HostLoader": (
+        "the {device} waited {share} for batches to be copied: set dataset.resident=true"
     ),
     "checkpoint": (
         "checkpoints took {share}: set a larger eval_every, checkpoint.every, checkpoint.epochs or "
@@ -55,11 +61,11 @@ SENTENCES = {
         "evaluations took {share}: set a larger eval_every, or use a smaller validation split"
     ),
     "fixed": (
-        "{share} went to the optimizer and the loop, which cost the same for any batch size: set a "
-        "larger batch_size"
+        "{share} went to the optimizer and the loop, which cost the same for any batch size: use "
+        "larger batches"
     ),
     "idle": (
-        "the {device} waited {share} for Python to launch work: set a larger batch_size, or "
+        "the {device} waited {share} for Python to launch work: use larger batches, or "
         "compile=graph"
     ),
 }
@@ -250,8 +256,7 @@ class Timing(Callback):
         """Return the `speed_verdict` for the fit so far, given its {stage: seconds}."""
         device = "CPU" if trainer.device.type == "cpu" else "GPU"
         idle = sum(self.idle) / max(1, len(self.idle))
-        is_resident = isinstance(trainer.train_loader, DeviceLoader)
-        return speed_verdict(seconds, device, is_resident, idle)
+        return speed_verdict(seconds, device, type(trainer.train_loader).__name__, idle)
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
@@ -263,9 +268,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def speed_verdict(
-    seconds: dict[str, float], device: str, is_resident: bool, idle: float
-) -> str | None:
+def speed_verdict(seconds: dict[str, float], device: str, loader: str, idle: float) -> str | None:
     """Say in one sentence which setting to change to save the most time.
 
     Returns None if no setting would save much, or if the total time is below SOON.
@@ -273,7 +276,7 @@ def speed_verdict(
     Args:
         seconds: {stage: seconds} of a fit.
         device: "CPU" or "GPU".
-        is_resident: Whether the data set is on the device.
+        loader: The class name of the training loader, because not all settings apply to each.
         idle: The fraction of steps in which the device waited for Python.
     """
     total = sum(seconds.values())
@@ -286,7 +289,7 @@ def speed_verdict(
     excess = {name: share[name] - least for name, least in WORTH.items()}
     worst = max(excess, key=excess.__getitem__)
     if excess[worst] >= 0:
-        sentence = SENTENCES["resident" if worst == "data" and is_resident else worst]
+        sentence = SENTENCES.get(f"{worst} of {loader}", SENTENCES[worst])
         return sentence.format(device=device, share=of_the_time(share[worst]))
     if compute > 0.5:
         return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
