@@ -99,6 +99,8 @@ def text(
             count = 256 if form == "bytes" else count_ids(path, ids, form)
     except OSError as error:
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
+    if not len(ids):
+        raise unreadable(path, "the file is empty.")
     kind = form if form in ("characters", "bytes") else "ids"
     if trained is not None and kind != trained["tokens"]:
         raise unreadable(path, f"its tokens are {kind}, but the model's are {trained['tokens']}.")

@@ -1195,3 +1195,40 @@ def test_a_class_per_pixel_is_a_map_of_the_likeliest_ones():
     text = about | {"tokens": "characters", "classes": ["a", "b", "c"]}
     [first, _] = inference.answers(outputs[:, :, 0], text)
     assert first == {"text": "".join("abc"[i] for i in outputs[0, :, 0].argmax(0))}
+
+
+ENDLESS = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+class Waves(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(3), 0
+
+
+def waves():
+    few = TensorDataset(torch.randn(20, 3), torch.zeros(20).long())
+    return {"train": Waves(), "val": few}
+
+
+def net():
+    return torch.nn.Linear(3, 2)
+"""
+
+
+@pytest.mark.slow
+def test_a_split_that_may_never_end_is_not_evaluated(forks, tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    parts = ["dataset._target_=endless.waves", "model._target_=endless.net"]
+    done = forks.run(tmp_path, *parts, "max_steps=3", "report=false", "run_dir=run")
+    assert done.code == 0, done.err
+    for task in ("evaluate", "predict"):
+        done = forks.run(tmp_path, task, "run=run", "trusted=[endless]", "split=train")
+        assert done.code == 2 and done.err.endswith(
+            "error: split=train: the train split has no length, so reading it may never end.\n"
+            "Type split=val or split=test.\n"
+        )
+    done = forks.run(tmp_path, "evaluate", "run=run", "trusted=[endless]", "split=val")
+    assert done.code == 0 and "\nval      loss " in done.out, done.err

@@ -127,6 +127,8 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
     objects = tmp_path / "objects.npy"
     np.save(objects, np.array([{}]), allow_pickle=True)
     about = texts.text(str(file), length=16).description()
+    empty = tmp_path / "empty.txt"
+    empty.touch()
     other = tmp_path / "other.txt"
     other.write_text("the caß")
     cases = [
@@ -136,6 +138,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
         ({"path": 2024}, "dataset.path=2024: No such file"),
         ({"path": str(binary), "tokens": "uint16"}, "not a valid uint16 file"),
+        ({"path": str(empty)}, "the file is empty"),
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
         (
             {"path": str(other), "length": 16, "trained": about},

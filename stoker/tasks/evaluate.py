@@ -36,6 +36,7 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     """
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference
+    from stoker.trainer.loading import length_of
 
     if cfg.split == "all":
         leave_uncut(config)
@@ -44,6 +45,11 @@ def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
     with building(config, state=state, about=about, split=cfg.split) as parts:
         parts.trainer.load_state_dict(state)
         part, loader = next(iter(by_split(parts.loaders).items()))
+        if part == "train" and length_of(loader) is None:
+            raise UserError(
+                f"split={cfg.split}: the train split has no length, so reading it may never end.\n"
+                "Type split=val or split=test."
+            )
         if cfg.split != "all":
             warn_of_other_data(parts.data, state)
         yield path, parts, part, loader

@@ -36,10 +36,24 @@ def check_unused(cfg: DictConfig, parts: "Parts") -> None:
             f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove "
             f"eval_every, or {advice}."
         )
+    check_rate(cfg, parts, typed)
     check_own_function(cfg)
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
     warn_of_own_loss(type(parts.trainer))
+
+
+def check_rate(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
+    """Raise UserError for a typed learning rate if each parameter group has its own."""
+    from stoker.trainer.groups import rule_of
+
+    own = {rule["match"] for rule in cfg.groups if "lr" in rule}
+    groups = parts.trainer.optimizer.param_groups
+    if "optimizer.lr" in typed and all(rule_of(group) in own for group in groups):
+        raise UserError(
+            f"optimizer.lr={cfg.optimizer.lr}: every parameter has its learning rate from a rule "
+            "in groups. Remove this setting."
+        )
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:
