@@ -22,6 +22,7 @@ from stoker.trainer.errors import (
 )
 from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
+from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, MeanIoU, Perplexity, Sums
 from stoker.trainer.seeding import random_stream
 
 # The attributes that hold the values in Stoker's splits and in most data sets.
@@ -292,6 +293,28 @@ def unknown_class(name: str, known: Sequence[str]) -> UserError:
         f"Its {len(known)} classes are {first_few(known, 10)}.\n"
         "Rename the class, or remove its samples. For images, each class is a folder."
     )
+
+
+def default_metrics(
+    kind: str,
+    scale: float | Sequence[float] | Tensor = 1.0,
+    *,
+    target_dims: int = 0,
+    num_classes: int = 2,
+) -> dict[str, Sums]:
+    """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
+
+    For "classification", this is accuracy. Perplexity comes first if the targets of a sample are
+    tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
+    other kinds, the metrics are R2, MAE and MSE, in the units of the targets.
+    """
+    if kind == "classification":
+        if target_dims == 1:
+            return {"perplexity": Perplexity(), "acc": Accuracy()}
+        if target_dims == 2:
+            return {"miou": MeanIoU(num_classes), "acc": Accuracy()}
+        return {"acc": Accuracy()}
+    return {"r2": R2(), "mae": MAE(scale), "mse": MSE(scale)}
 
 
 def fingerprint(data: Data) -> str:

@@ -16,6 +16,7 @@ from torch.nn.functional import one_hot
 
 from stoker.command import build, sample_check, trust
 from stoker.data.datasets import Data, TensorSplit
+from stoker.data.record import default_metrics
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import (
     MAE,
@@ -27,7 +28,6 @@ from stoker.trainer.metrics import (
     MeanIoU,
     Perplexity,
     TopK,
-    default_metrics,
 )
 
 N, CLASSES, TARGETS = 100, 6, 3

@@ -35,7 +35,7 @@ from stoker import Trainer
 from stoker.command import dotted
 from stoker.data import datasets, tables
 from stoker.data.loader import make_loaders, normalizer
-from stoker.data.record import Data
+from stoker.data.record import Data, default_metrics
 from stoker.data.splits import TensorSplit
 from stoker.models.mlp import MLP
 from stoker.runs import card, confusion, examine, live, lock, plots, report
@@ -54,7 +54,7 @@ from stoker.tasks.running import Run
 from stoker.trainer import number_format
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
+from stoker.trainer.metrics import Accuracy, Confusion
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_PAGE = 1_000_000  # bytes, however much there is to show

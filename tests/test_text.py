@@ -17,7 +17,7 @@ from stoker.command import arguments, shell
 from stoker.data import text as texts
 from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader, HostLoader, make_loaders, resident_view
-from stoker.data.record import fingerprint
+from stoker.data.record import default_metrics, fingerprint
 from stoker.models.gpt import GPT
 from stoker.runs import report
 from stoker.runs.inference import Trained
@@ -25,7 +25,6 @@ from stoker.runs.samples import Samples, write_on
 from stoker.trainer import checkpoint, losses
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed
-from stoker.trainer.metrics import default_metrics
 
 WORDS = "the cat sat on a mat, and zoë saw it.\nthen they went home\n"
 

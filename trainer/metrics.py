@@ -374,25 +374,3 @@ def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
             f"The outputs have shape {tuple(outputs.shape)} and the targets "
             f"{tuple(targets.shape)}. Give both the same shape."
         )
-
-
-def default_metrics(
-    kind: str,
-    scale: float | Sequence[float] | torch.Tensor = 1.0,
-    *,
-    target_dims: int = 0,
-    num_classes: int = 2,
-) -> dict[str, Sums]:
-    """Return the default metrics for a kind of data set; the first one selects the best checkpoint.
-
-    For "classification", this is accuracy. Perplexity comes first if the targets of a sample are
-    tokens (T,) (`target_dims=1`), and mean IoU if they are pixels (H, W) (`target_dims=2`). For
-    other kinds, the metrics are R2, MAE and MSE, in the units of the targets.
-    """
-    if kind == "classification":
-        if target_dims == 1:
-            return {"perplexity": Perplexity(), "acc": Accuracy()}
-        if target_dims == 2:
-            return {"miou": MeanIoU(num_classes), "acc": Accuracy()}
-        return {"acc": Accuracy()}
-    return {"r2": R2(), "mae": MAE(scale), "mse": MSE(scale)}

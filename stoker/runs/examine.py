@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.data.record import Data
+from stoker.data.record import Data, default_metrics
 from stoker.data.splits import Split
 from stoker.runs.evaluation import Evaluation, Sample, class_colour
 from stoker.runs.json_files import write_json
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.losses import IGNORED
-from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
+from stoker.trainer.metrics import Confusion, class_of, wide
 from stoker.trainer.trainer import Trainer
 
 NAME = "examined"  # name of the Examination among the trainer's metrics

@@ -236,7 +236,7 @@ def build_metrics(
 ) -> dict[str, Any]:
     """Return the default metrics, if they suit the task, and the metrics from the config."""
     from stoker.command.sample_check import check_fit, has_usual_outputs
-    from stoker.trainer.metrics import default_metrics
+    from stoker.data.record import default_metrics
     from stoker.trainer.overrides import is_usual
 
     # A Trainer subclass may use the loss and the metrics differently, so skip the checks for it.
