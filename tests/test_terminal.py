@@ -17,6 +17,7 @@ from conftest import make_data, make_trainer
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import number_format, terminal
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress, progress
+from stoker.trainer.callbacks.progress_table import Table
 from stoker.trainer.errors import log
 from stoker.trainer.metrics import Accuracy
 
@@ -103,7 +104,16 @@ def test_epochs_are_rows_of_a_table_with_a_mark_at_a_new_best(monkeypatch, tmp_p
     best = max(row["val/acc"] for row in watch.rows if row["step"] <= 16 and "val/acc" in row)
     drawn = [one for one in text.split("\r") if re.match(r" *2/4 .* left$", one)]
     assert any(one[: ends[-1]].endswith(f" {best:.4f}") for one in drawn)
-    assert all(re.search(r" step 16/32  \d\d:\d\d left$", one) for one in drawn)
+    assert all(re.search(r" step 16/32 +\d\d:\d\d left$", one) for one in drawn)
+
+
+def test_a_shorter_line_leaves_nothing_of_a_longer_one(monkeypatch):
+    screen = open_screen(monkeypatch)
+    table = Table(0, 100)
+    for step, rate in ((9, "0.0030 or so"), (10, "0.1")):
+        table.draw(step, {"step": f"{step}/100"}, {"lr": rate})
+    assert re.fullmatch(r"  step 10/100  lr 0\.1 +\S+ left", left(screen)[-1])
+    table.close()
 
 
 def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_path):

@@ -162,8 +162,11 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         if is_there and (group or last not in anywhere):
             option = f"{path.parent.name}={path.stem}"
             return f" This is a key of {option}: type {option} {path.parent.name}.{last}=..."
-    for names in (siblings, anywhere):
-        near = nearest(last, names)
-        if near is not None:
-            return f" Did you mean {names[near]!r}?"
+    near = nearest(last, siblings)
+    if near is None and f"{group}._target_" in keys:  # elsewhere, only the same name can be meant
+        near = last if last in anywhere else None
+    elif near is None:
+        near = nearest(last, anywhere)
+    if near is not None:
+        return f" Did you mean {(anywhere | siblings)[near]!r}?"
     return to_add if f"{group}._target_" in keys or takes_more else ""

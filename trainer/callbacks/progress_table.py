@@ -17,7 +17,7 @@ Cells = Mapping[str, str]  # {name: text}
 
 GAP = "  "
 LEAST = 6  # minimum width of a column, in characters
-LEFT = 14  # width of the time left, such as "  1:23:45 left"
+LEFT = 14  # width of the time left, such as "  1:23:45 left", in `bar_format`
 EVERY = 0.1  # seconds between redraws
 
 
@@ -30,10 +30,11 @@ class Table:
             total=total_steps,
             file=sys.stdout,
             # With \r, a typed ^C overwrites the start of the line.
-            bar_format="{desc}  {remaining} left\r",
+            bar_format="{desc} {remaining:>8} left\r",
             leave=False,
         )
         self.widths: dict[str, int] = {}  # column -> width
+        self.length: int = 0  # of the longest line; tqdm cannot erase the rest of it after \r
         self.drawn: float = 0.0  # time at which the line was last drawn
         log.addFilter(self.clear)
 
@@ -75,8 +76,9 @@ class Table:
             part = f"{GAP}{name} {value}"
             if value and len(text) + len(part) <= room():
                 text += part
+        self.length = max(self.length, len(text))
         self.bar.n = step
-        self.bar.set_description_str(text)
+        self.bar.set_description_str(text.ljust(self.length))
 
     def write(self, text: str) -> None:
         """Print text above the line."""
