@@ -53,15 +53,15 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
         "disk",
         "time",
         "run",
-        "",
+        "train",
     ]
     assert names == wanted
     assert "plan     10 epochs of 20 steps" in done.out
     assert re.search(r"for 200 steps \([\d.]+ m?s each\)", done.out)
     assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
     assert (
-        done.out.splitlines()[-1].strip()
-        == f"{PROGRAM} callbacks=doctor ema=0.99 '~checkpoint.keep' device=cpu"
+        done.out.splitlines()[-1]
+        == f"train    {PROGRAM} callbacks=doctor ema=0.99 '~checkpoint.keep' device=cpu"
     )
 
 

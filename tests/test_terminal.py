@@ -116,6 +116,20 @@ def test_a_shorter_line_leaves_nothing_of_a_longer_one(monkeypatch):
     table.close()
 
 
+def test_a_row_may_be_as_wide_as_the_terminal(monkeypatch):
+    """Then the live line, which also has the time left, shows names and values instead."""
+    screen = open_screen(monkeypatch)
+    table = Table(0, 100)
+    cells = {f"val/metric{i}": "0.5" for i in range(6)}
+    assert table.row(10, cells)
+    table.draw(11, cells, {"lr": "0.1"})
+    *_, header, row, line = left(screen)
+    assert header.split() == list(cells) and row.split() == ["0.5"] * 6 and len(row) == 76
+    assert line.startswith("  val/metric0 0.5  val/metric1 0.5") and len(line) <= 80
+    assert not table.row(12, {**cells, "val/more": "0.5"})
+    table.close()
+
+
 def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_path):
     screen = open_screen(monkeypatch)
 

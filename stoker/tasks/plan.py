@@ -38,5 +38,5 @@ def plan(cfg: DictConfig) -> None:
     terminal.show(text.rstrip())
     place = cfg.run_dir or f"{project.current().runs}/<date>-{'-'.join(names_of(cfg))}"
     terminal.show(
-        f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}"
+        f"run      {place}; nothing was written\ntrain    {shell.command(typed_for_run())}"
     )

@@ -49,7 +49,7 @@ class Table:
         widths = {}
         for name, text in cells.items():
             widths[name] = max(LEAST, len(name), len(text), self.widths.get(name, 0))
-        if sum(widths.values()) + len(GAP) * (len(widths) - 1) > room():
+        if sum(widths.values()) + len(GAP) * (len(widths) - 1) > terminal.width():
             return False
         if widths != self.widths:
             self.widths = widths
@@ -66,13 +66,16 @@ class Table:
         return time.monotonic() > self.drawn + EVERY
 
     def draw(self, step: int, cells: Cells, more: Cells) -> None:
-        """Draw the current step's line: a row, or names and values if no row was printed yet.
+        """Draw the current step's line: a row, or names and values if a row does not fit.
 
         As many values of `more` as fit are appended, each after its name.
         """
         self.drawn = time.monotonic()
         text = self.aligned(cells)
-        for name, value in (more if self.widths else {**cells, **more}).items():
+        if not text or len(text) > room():
+            text = ""
+            more = {**cells, **more}
+        for name, value in more.items():
             part = f"{GAP}{name} {value}"
             if value and len(text) + len(part) <= room():
                 text += part
