@@ -18,7 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 from stoker import configs
 from stoker.command import settings
 from stoker.command.dotted import flat
-from stoker.data.settings import FRACTION_OR_COUNT
+from stoker.data.settings import FractionOrCount
 from stoker.trainer.errors import as_typed
 from stoker.trainer.settings import Choice, Number
 
@@ -108,7 +108,7 @@ def type_of(row: Row) -> str:
     if isinstance(limit, Choice):
         values = sorted(limit.values, key=lambda value: value is False)  # true before false
         return joined([as_typed(value) for value in values])
-    if limit is FRACTION_OR_COUNT:
+    if isinstance(limit, FractionOrCount):
         return "fraction ≤ 1.0 or integer"
     if row.key == "tune":
         return "list of " + joined(list(settings.TUNINGS))
