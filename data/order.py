@@ -25,13 +25,14 @@ def limited(n: int, limit: Limit, part: str) -> int:
     """Return how many of n samples a pass over a split uses; `limit` is a fraction or a number."""
     if limit is None:
         return n
-    count = limit * n if isinstance(limit, float) else limit
-    if count > n:
+    if isinstance(limit, float):
+        return max(1, round(limit * n))
+    if limit > n:
         raise UserError(
             f"limit_{part}={limit}: there are only {n:,} samples. Remove this setting, or type "
             "a lower number."
         )
-    return max(1, round(count))
+    return limit
 
 
 class Ordered(Seekable):

@@ -156,13 +156,12 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     """
     length = length_of(loader)
     size: int | None = getattr(loader, "batch_size", None)
-    count: float | None = None
     if isinstance(limit, float) and length is not None:
-        count = limit * length
-    elif isinstance(limit, int) and size is not None:
+        return max(1, round(limit * length))
+    if isinstance(limit, int) and size is not None:
         count = -(-limit // size)
-    if count is not None and (length is None or count <= length):
-        return max(1, round(count))
+        if length is None or count <= length:
+            return count
     raise UserError(
         f"limit_{part}={limit}: not possible with this {type(loader).__name__} "
         f"(length: {length or 'unknown'}, batch size: {size or 'unknown'}).\n"
