@@ -11,7 +11,7 @@ from pyarrow import compute
 from stoker.trainer.errors import UserError, check_choice
 
 LARGEST = 1e38  # largest number allowed in a table; the largest float32 is 3.4e38
-FEW = 0.05  # the values of a column that may be typos, as a fraction, in a column of numbers
+FEW = 0.05  # in a column of numbers, at most this fraction of the values can be typos
 FEW_KINDS = 20  # up to this many distinct values can be categories, even in a small table
 # A number in any notation, possibly with a currency or percent sign: $1,234.50, 45% or 1'234.
 IN_SIGNS = (

@@ -336,8 +336,21 @@ class FailsInAStep(Trainer):
         return loss
 
 
+class ReadsInAStep(Trainer):
+    """The second loader fails when the weights have been updated."""
+
+    def train_step(self, batch):
+        loss = super().train_step(batch)
+        if self.step == 11:
+            next(iter(IterableLoader(Fragile(lists()[0], 0))))
+        return loss
+
+
 def test_an_error_in_a_step_or_with_part_of_a_step_saves_nothing(tmp_path):
     train, val = lists()
+    with pytest.raises(TrainingError, match="lost"):
+        fragile_fit(train, val, tmp_path / "c", kind=ReadsInAStep)
+    assert max(checkpoint.files(tmp_path / "c")) == 10
     with pytest.raises(OSError, match="lost"):
         fragile_fit(train, val, tmp_path / "a", kind=FailsInAStep)
     fragile = IterableLoader(Fragile(train, 5, 1), accumulate=2)

@@ -6,6 +6,7 @@ import functools
 import io
 import re
 
+import numpy
 import pytest
 import torch
 from conftest import Careless, assert_same, make_data, make_model, make_trainer
@@ -238,8 +239,8 @@ def test_an_error_in_a_batch_of_lists_shows_the_first_of_each_list():
         make_trainer(kind=BadIndexOfBoxes).fit([(images, targets)])
     shown = explanation_of(caught.value).partition("The batch: ")[2]
     assert shown == (
-        "batch[0][0] (3, 4, 5) torch.float32, batch[1][0]['boxes'] (2, 4) torch.float32, "
-        "batch[1][0]['labels'] (2,) torch.int64."
+        "batch[0] list of 2, batch[0][0] (3, 4, 5) torch.float32, batch[1] list of 2, "
+        "batch[1][0]['boxes'] (2, 4) torch.float32, batch[1][0]['labels'] (2,) torch.int64."
     )
     named = [{f"x{i}": torch.ones(2) for i in range(7)}]
     with pytest.raises(ValueError, match="too many values") as caught:
@@ -249,6 +250,26 @@ def test_an_error_in_a_batch_of_lists_shows_the_first_of_each_list():
     with pytest.raises(ValueError, match="too many values") as caught:
         make_trainer(kind=BadIndexOfBoxes).fit([texts])
     assert "batch['user'] list of 2 str, batch['label'] (2,)" in explanation_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "advice"),
+    [
+        (torch.nn.CrossEntropyLoss(), torch.ones(4), "convert the targets with .long()"),
+        (torch.nn.BCEWithLogitsLoss(), torch.ones(4, 3).long(), "convert them with .float()"),
+        (torch.nn.BCEWithLogitsLoss(), torch.ones(4, 3).byte(), "convert them with .float()"),
+    ],
+)
+def test_targets_of_another_type_are_explained(loss, targets, advice):
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer(loss=loss).fit([(torch.randn(4, 6), targets)])
+    assert advice in explanation_of(caught.value)
+
+
+def test_an_array_in_a_batch_is_shown():
+    with pytest.raises(TypeError) as caught:
+        make_trainer().fit([(numpy.ones((4, 6), "float32"), numpy.ones(4, int))])
+    assert "batch[0] (4, 6) float32, batch[1] (4,) int64" in explanation_of(caught.value)
 
 
 def test_what_a_library_asserts_about_a_batch_is_short():
@@ -296,7 +317,7 @@ def test_a_wrong_key_of_a_batch_is_explained():
     shown = r"The batch: batch\['x'\] \(8, 6\) torch.float32, batch\['y'\] \(8,\) torch.int64\."
     assert re.fullmatch(f"{place} {shown}", explanation_of(caught.value))
     assert code_of(caught.value) == 2 and message(caught.value).startswith(
-        "error: KeyError: 'img'\nKeyError in compute_loss"
+        "error: no key 'img'\nKeyError in compute_loss"
     )
 
 

@@ -189,7 +189,7 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class name if it has none."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, KeyError):  # the message is only the key
-        return f"KeyError: {line}"
+        return f"no key {line}"
     return line.removesuffix(", but expected one of:") or type(error).__name__
 
 

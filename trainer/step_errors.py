@@ -1,9 +1,10 @@
 """Explain the errors in a step: what caused them, and what to change."""
 
+import dataclasses
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 PAIR = "A batch must be (inputs, targets), unless you override compute_loss and update_metrics."
 # What a bad shape, index, class or key raises. Subclasses of these mean something else.
 REFUSALS = (RuntimeError, IndexError, ValueError, KeyError)
-REFUSALS_OF_LIBRARIES = (TypeError, AssertionError)  # in your own code, these are bugs
+REFUSALS_OF_MODELS = (TypeError, AssertionError)  # of torch and torchvision; elsewhere, a bug
 # Methods of a Trainer that take a batch.
 TAKE_A_BATCH = {"train_step", "compute_loss", "update_metrics", "predict_batch"}
 # Functions of this package that unpack a batch, or use what compute_loss or train_step returns.
@@ -50,7 +51,9 @@ MISUSED = re.compile(
 )
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 TRAINER = f"{Path(__file__).parent}{os.sep}"
-LIBRARIES = f"{Path(torch.__file__).parents[1]}{os.sep}"  # torch and, for example, torchvision
+PACKAGES = f"{Path(torch.__file__).parents[1]}{os.sep}"  # the folder of installed packages
+# Files of models; torch/__init__.py contains torch._assert.
+MODELS = (f"{TORCH}nn{os.sep}", f"{TORCH}__init__.py", f"{PACKAGES}torchvision{os.sep}")
 # regular expression for an error message of torch -> what to do about it, in one line
 ADVICE = {
     "(on|at) the same device|not on the expected device|Expected object of device type": (
@@ -69,10 +72,10 @@ ADVICE = {
     r"must be Tensor, not str|got \(str, |'str' .* no attribute '(flatten|shape|size|view)'": (
         PAIR
     ),
-    "can't be cast to the desired output type (Long|Int)|Found dtype (Long|Int)": (
+    "can't be cast to the desired output type (Long|Int|Byte)|Found dtype (Long|Int)": (
         "This loss needs floating-point targets: convert them with .float()."
     ),
-    "expected scalar type Long but found": (
+    "expected scalar type Long but found|expected target dtype to be Long": (
         "This loss needs class indices as int64: convert the targets with .long()."
     ),
     "Expected more than 1 value per channel": (
@@ -129,9 +132,8 @@ def raise_if_explained(
 
 def refuses_batch(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
     """Return whether the error may be caused by the batch, such as by its shapes or classes."""
-    file = frames[-1].filename
-    in_library = file.startswith(LIBRARIES) and not file.startswith((TRAINER, f"{TORCH}optim"))
-    is_refusal = type(error) in REFUSALS or (type(error) in REFUSALS_OF_LIBRARIES and in_library)
+    in_model = frames[-1].filename.startswith(MODELS)
+    is_refusal = type(error) in REFUSALS or (type(error) in REFUSALS_OF_MODELS and in_model)
     takes_batch = any(frame.name in TAKE_A_BATCH for frame in frames)
     return is_refusal and takes_batch and not devices.NOT_OF_A_BATCH.search(str(error))
 
@@ -147,9 +149,10 @@ def add_note(
     places = [
         f"{type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno}). "
         for frame in frames
-        if not frame.filename.startswith((TORCH, TRAINER))
+        if not frame.filename.startswith((PACKAGES, TRAINER))
     ]
-    text = f"{''.join(places[-1:])}The {name}: {contents(batch)}."
+    shown = first_few(contents(batch), 6).removesuffix(".")
+    text = f"{''.join(places[-1:])}The {name}: {shown}."
     if advice is not None:
         text += f"\n{advice}"
     # Python 3.11 and later print notes below the traceback.
@@ -157,23 +160,25 @@ def add_note(
     vars(error).update(where_and_what=text, __notes__=notes)
 
 
-def contents(batch: Any) -> str:
-    """Describe the values in a batch, but only the first item of each list of tensors or dicts."""
-    shown: dict[str, str] = {}
-
-    def show(place: str, leaf: Any) -> None:
-        text = type(leaf).__name__
-        if isinstance(leaf, torch.Tensor):
-            text = f"{tuple(leaf.shape)} {leaf.dtype}"
-        elif batches.is_list(leaf):
-            text += f" of {len(leaf)} {type(leaf[0]).__name__}"
-        shown.setdefault(re.sub(r"(?<=\])\[\d+\]", "[]", place), f"{place} {text}")
-
-    def plain_list(place: str, value: Any) -> int | None:
-        return 0 if value and isinstance(value[0], batches.PLAIN) else None
-
-    batches.walk(show, batch, list_dim=plain_list)
-    return first_few(list(shown.values()), 6).removesuffix(".")
+def contents(value: Any, place: str = "batch") -> list[str]:
+    """Describe the values in a batch; of a list inside it, only the first item."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        items = [(f"{place}.{name}", getattr(value, name)) for name in names]
+    elif isinstance(value, Mapping):
+        items = [(f"{place}[{key!r}]", item) for key, item in value.items()]
+    elif batches.is_list(value) and place == "batch":
+        items = [(f"{place}[{i}]", item) for i, item in enumerate(value)]
+    elif batches.is_list(value) and value:
+        text = f"{place} {type(value).__name__} of {len(value)}"
+        if isinstance(value[0], batches.PLAIN):
+            return [f"{text} {type(value[0]).__name__}"]
+        return [text, *contents(value[0], f"{place}[0]")]
+    elif hasattr(value, "shape"):
+        return [f"{place} {tuple(value.shape)} {value.dtype}"]
+    else:
+        return [f"{place} {type(value).__name__}"]
+    return [text for place, item in items for text in contents(item, place)]
 
 
 def misused(

@@ -20,8 +20,8 @@ SOON = 10.0  # seconds; in a shorter run, advice would save little
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
 COMPUTE = ("forward", "backward", "optimizer", "step")
-# A stage is reported if it takes at least this share of the time. The shares of useful work are
-# higher.
+# A stage is reported if it takes at least this share of the time. Stages that
+# do useful work have higher thresholds.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,

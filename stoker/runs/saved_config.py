@@ -223,7 +223,8 @@ def load_config(key: str, folder: str | Path) -> Config:
         return typed(config, Config)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
         raise UserError(
-            f"{key}={folder}: its config.yaml is damaged or unreadable, or not written by a run."
+            f"{key}={folder}: its config.yaml is damaged or unreadable, or was not written by a "
+            "run."
         ) from None
 
 
