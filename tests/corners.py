@@ -16,13 +16,13 @@ from stoker import Trainer
 from stoker.command import ranks
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader
+from stoker.models.recompute import checkpoint_blocks
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
 from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Freeze, Lookahead, NaNGuard
 from stoker.trainer.errors import explanation_of
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.metrics import Accuracy
-from stoker.trainer.recompute import checkpoint_blocks
 
 DOUBLE = torch.float64  # in which a sum in another order makes no difference of 1e-9
 partial = functools.partial

@@ -8,8 +8,8 @@ from conftest import assert_same, make_data, make_model, make_trainer
 from saved import Saved
 
 from stoker.data.loader import make_loaders
+from stoker.models.recompute import checkpoint_blocks
 from stoker.trainer.errors import UserError
-from stoker.trainer.recompute import checkpoint_blocks
 
 
 class Residual(torch.nn.Module):

@@ -419,7 +419,10 @@ def test_what_torch_refuses_is_two_lines_and_a_traceback_if_debugged(forks, tmp_
     first, second = done.err.splitlines()
     assert "mat1 and mat2 shapes cannot be multiplied (" in first and first.startswith("error: ")
     assert second.startswith("RuntimeError in compute_loss (") and "test_samples.py:" in second
-    assert "The batch: batch['inputs'] (23, 6) torch.float32, batch['boxes'][0]" in second
+    assert (
+        "The batch: batch['inputs'] (23, 6) torch.float32, batch['boxes'] list of 23, batch['boxes'][0]"
+        in second
+    )
     assert second.endswith(". debug=true shows the traceback.")
     debugged = forks.run(tmp_path, *wrong, "debug=true")
     assert debugged.code == 2 and debugged.err.startswith("Traceback"), debugged.err

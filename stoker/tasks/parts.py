@@ -204,7 +204,8 @@ def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
     """Return the model and the loss; raise UserError if they do not fit the checkpoint `state`."""
-    from stoker.trainer import losses, recompute
+    from stoker.models import recompute
+    from stoker.trainer import losses
 
     shapes = sizes(data)
     loss_node = plain(cfg.loss, resolve=True)
