@@ -213,6 +213,21 @@ def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
         build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
 
 
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("run_dir=1e3", "run_dir='1e3'"),
+        ("++run_dir=1e3", "++run_dir='1e3'"),
+        ("monitor=2024,val/acc,5e2", "monitor='2024',val/acc,'5e2'"),
+        ("run_dir='1e3'", "run_dir='1e3'"),
+        ("run_dir", "run_dir"),
+        ("epochs=1e3", "epochs=1e3"),
+    ],
+)
+def test_text_that_looks_like_a_number_stays_text(typed, read):
+    assert read in arguments.for_hydra([typed])
+
+
 def test_an_argument_that_no_file_gives_is_added_by_a_plus(monkeypatch):
     config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
     hint = messages.hint_for("loss.ignore_index", config)

@@ -1,6 +1,7 @@
 """A project: its file, its modules and configs, and the commands that are printed in it."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import runpy
@@ -241,5 +242,8 @@ def test_a_new_project_trains_and_prints_commands_that_work(forks, tmp_path):
     write(inner / "configs/experiment/direct.yaml", text)
     named = forks.run(inner, "plan", "experiment=direct")  # by what is trained, not by model=mlp
     assert "run      runs/<date>-Net-digits;" in named.out, named.err
+    if importlib.util.find_spec("optuna"):  # a project's configs/ does not hide sweep's groups
+        search = ["-m", "sweep=optuna", "sweep/pruner=none", "sweep.trials=1"]
+        assert forks.run(inner, *search, *without).code == 0
     swept = forks.run(inner, "-m", *without, "seed=0,1")
     assert f"best     {PROGRAM} {' '.join(without)}" in swept.out, swept.err

@@ -45,7 +45,7 @@ def study_of(folder):
 
 
 def trials_of(folder):
-    """What is the same in two searches that are: no times, no folders."""
+    """What is the same in two searches that are: no times."""
     return [
         (trial.number, trial.state.name, trial.params, trial.intermediate_values, trial.values)
         for trial in study_of(folder).trials
@@ -239,6 +239,16 @@ def test_a_failed_trial_is_marked_and_the_search_goes_on(forks, tmp_path):
     assert done.code == 3
     assert [job.status for job in read_jobs(tmp_path / "stop" / "s")][-1] == "failed"
     assert len(trials_of(tmp_path / "stop")) == failed.index(True) + 1
+    # The same command goes on after the failed trial, also after half a line was written.
+    study = tmp_path / "stop" / "s" / "study.log"
+    with study.open("a") as file:
+        file.write('{"op_code": 6')
+    for _ in range(len(failed)):
+        forks.run(tmp_path / "stop", *typed, "sweep.on_error=stop")
+    assert trials_of(tmp_path / "stop") == trials_of(tmp_path)[:5]
+    study.unlink()  # or, for example, from an earlier version
+    done = forks.run(tmp_path / "stop", *typed, "sweep.on_error=stop")
+    assert done.code == 2 and "it has jobs, but study.log has no trials" in done.err
 
 
 @needs_fork
@@ -282,7 +292,7 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
 @pytest.mark.slow
 @needs_fork
 @needs_optuna
-def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
+def test_of_a_foreign_study_nothing_is_typed(forks, tmp_path):
     """A search goes on only with trials that it could have drawn."""
     import optuna
 

@@ -95,9 +95,12 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         # `model=mlp` may already set a key that your own model takes, so let `+` replace it.
         if re.match(r"\+\w+\.", key):
             argument = f"+{argument}"
-        is_text = isinstance(settings.limit_of(key), settings.Text)
-        if re.fullmatch(AS_TYPED, argument) or (is_text and re.fullmatch(NUMBER, value)):
+        if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"
+        elif value and isinstance(settings.limit_of(key.lstrip("+")), settings.Text):
+            # A sweep can have several values.
+            values = [quoted(one) if re.fullmatch(NUMBER, one) else one for one in value.split(",")]
+            argument = f"{argument.removesuffix(value)}{','.join(values)}"
         given.append(argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]

@@ -76,8 +76,10 @@ def check_choices(given: Mapping[str, Any]) -> None:
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
         target = settings.value_of(given, key)
+        if key in typed or target is None:  # not every group builds a part
+            continue
         chosen_target = settings.value_of(of_choices([choice]), key)
-        if key not in typed and target != chosen_target:
+        if target != chosen_target:
             raise UserError(
                 f"{choice}: another config file, such as your experiment's, sets {key}={target}.\n"
                 f"Remove the key from that file, or also type {key}={chosen_target}."

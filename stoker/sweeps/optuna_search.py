@@ -24,10 +24,11 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
+from stoker.runs.directory import RESULT
 from stoker.runs.lock import held
 from stoker.runs.result import finished
 from stoker.sweeps import launchers, progress
-from stoker.sweeps.jobs import settings_of
+from stoker.sweeps.jobs import read_job, settings_of
 from stoker.sweeps.sweep import check_first
 from stoker.trainer import files, launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
@@ -120,13 +121,17 @@ class OptunaSearch(Sweeper):
         return typed(self.draw(optuna.create_study()))
 
     def next_trials(self, count: int) -> list[FrozenTrial]:
-        """Return the trials that an earlier process did not finish or, if none, up to `count` new
-        ones; [] at the end of the search.
+        """Return consecutive trials that an earlier process did not finish or, if there are none,
+        up to `count` new ones; [] at the end of the search. A failed trial is not repeated.
         """
-        trials = self.study.trials
-        begun = [trial for trial in trials if not trial.state.is_finished()]
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
+            folder = self.folder / str(trial.number)
+            if folder.is_dir() and read_job(folder).status == "failed":
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        begun = self.study.get_trials(states=(TrialState.RUNNING,))
         if begun:
-            return begun
+            return [one for i, one in enumerate(begun) if one.number == begun[0].number + i]
+        trials = self.study.trials
         # Trials are drawn in memory and then stored whole, so that a killed search leaves no trial
         # with only some of its values.
         memory = optuna.create_study()
@@ -155,6 +160,7 @@ class OptunaSearch(Sweeper):
     def open_study(self) -> optuna.Study:
         """Open or create the study; raise UserError if it belongs to another search."""
         try:
+            cut_last_line(self.folder / STUDY)
             storage = open_storage(self.folder)
             study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
             optuna.create_study().add_trials(study.trials)  # checks that their values are in range
@@ -163,6 +169,11 @@ class OptunaSearch(Sweeper):
                 f"hydra.sweep.dir={self.folder}: {STUDY} cannot be read ({first_line(error)}). "
                 "Choose a different hydra.sweep.dir."
             ) from None
+        if not study.trials and any(self.folder.glob(f"*/{RESULT}")):
+            raise UserError(
+                f"hydra.sweep.dir={self.folder}: it has jobs, but {STUDY} has no trials. "
+                "Choose a different hydra.sweep.dir."
+            )
         # The file is untrusted, so accept only trials that this search could have drawn.
         for trial in study.trials:
             changed = trial.distributions.items() ^ self.space.items()
@@ -178,6 +189,13 @@ class OptunaSearch(Sweeper):
 def typed(trial: optuna.Trial | FrozenTrial) -> list[str]:
     """Return a trial's parameter values as overrides."""
     return [f"{key}={value}" for key, value in trial.params.items()]
+
+
+def cut_last_line(path: Path) -> None:
+    """Remove an incomplete last line, which a full disk or a crash of the machine can leave."""
+    with files.open_plain(path, os.O_RDWR | os.O_CREAT) as file:
+        end = file.read().rfind(b"\n") + 1
+        file.truncate(end)
 
 
 def open_storage(folder: Path) -> BaseStorage:
