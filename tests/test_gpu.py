@@ -460,7 +460,7 @@ def test_a_class_out_of_range_is_named_as_the_likely_cause():
     )
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("An assertion inside a GPU kernel failed"), done.stderr
-    assert last.endswith("Type device=cpu, where the same step fails with a clear message.")
+    assert last.endswith("Type device=cpu: there, the same step fails with a clear message.")
 
 
 @two_gpus

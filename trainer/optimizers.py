@@ -106,7 +106,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
         kind = type(optimizer).__name__
         raise UserError(
             f"optimizer: this {kind} has parameters that do not belong to the Trainer's model "
-            "(strategy=fsdp replaces them).\n"
+            "(strategy=fsdp replaces a model's parameters).\n"
             f"Build it from the model, {kind}(model.parameters(), ...), or pass a factory: "
             f"optimizer=functools.partial({kind}, lr=...)."
         )
@@ -271,7 +271,7 @@ def decoupled_sgd(
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
     # The loss is a mean over the batch, so multiply by the batch size. Momentum repeats each
-    # gradient, so divide by the factor of the paper.
+    # gradient, so divide by the factor from the paper.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:

@@ -63,7 +63,7 @@ ADVICE = {
     "device-side assert": (
         "An assertion inside a GPU kernel failed (device-side assert). Usually, a class in the "
         "targets or an index into an Embedding is out of range. "
-        "Type device=cpu, where the same step fails with a clear message."
+        "Type device=cpu: there, the same step fails with a clear message."
     ),
     "index out of range in self": (
         "An index into an Embedding must be at least 0 and below its num_embeddings."

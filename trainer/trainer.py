@@ -82,8 +82,8 @@ class Trainer(Predicting, Stoppable, Reporting):
     # - Reporting: call (a hook), log, check_and_log, history. Its base Stateful: is_due (every n
     #   steps and at the last), epochs_before (of earlier fits), carried (state kept from batch to
     #   batch, as in an RNN), unoptimized (parameters without an optimizer)
-    # `fitting.prepare` sets what belongs to one fit: step, train_loader, val_loader,
-    # steps_per_epoch, total_steps, scheduler, history, evaluation_due, stop_reason and failed.
+    # `fitting.prepare` sets what belongs to one fit: step, train_loader (wrapped, to have `seek`),
+    # val_loader, steps_per_epoch, total_steps, scheduler, history and evaluation_due.
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -238,7 +238,7 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def end_step(self, evaluates: bool) -> None:
         """Evaluate if `evaluates`, call the callbacks, and stop if the run was interrupted."""
-        self.evaluation_due = evaluates  # while True, an interruption ends the evaluation
+        self.evaluation_due = evaluates  # if an interruption ends it, the resumed fit repeats it
         if evaluates:
             with self.spans["evaluation"]:  # also covers `log`, unlike the span in `evaluate`
                 # This may be slow, so processes exchange interruptions before and after it.

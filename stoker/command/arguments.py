@@ -98,7 +98,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         if re.fullmatch(AS_TYPED, argument):
             argument = f"{key}={quoted(value)}"
         elif value and isinstance(settings.limit_of(key.lstrip("+")), settings.Text):
-            # A sweep can have several values.
+            # In a sweep, a setting can have several values.
             values = [quoted(one) if re.fullmatch(NUMBER, one) else one for one in value.split(",")]
             argument = f"{argument.removesuffix(value)}{','.join(values)}"
         given.append(argument)

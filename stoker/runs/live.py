@@ -10,7 +10,7 @@ from stoker.trainer.errors import cause, log
 from stoker.trainer.trainer import Trainer
 
 FIRST = 5  # seconds of training before the report is first drawn; shorter runs draw it at the end
-EVERY = 30  # minimum seconds between updates
+EVERY = 30  # minimum seconds between updates; an open page reloads as often (report.RELOAD)
 SHARE = 0.01  # maximum fraction of the time spent on updates, not counting the slow first one
 
 

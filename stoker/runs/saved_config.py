@@ -22,7 +22,7 @@ from stoker.trainer import files
 from stoker.trainer.errors import UserError, printable
 
 # Limits on a config.yaml: its bytes, levels of nesting, and characters of a value with ${...}.
-# The files that Stoker writes have about 3 KB, 4 levels and 100 characters.
+# Stoker's own files have about 3 KB, 4 levels, and values of up to 100 characters.
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000

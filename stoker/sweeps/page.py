@@ -20,7 +20,7 @@ from stoker.sweeps.table import Sweep
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import counted, number
 
-MOST_SETTINGS = 24  # maximum settings in the plots
+MOST_SETTINGS = 24  # maximum number of settings in the plots
 MOST_POINTS = 20_000  # maximum points in all curves together
 BINS = 5  # if a numeric setting has more values, they are grouped into this many bins
 
