@@ -407,7 +407,7 @@ def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
 def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     typed = [
         "-m",
-        "batch_size=1,20",  # a sweep whose jobs are all refused leaves nothing
+        "batch_size=20,1",  # a sweep whose first job is refused does not start
         "devices=2",
         "epochs=1",
         *JOB[:2],
@@ -415,7 +415,7 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
         "hydra.sweep.dir=sweep",
     ]
     done = run(tmp_path, *typed)
-    left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
+    left = json.loads((tmp_path / "sweep" / "1" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
     assert left["error"] == (
         "batch_size=1: this is too small for 2 processes. Type batch_size=2 or more, or reduce devices."

@@ -396,7 +396,7 @@ KINDS = {"single": (1, "single")} | {
 
 CHANGED = (
     "The number of processes has changed from {} to {}: the weights will not match bit for "
-    "bit, and a loss or metric that compares the samples of a batch will be on a different scale.\n"
+    "bit, and a loss or metric that compares the samples of a batch with each other will be on a different scale.\n"
 )
 
 
