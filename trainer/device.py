@@ -201,8 +201,8 @@ def place(
     is_unsafe = device.type == "cpu" and any(map(overruns_memory, convolutions))
     if channels_last is True and is_unsafe:
         raise UserError(
-            f"channels_last=true: {name} has a strided 1x1 convolution with fewer than 8 "
-            "channels, whose gradients torch computes wrongly on this processor.\n"
+            f"channels_last=true: {name} has a strided 1x1 convolution with fewer than 16 "
+            "channels, for which torch computes incorrect gradients on a CPU.\n"
             "Type channels_last=auto."
         )
     if channels_last == "auto" and convolutions:
@@ -217,17 +217,17 @@ def place(
 def overruns_memory(convolution: Any) -> bool:
     """Return whether torch writes past its memory in this convolution's backward pass on the CPU.
 
-    In channels_last, oneDNN's kernel for AVX2 does so for strided 1x1 convolutions of fewer than 8
-    channels, which crashes or gives wrong gradients (oneDNN issue 6035).
+    In channels_last, oneDNN's kernel does so for strided 1x1 convolutions with fewer channels than
+    a vector register holds (8 with AVX2, 16 with AVX-512), which crashes or gives wrong gradients
+    (oneDNN issue 6035).
     """
     is_transposed = isinstance(convolution, torch.nn.ConvTranspose2d)
     channels = convolution.out_channels if is_transposed else convolution.in_channels
     return (
-        torch.backends.cpu.get_cpu_capability() != "AVX512"
-        and convolution.kernel_size == (1, 1)
+        convolution.kernel_size == (1, 1)
         and max(convolution.stride) > 1
         and convolution.groups == 1
-        and channels < 8
+        and channels < 16
     )
 
 
