@@ -91,7 +91,7 @@ def resnet(job):
     if job.tiny:
         from stoker.models.resnet import ResNet
 
-        return ResNet(job.in_shape, 10, widths=(8, 16), blocks=(1, 1))
+        return ResNet(job.in_shape, 10, widths=(16, 32), blocks=(1, 1))
     from torchvision.models import resnet50
 
     return resnet50()

@@ -408,7 +408,7 @@ def test_too_little_memory_halves_the_micro_batches_and_changes_no_weight():
 MODELS = {
     "mlp": functools.partial(MLP, hidden=[16], norm="batch"),
     "cnn": functools.partial(CNN, channels=[8, 16]),
-    "resnet": functools.partial(ResNet, widths=[8, 16], blocks=[1, 1]),
+    "resnet": functools.partial(ResNet, widths=[16, 32], blocks=[1, 1]),
     "whitened_cnn": functools.partial(WhitenedCNN, widths=[8, 8]),
 }
 

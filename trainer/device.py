@@ -223,12 +223,8 @@ def overruns_memory(convolution: Any) -> bool:
     """
     is_transposed = isinstance(convolution, torch.nn.ConvTranspose2d)
     channels = convolution.out_channels if is_transposed else convolution.in_channels
-    return (
-        convolution.kernel_size == (1, 1)
-        and max(convolution.stride) > 1
-        and convolution.groups == 1
-        and channels < 16
-    )
+    is_strided = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
+    return bool(is_strided and convolution.groups == 1 and channels < 16)
 
 
 def calls_view(module: torch.nn.Module) -> bool:

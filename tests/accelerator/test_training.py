@@ -25,7 +25,8 @@ MODELS = {
     "linear": Linear,
     "mlp": functools.partial(MLP, hidden=[16], norm="batch"),
     "cnn": functools.partial(CNN, channels=[4, 8]),
-    "resnet": functools.partial(ResNet, widths=[4, 8], blocks=[1, 1]),
+    # The same memory format on both: see stoker.trainer.device.overruns_memory.
+    "resnet": functools.partial(ResNet, widths=[16, 32], blocks=[1, 1]),
     "whitened_cnn": functools.partial(WhitenedCNN, widths=[8, 8]),
     "gpt": functools.partial(GPT, layers=1, heads=2, width=8),
 }
