@@ -174,7 +174,7 @@ def contents(value: Any, place: str = "batch") -> list[str]:
         if isinstance(value[0], batches.PLAIN):
             return [f"{text} {type(value[0]).__name__}"]
         return [text, *contents(value[0], f"{place}[0]")]
-    elif hasattr(value, "shape"):
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
         return [f"{place} {tuple(value.shape)} {value.dtype}"]
     else:
         return [f"{place} {type(value).__name__}"]
