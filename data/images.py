@@ -115,7 +115,7 @@ def image_folder(
     if size is None and trained is not None:
         _, *wanted = trained["in_shape"] or (channels,)
         if len(wanted) == 2 and tuple(wanted) != shape:
-            shape = tuple(wanted)
+            shape = (wanted[0], wanted[1])
             form = True  # resize them, as task=predict does
     splits = {
         name: ImageSplit(files, targets, shape, channels, form)
@@ -297,7 +297,7 @@ def images_below(
             left_out[f"of type {printable(ending)!r}"] += 1
 
 
-def _first_size(files: "Paths", skip: bool) -> tuple[int, ...]:
+def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
     """Return (height, width) of the first image; with `skip`, of the first readable image."""
     from PIL import ImageOps
 
@@ -396,7 +396,7 @@ class ImageSplit:
 
     files: Paths
     targets: Tensor
-    size: tuple[int, ...]
+    size: tuple[int, int]
     channels: int
     resize: bool | int = False
     cache: PixelCache | None = None

@@ -159,8 +159,8 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     if kind == "lost" and ("signal" in codes or stopping.received is not None):
         return None, codes.get("signal", signals.exit_code())  # the signal ended the others first
     # If a rank received a signal, the ranks that lost contact print nothing.
-    first = min(peer for peer in reports if kind in ("lost", reports[peer]["kind"]))
-    return (message if rank() == first else None), code
+    may_print = [peer for peer in reports if kind == "lost" or reports[peer]["kind"] == kind]
+    return (message if rank() == min(may_print) else None), code
 
 
 def wait_for_all(key: str) -> list[int]:

@@ -70,7 +70,7 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
         self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = cfg.sweep.trials
+        self.total = cfg.sweep.trials
         count = launchers.trials_at_once(cfg)
         space = [f"{key}={values}" for key, values in cfg.sweep.space.items()]
         ranges = [*space, *arguments]
@@ -88,7 +88,7 @@ class OptunaSearch(Sweeper):
         varied = list(settings_of(example))
         with held(self.folder):
             self.study = self.open_study()
-            progress.announce(Path(cfg.hydra.sweep.dir), self.trials, varied, sorted(varied))
+            progress.announce(Path(cfg.hydra.sweep.dir), self.total, varied, sorted(varied))
             while trials := self.next_trials(count):
                 self.run(trials)
 
@@ -136,7 +136,7 @@ class OptunaSearch(Sweeper):
         # with only some of its values.
         memory = optuna.create_study()
         memory.add_trials(trials)
-        for _ in range(min(self.trials - len(trials), count)):
+        for _ in range(min(self.total - len(trials), count)):
             self.draw(memory)
             self.study.add_trial(memory.trials[-1])
         return self.study.trials[len(trials) :]
