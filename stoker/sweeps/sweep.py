@@ -131,7 +131,7 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]]:
 
 
 def check_first(config: DictConfig, typed: list[str]) -> None:
-    """Raise UserError if the settings of the first job are invalid, as they are then in most jobs.
+    """Raise UserError if the settings of the first job are invalid: the others usually are too.
 
     `typed` are the overrides of the job.
     """
