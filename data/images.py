@@ -192,11 +192,16 @@ def _list_parts(root: str, fewest: int) -> "tuple[list[str], dict[str, Files]]":
             f"{printable(error.filename or root)}: cannot be read ({error.strerror})."
         ) from None
     _check_classes(*listed["train"], classes)
+    warn_of_skipped(root, left_out)
+    return classes, listed
+
+
+def warn_of_skipped(root: str, left_out: "Counter[str]") -> None:
+    """Log how many files and folders below `root` were skipped, by reason."""
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
         shown = first_few(reasons, 8)
         log.warning("%s: some files or folders were skipped: %s", printable(root), shown)
-    return classes, listed
 
 
 def _check_classes(files: "Paths", targets: Tensor, classes: list[str]) -> None:

@@ -600,6 +600,7 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     shutil.copytree(runs / "images" / "cat", tmp_path / "cats" / "cat")
     (tmp_path / "cats" / "cat" / "05.png").write_bytes(b"no image")
     (tmp_path / "cats" / "notes.txt").write_text("no image either")
+    (tmp_path / "cats" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     arguments = (
         "task=predict",
         f"run={runs / 'folder'}",
@@ -611,6 +612,8 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
     assert done.code == 0 and "images that cannot be read, such as cats" in done.err
+    [line] = [line for line in done.err.splitlines() if "files or folders were skipped" in line]
+    assert "1 of type '.png'" in line and "1 of type '.txt'" in line
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert (
         len(rows) == 19

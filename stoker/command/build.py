@@ -47,7 +47,8 @@ WITHOUT_BASE_CLASS = {
 # v2.Transform). They are safe, because their constructors store plain values and call nothing.
 TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
-REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # what torch raises for a bad value
+# What torch and torchvision raise for a bad value.
+REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError, LookupError)
 
 
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:

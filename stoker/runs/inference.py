@@ -296,7 +296,9 @@ def image_batches(
     resize = about.get("resize") or True
     files = [path]
     if os.path.isdir(path):
-        files = sorted(file for file, _, _ in images.images_below(path, Counter()))
+        skipped: Counter[str] = Counter()
+        files = sorted(file for file, _, _ in images.images_below(path, skipped))
+        images.warn_of_skipped(path, skipped)
     broken: list[str] = []
 
     def decode(file: str) -> Tensor | None:

@@ -59,7 +59,7 @@ class Monitor(Callback):
         self.name = known[0] if self.monitor == "auto" else self.monitor
         higher = higher_is_better.get(self.name)
         is_typo = nearest(self.name, higher_is_better, loosely=False) is not None
-        is_own = "/" in self.name and not is_typo
+        is_own = "/" in str(self.name) and not is_typo  # it may be null
         if self.mode != "auto" and (self.name in higher_is_better or is_own):
             higher = self.mode == "max"
         if higher is None:
