@@ -409,6 +409,12 @@ LATE = [
         "error: monitor=val/accc: no such number is logged, or ",
         "Did you mean 'val/acc'?",
     ),
+    ("monitor=null", "error: monitor=null: no such number is logged", "Choose one of: val/acc"),
+    (
+        "model._target_=torchvision.models.resnet18 +model.weights=FOO",
+        "error: model (torchvision.models.resnet18): KeyError: 'FOO'",
+        "",
+    ),
     (
         "loss=mse",
         "error: MSELoss is a loss for regression, but digits is a data set for classification.",
