@@ -11,15 +11,9 @@ from torch import nn
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
-from stoker.diagnostics import timing as timing_module
-from stoker.diagnostics.timing import (
-    ALWAYS,
-    SHARE,
-    SOON,
-    STAGES,
-    Timing,
-    speed_verdict,
-)
+from stoker.diagnostics import speed_advice
+from stoker.diagnostics.speed_advice import SOON, speed_verdict
+from stoker.diagnostics.timing import ALWAYS, SHARE, STAGES, Timing
 from stoker.runs import live, report
 from stoker.runs.loggers import Logger
 from stoker.trainer import fitting
@@ -52,7 +46,7 @@ def virtual(monkeypatch):
 @pytest.fixture(autouse=True)
 def short_fits_count(monkeypatch):
     """A second of training gets its sentence too."""
-    monkeypatch.setattr(timing_module, "SOON", 0.1)
+    monkeypatch.setattr(speed_advice, "SOON", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -579,7 +573,7 @@ def test_there_is_no_verdict_where_no_setting_helps():
 
 
 def test_a_short_run_has_no_verdict(monkeypatch):
-    monkeypatch.setattr(timing_module, "SOON", SOON)
+    monkeypatch.setattr(speed_advice, "SOON", SOON)
     assert speed_verdict({"step": 0.5 * SOON, "data": 0.49 * SOON}, "GPU", "", 0.0) is None
 
 
