@@ -17,6 +17,7 @@ from stoker.data.description import is_description
 from stoker.data.loader import HostLoader
 from stoker.data.record import fingerprint, input_type
 from stoker.data.splits import split_indices
+from stoker.data.workers import TIMEOUT
 from stoker.trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
@@ -478,6 +479,7 @@ def test_every_config_is_its_constructor():
         if file.stem == "text":  # there is nothing to augment
             loading.remove("augment")
         assert list(config)[-len(loading) :] == loading
+        assert config["timeout"] == TIMEOUT
         for key in ("augment", "resident", "workers", "timeout", "root"):
             config.pop(key, None)
         parameters = {

@@ -179,7 +179,7 @@ class Trainer(Predicting, Stoppable, Reporting):
                         evaluates = self.val_loader is not None and self.is_due(eval_every)
                         epoch_ends = self.step % self.steps_per_epoch == 0
                         if evaluates or epoch_ends or self.is_due(self.log_every):
-                            self.check_and_log()  # logs the loss; checks weights and fp16 scale
+                            self.check_and_log()  # logs the loss; its checks may raise an error
                         self.end_step(evaluates)
                         if self.stop_reason is not None or self.step == self.total_steps:
                             break
@@ -194,21 +194,21 @@ class Trainer(Predicting, Stoppable, Reporting):
                 raise
             finally:
                 batch = None  # frees its memory for the callbacks
-                self.call("on_fit_end")  # after an interruption, `Checkpoint` saves here
+                self.call("on_fit_end")  # `Checkpoint` saves after a signal or a loader's error
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto, graphs or closures
             return self.special_step(self, batch)
-        terms = []  # steps.py repeats this loop and the clipping: change both
+        terms = []  # steps.py repeats this loop, to keep this path short: change both
         micro_batches = self.split_with_fractions(batch)
         for i, (micro_batch, fraction) in enumerate(micro_batches, 1):
             # Processes exchange gradients only on the last micro-batch.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, outputs = self.compute_loss(micro_batch)
-                if fraction is not None:  # None for a whole batch
+                if fraction is not None:  # None for a whole batch; at 0, outputs get no gradient
                     loss = losses.scaled(loss, fraction, outputs)
                 terms.append(loss.detach())
                 if parallel.process_count > 1:  # because processes average their gradients
@@ -241,7 +241,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.evaluation_due = evaluates  # if an interruption ends it, the resumed fit repeats it
         if evaluates:
             with self.spans["evaluation"]:  # also covers `log`, unlike the span in `evaluate`
-                # This may be slow, so processes exchange interruptions before and after it.
+                # This may be slow, so the next polls (in its batches, and below) exchange values.
                 self.agreement.exchange_at_next_poll()
                 results = evaluation.validate(self)
                 self.agreement.exchange_at_next_poll()

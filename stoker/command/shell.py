@@ -32,3 +32,11 @@ def setting(key: str, value: str | Path) -> str:
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"
     return f"{key}={quoted(text)}"
+
+
+def command_for(task: str, folder: str | Path, packages: list[str], *options: str) -> str:
+    """Return the command of a task for a run that trusts these packages."""
+    words = [task, setting("run", folder), *options]
+    if packages:
+        words.append(f"trusted=[{','.join(packages)}]")
+    return command(words)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from stoker.command.shell import command
+from stoker.command.shell import command, command_for
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory
 from stoker.runs.confusion import classes_of
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.readable import numbers
-from stoker.runs.result import RunResult, command_for
+from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer

@@ -2,20 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.command import arguments, exit_codes, invocation
-from stoker.command.shell import command, setting
+from stoker.command import arguments, exit_codes
 from stoker.data.typed import is_number, typed
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
 from stoker.runs.provenance import Revision
-from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
-from stoker.trainer.number_format import brief, number
+from stoker.trainer.number_format import brief
 from stoker.trainer.stopping import StopReason
 
 if TYPE_CHECKING:
@@ -231,41 +228,3 @@ def write_failure(
         result.write(folder)
         return True
     return False
-
-
-def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
-    """Yield the last lines that a run prints: results, time, and the commands to type next.
-
-    `packages` are the packages that the run trusts.
-    """
-    best = result.best
-    if best is not None:
-        yield f"best     {best.name} {number(best.value)} at {result.moment(best.step)}"
-    tested = numbers(result.numbers, "test")
-    if tested:
-        yield f"test     {tested}"
-    assert result.seconds is not None
-    time = f"time     {seconds(result.seconds)}"
-    if result.samples_per_second:
-        time += f", at {result.samples_per_second:,} samples/s in training"
-    yield time
-    if result.speed:
-        yield f"speed    {result.speed}"
-    yield f"run      {folder}"
-    again = result.script
-    if again is None:
-        yield f"evaluate {command_for('evaluate', folder, packages)}"
-        again = command(
-            result.overrides or [], setting("run_dir", folder), start=invocation.command()
-        )
-    was_decided = result.stopped_by("early_stopping") or result.stopped_by("pruned")
-    if (result.steps or 0) < (result.total_steps or 0) and not was_decided:
-        yield f"resume   {again}"
-
-
-def command_for(task: str, folder: str | Path, packages: list[str], *options: str) -> str:
-    """Return the command of a task for a run that trusts these packages."""
-    words = [task, setting("run", folder), *options]
-    if packages:
-        words.append(f"trusted=[{','.join(packages)}]")
-    return command(words)

@@ -12,8 +12,9 @@ from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
 from stoker.runs import directory, resume, status
 from stoker.runs.provenance import Code, versions
-from stoker.runs.result import RunResult, closing_lines, finished, of_fit, write_failure
+from stoker.runs.result import RunResult, finished, of_fit, write_failure
 from stoker.tasks import current_job
+from stoker.tasks.closing_lines import closing_lines
 from stoker.tasks.parts import Parts, by_split
 from stoker.tasks.report import draw_report
 from stoker.trainer import launch, stopping, terminal

@@ -9,12 +9,11 @@ from omegaconf import OmegaConf
 
 from stoker import configs
 from stoker.command.dotted import plain
-from stoker.command.shell import command, setting
+from stoker.command.shell import command, command_for, setting
 from stoker.command.trust import own_packages
 from stoker.data.typed import is_number
 from stoker.runs import saved_config
 from stoker.runs.report.inputs import Run, checkpoints
-from stoker.runs.result import command_for
 from stoker.trainer.number_format import significant
 
 MOST_ENTRIES = 300  # maximum settings shown
