@@ -16,7 +16,7 @@ from stoker.data.splits import DatasetSplit
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
 from stoker.trainer.errors import UserError, kind_of
 from stoker.trainer.loading import IterableLoader, length_of
-from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
+from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators, seed_own
 from stoker.trainer.transfer import UNIFIED
 
 
@@ -216,7 +216,9 @@ class SampleReader(Reader):
         with random_stream():
             samples = []
             for index in indices:
-                seed_generators(CPU, mix_seed("sample", *self.stream, epoch, index))
+                seed = mix_seed("sample", *self.stream, epoch, index)
+                seed_generators(CPU, seed)
+                seed_own(whole_of(self.split), seed)
                 samples.append(self.split[index])
             seed_generators(CPU, mix_seed("collate", *self.stream, epoch, indices[0]))
             return collate(samples)

@@ -89,6 +89,11 @@ def csv(
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    if isinstance(target, (list, tuple, dict)):
+        raise UserError(
+            "dataset.target: expected the name of one column. For several targets, write a "
+            "function that returns Data; 'Bring your own' in the documentation shows how."
+        )
     target = str(target)  # on the command line, a bare 2024 is a number
     reading = {
         "target": target,

@@ -29,7 +29,7 @@ from stoker.data.transforms import PerSample
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import END, children_do_not_interrupt
-from stoker.trainer.seeding import random_stream
+from stoker.trainer.seeding import mix_seed, random_stream, seed_own
 from stoker.trainer.stopping import SIGNALS
 from stoker.trainer.transfer import UNIFIED
 
@@ -240,7 +240,9 @@ class Reader(torch.utils.data.Dataset[Any]):
         context: AbstractContextManager[None] = contextlib.nullcontext()
         # Reading the built-in splits draws no random numbers.
         if type(self.split) not in (TensorSplit, ImageSplit):
-            context = random_stream("read", *self.stream, epoch, indices[0])
+            parts = ("read", *self.stream, epoch, indices[0])
+            context = random_stream(*parts)
+            seed_own(whole_of(getattr(self.split, "dataset", self.split)), mix_seed(*parts))
         with context:
             if self.transforms is None:
                 return self.split[indices]

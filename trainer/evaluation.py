@@ -94,7 +94,8 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
     values = {}
     for name, metric in trainer.metrics.items():
         full_name = f"{split}/{name}"
-        values[full_name] = misuse.number(full_name, metric.compute())
+        with step_errors.naming_metric(name):
+            values[full_name] = misuse.number(full_name, metric.compute())
     return values
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import signal
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from stoker.trainer import batches, launch, parallel, settings
 from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.number_format import counted
-from stoker.trainer.seeding import mix_seed, seed_python
+from stoker.trainer.seeding import mix_seed, seed_own, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 
 END = object()  # marks the end of an iterator
@@ -233,6 +234,11 @@ class IterableLoader(Seekable):
         """Return the next batch, or END. The iterable draws from its own random streams."""
         outside = torch.default_generator.get_state()
         if place.iterator is None:
+            if place.drop and is_started(self.loader):
+                raise UserError(
+                    "To resume, the training data is read again from the start, but this generator "
+                    "has already been read. Pass a new one."
+                )
             place.seed = mix_seed(self.seed, "order", place.passes)
             if place.generator is None:  # otherwise, the loaded state may contain its generators
                 self.seed_generators(place.seed, place.passes)
@@ -330,12 +336,17 @@ class IterableLoader(Seekable):
         for owner in owners:  # the list grows inside the loop
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(passes)
+            seed_own(owner, seed)
             for name, value in getattr(owner, "__dict__", {}).items():
-                if isinstance(value, torch.Generator):
-                    value.manual_seed(seed)
                 is_inside = isinstance(value, (DataLoader, Sampler)) or name in SAMPLERS
                 if is_inside and all(value is not owner for owner in owners):
                     owners.append(value)
+
+
+def is_started(iterable: Any) -> bool:
+    """Return whether this is a generator that has been read, at least in part."""
+    is_generator = inspect.isgenerator(iterable)
+    return is_generator and inspect.getgeneratorstate(iterable) != inspect.GEN_CREATED
 
 
 @contextlib.contextmanager

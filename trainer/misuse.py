@@ -134,6 +134,13 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
                 "as NAME/loss.\nUse letters, digits and underscores, but not 'train'."
             )
         check_loader(trainer, loader, "fit")
+        iterable = getattr(loader, "loader", loader)
+        if hasattr(iterable, "__next__"):
+            raise UserError(
+                f"fit: the validation loader is {kind_of(iterable)}, which would yield other "
+                "batches at each evaluation.\nPass an object that starts over at each iter(), such "
+                "as a DataLoader or a list of batches."
+            )
     if trainer.optimizer is None:
         raise UserError(
             "fit needs an optimizer. Pass one, as in "

@@ -121,10 +121,12 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
     def checked(name: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-        is_list = isinstance(leaf, list) and len(leaf) == samples
-        if not is_tensor and not is_list:
+        is_right = is_tensor or isinstance(leaf, list)
+        if not is_right or len(leaf) != samples:
+            length = f" of length {len(leaf)}" if is_right else ""
             raise UserError(
-                f"predict: {name} is {kind_of(leaf)}, not one value per sample.\n"
+                f"predict: {name} is {kind_of(leaf)}{length}, not one value for each of the "
+                f"{samples} samples.\n"
                 "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
                 f"{misuse.HOW}."
             )

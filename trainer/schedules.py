@@ -151,7 +151,10 @@ def build(
             f"scheduler: {error}. Type +scheduler.NAME=VALUE.\n"
             "In a script, pass a function of (optimizer) or (optimizer, total_steps)."
         ) from None
-    scheduler = factory(optimizer, **length)
+    try:
+        scheduler = factory(optimizer, **length)
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise UserError(f"scheduler: {error}. Check its arguments.") from error
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:

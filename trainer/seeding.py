@@ -44,6 +44,17 @@ def seed_python(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
+def seed_own(owner: Any, seed: int) -> None:
+    """Seed the generators of torch, numpy and Python that an object keeps as attributes."""
+    for value in getattr(owner, "__dict__", {}).values():
+        if isinstance(value, torch.Generator):
+            value.manual_seed(seed)
+        elif isinstance(value, numpy.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed).state
+        elif isinstance(value, (random.Random, numpy.random.RandomState)):
+            value.seed(seed % 2**32)
+
+
 def host_random_states(device: torch.device) -> tuple[Any, ...]:
     """Return the states of all global generators except the device's, to compare them."""
     of_numpy = [numpy.asarray(part).tobytes() for part in numpy.random.get_state(legacy=True)]

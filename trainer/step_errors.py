@@ -1,21 +1,23 @@
 """Explain the errors in a step: what caused them, and what to change."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batches, graph, memory, steps
+from stoker.trainer import batches, graph, memory, parallel, steps
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
+    cause,
     explanation_of,
     first_few,
     first_line,
@@ -95,6 +97,10 @@ ADVICE = {
         "strategy=fsdp: torch does not support this operation on sharded parameters. "
         "Type strategy=ddp, or, if the optimizer causes the error, choose a different one. "
         "A step must call self.model as a whole, not parts of it."
+    ),
+    "backward through the graph a second time": (
+        "A tensor of an earlier batch is part of this step. Detach it; for a hidden state, declare "
+        "it as stoker.trainer.carried.Carried()."
     ),
     "mark a variable ready only once|marked as ready twice": (
         "strategy=ddp: a parameter got two gradients in one backward(). "
@@ -181,11 +187,34 @@ def contents(value: Any, place: str = "batch") -> list[str]:
     return [text for place, item in items for text in contents(item, place)]
 
 
+@contextlib.contextmanager
+def naming_metric(name: str, **given: Any) -> Iterator[None]:
+    """Name the metric if it fails, and describe what its `update` was given.
+
+    With several processes, an error can also mean that another process is gone.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if parallel.process_count > 1 or memory.is_out_of_memory(error):
+            raise
+        text = f"metrics.{name}: {cause(error)}."
+        if given:
+            shown = [text for place, value in given.items() for text in contents(value, place)]
+            text += f"\nIt got {first_few(shown, 6)}."
+        raise UserError(text) from error
+
+
 def misused(
     trainer: "Trainer", error: Exception, batch: Any, frames: Sequence[traceback.FrameSummary]
 ) -> UserError | None:
     """Return an error if a batch, or what a step returned, does not have the form we expect."""
     *_, innermost = [frame for frame in frames if not frame.filename.startswith(TORCH)]
+    if "scheduler.step()" in str(innermost.line):
+        kind = type(trainer.scheduler).__name__
+        return UserError(f"scheduler: {kind} fails: {first_line(error)}. Check its arguments.")
     is_ours = innermost.filename.startswith(TRAINER)
     names = {frame.name for frame in frames}
     if not is_ours or IN_A_STEP.isdisjoint(names) or not MISUSED.search(str(error)):

@@ -260,9 +260,9 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def update_metrics(self, outputs: Any, batch: Any) -> None:
         """Update the metrics with the outputs of one evaluation batch."""
-        if self.metrics:
+        for name, metric in self.metrics.items():
             _, targets = batch
-            for metric in self.metrics.values():
+            with step_errors.naming_metric(name, outputs=outputs, targets=targets):
                 metric.update(outputs, targets)
 
     def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:

@@ -114,6 +114,8 @@ def not_understood(error: BaseException) -> str | None:
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
     hint = "" if "=" in typed else did_you_mean(typed, settings.TASKS)
+    if typed in settings.TASKS:
+        return f"{typed}: put the task first, or type task={typed}."
     return (
         f"{typed}: this cannot be parsed.{hint} Type settings as key=value, as in epochs=3, and "
         "lists as 'key=[1,2]'.\n"
@@ -169,4 +171,5 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         near = nearest(last, anywhere)
     if near is not None:
         return f" Did you mean {(anywhere | siblings)[near]!r}?"
-    return to_add if f"{group}._target_" in keys or takes_more else ""
+    is_complete = str(keys.get(f"{group}._target_", "stoker.")).startswith("stoker.")
+    return "" if is_complete and not takes_more else to_add

@@ -37,7 +37,11 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "loss": ("torch.nn.Module",),
     "optimizer": ("torch.optim.Optimizer",),
     "scheduler": ("torch.optim.lr_scheduler.LRScheduler",),
-    "metrics": ("torchmetrics.Metric", "stoker.trainer.metrics.Sums"),
+    "metrics": (
+        "torchmetrics.Metric",
+        "stoker.trainer.metrics.Sums",
+        "stoker.trainer.metrics.Mean",
+    ),
     "callbacks": (CALLBACK,),
     "checkpoint": (CALLBACK,),
     "trainer": ("stoker.Trainer",),

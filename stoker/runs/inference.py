@@ -232,7 +232,7 @@ def predict(
         raise UserError(
             f"input={printable(path)}: the model was trained on {about['dataset']}, "
             "which is neither an image data set nor a table.\nTo predict on the run's own data, "
-            "type split=test. To continue a prompt, type task=generate prompt=TEXT."
+            "type split=NAME. To continue a prompt, type task=generate prompt=TEXT."
         )
     device = next(model.parameters(), torch.empty(0)).device
     for labels, inputs in batches:

@@ -12,7 +12,7 @@ from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import SCRIPT, for_reading, load_config
 from stoker.trainer import files
-from stoker.trainer.errors import TrainingError, UserError, as_typed, first_few
+from stoker.trainer.errors import TrainingError, UserError, as_typed, first_few, log
 
 MOST_SHOWN = 5  # maximum differences in one message
 
@@ -117,6 +117,13 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
         )
 
 
+def is_of_own_callback(key: str, config: dict[str, Any]) -> bool:
+    """Return whether a dotted key belongs to a callback whose class is not one of Stoker's."""
+    group, _, rest = key.partition(".")
+    target = config.get(f"callbacks.{rest.partition('.')[0]}._target_")
+    return group == "callbacks" and target is not None and not target.startswith("stoker.")
+
+
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
     """Raise UserError if two configs differ in settings that must not change on resume.
 
@@ -132,12 +139,21 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     followed_before = for_reading(before)
     followed_now = for_reading(now)
     differences = []
+    of_callbacks = []
     for key in sorted({*before, *now} - {SCRIPT}):
         value = now.get(key)
         was = before.get(key)
         is_same = value == was or followed_now.get(key) == followed_before.get(key)
         if not (is_same or settings.may_differ(key, longer=longer)):
-            differences.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
+            is_own = is_of_own_callback(key, now) or is_of_own_callback(key, before)
+            listed = of_callbacks if is_own else differences
+            listed.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
+    if of_callbacks and not differences:
+        log.warning(
+            "The settings of your own callback have changed: %s. If the callback changes the "
+            "training, so do the results.",
+            first_few(of_callbacks, MOST_SHOWN),
+        )
     if differences:
         raise UserError(
             f"{name} holds a run with different settings: {first_few(differences, MOST_SHOWN)}.\n"

@@ -1,6 +1,7 @@
 """Read the config.yaml of a run, which is untrusted, and adapt it to this machine."""
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from stoker import configs
 from stoker.command import arguments, check, defaults, dotted, settings
 from stoker.command.build import (
     check_nested,
@@ -30,8 +32,6 @@ MOST_TEXT = 1000
 # digits, but parses a hexadecimal one (0x...) of any length.
 MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
-# The setting for the folder of Stoker's own data sets; the folder differs between machines.
-DATA_ROOT = ("dataset.root", "${oc.env:DATA_ROOT,datasets}")
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger that every run has
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is 8 times as fast
@@ -266,29 +266,46 @@ def is_plain(text: str) -> bool:
 def resolved(config: Config, parts: Iterable[str] | None = None) -> Config:
     """Return a saved config, or `parts` of it, with each ${key.path} replaced by the key's value.
 
-    Raises UserError for any other ${...} except `DATA_ROOT`, because a resolver such as
-    ${oc.env:NAME} would copy data from this machine into somebody else's config. OmegaConf is not
-    used, because it follows chains of any length.
+    Raises UserError for any other ${...}, because a resolver such as ${oc.env:NAME} would copy data
+    from this machine into somebody else's config. The exceptions are the settings of a data set
+    that a config file on this machine contains too, such as ${oc.env:DATA_ROOT,datasets}. OmegaConf
+    is not used, because it follows chains of any length.
     """
     values = dotted.flat(config)
+    allowed = references_of_datasets()
 
     def resolve(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {part: resolve(f"{name}.{part}", item) for part, item in value.items()}
         if isinstance(value, list):
             return [resolve(name, item) for item in value]
-        if not dotted.is_interpolation(value) or (name, value) == DATA_ROOT:
+        if not dotted.is_interpolation(value) or (name, value) in allowed:
             return value
         result = expanded(value, values)
         # "$" and "{" can come from different keys; the next reader would then resolve the result.
         if "${" in str(result) or len(str(result)) > MOST_TEXT:
             raise UserError(
-                f"{name} in its config.yaml is {value[:MOST_TEXT]}, "
-                f"which cannot be resolved here.\nType {name}=VALUE."
+                f"{name} in its config.yaml is {value[:MOST_TEXT]}, which is not resolved here: a "
+                f"run may come from somebody else.\nType {name}=VALUE."
             )
         return result
 
     return {part: resolve(part, config.get(part)) for part in parts or config}
+
+
+def references_of_datasets() -> set[tuple[str, str]]:
+    """Return (key, value) for each data set's ${...} in the config files on this machine."""
+    pairs: set[tuple[str, str]] = set()
+    for path in itertools.chain(*(folder.glob("*/*.yaml") for folder in configs.folders())):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "${oc." not in text:
+            continue
+        prefix = "" if "# @package _global_" in text else f"{path.parent.name}."
+        with contextlib.suppress(yaml.YAMLError, AttributeError):  # not a mapping
+            for key, value in dotted.flat(yaml.load(text, Loader=LOADER)).items():
+                if f"{prefix}{key}".startswith("dataset.") and dotted.is_interpolation(value):
+                    pairs.add((f"{prefix}{key}", value))
+    return pairs
 
 
 def expanded(value: Any, values: Config) -> Any:

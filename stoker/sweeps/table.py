@@ -156,10 +156,14 @@ def lines(sweep: Sweep) -> list[str]:
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
+    if not tests:
+        for row in rows:
+            del row[2]
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
-        rows[MOST_ROWS + 1 :] = [["...", "", "", "", f"{hidden} more: see sweep.csv"]]
-    return list(aligned(rows, slice(1, 4)))
+        empty = [""] * (len(rows[0]) - 2)
+        rows[MOST_ROWS + 1 :] = [["...", *empty, f"{hidden} more: see sweep.csv"]]
+    return list(aligned(rows, slice(1, -1)))
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:

@@ -66,8 +66,9 @@ def commands(run: Run) -> list[tuple[str, str]]:
     if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
         return []
     packages = trusted(run)
-    samples = run.result.samples or run.status.samples or {}
-    split = next((name for name in ("test", "val") if name in samples), "train")
+    splits = {name.partition("/")[0] for name in run.result.numbers}
+    splits |= (run.result.samples or run.status.samples or {}).keys()
+    split = next((name for name in ("test", "val") if name in splits), "train")
     use = ("Make predictions", command_for("predict", run.folder, packages, f"split={split}"))
     if str(run.config.get("dataset._target_")).startswith(OF_TEXT):
         use = ("Generate text", command_for("generate", run.folder, packages))
