@@ -58,6 +58,7 @@ class RunResult:
     error: str | None = None
     code: int | None = None  # the exit code of a failed run
     will_repeat: bool | None = None  # whether the same command would fail at the same step again
+    replay: str | None = None  # the checkpoint before a step that failed because it was not finite
     git: Revision | None = None
     best: Best | None = None
     steps: int | None = None
@@ -219,12 +220,17 @@ def write_failure(
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
         return False
+    text = exit_codes.failure_text(error)
+    replay = error.replay if isinstance(error, NotFinite) else None
+    if replay is not None and script is None:
+        text = text.rpartition("\n")[0]  # the last line is the command for `replay`
     result = RunResult(
         overrides=arguments.typed() if overrides is None else overrides,
         script=script,
-        error=exit_codes.failure_text(error),
+        error=text,
         code=code,
         will_repeat=isinstance(error, NotFinite) or None,
+        replay=replay and str(replay),
         doctor=warnings,
     )
     with contextlib.suppress(OSError):  # the disk might be full
@@ -269,3 +275,10 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
     if packages:
         words.append(f"trusted=[{','.join(packages)}]")
     return command(words)
+
+
+def replay_command(overrides: list[str], path: str | Path) -> str:
+    """Return the command that repeats the steps after a checkpoint, in a new run directory."""
+    typed = [override for override in overrides if not override.startswith("run_dir=")]
+    start = [*invocation.program(), setting("resume", path)]
+    return command(typed, "log_every=1", start=start)

@@ -12,6 +12,7 @@ from stoker.command import arguments, dotted, invocation, processes, ranks, sett
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import index, provenance, resume, saved_config
+from stoker.runs.result import replay_command
 from stoker.tasks import current_job
 from stoker.tasks.parts import building
 from stoker.tasks.running import Run
@@ -128,8 +129,7 @@ def offering_replay() -> Iterator[None]:
     except NotFinite as error:
         if error.replay is None:
             raise
-        typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
-        resumed = shell.setting("resume", error.replay)
-        command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
         text, _, _ = str(error).rpartition("\n")
-        raise NotFinite(f"{text}\nTo replay that step: {command}") from error
+        command = replay_command(arguments.typed(), error.replay)
+        text += f"\nTo replay that step: {command}"
+        raise NotFinite(text, replay=error.replay) from error

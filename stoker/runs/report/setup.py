@@ -14,7 +14,7 @@ from stoker.command.trust import own_packages
 from stoker.data.typed import is_number
 from stoker.runs import saved_config
 from stoker.runs.report.inputs import Run, checkpoints
-from stoker.runs.result import command_for
+from stoker.runs.result import command_for, replay_command
 from stoker.trainer.number_format import significant
 
 MOST_ENTRIES = 300  # maximum settings shown
@@ -46,6 +46,9 @@ def origin(run: Run) -> list[tuple[str, str]]:
         lower = min(rate / 10, usual_rate(run))
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
+        if run.result.replay is not None:
+            again = replay_command(run.overrides, run.result.replay)
+            commands.append(("Replay the failed step", again))
     elif run.state == "failed":
         commands.append(("Resume the run once the cause is fixed", again))
     elif run.state == "stopped":
