@@ -1451,9 +1451,11 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     for sample in seen.worst:
         area, *others, price = lines[sample.line - 1].split(",")
         shown = evaluation.shown(sample, seen)
-        line, true, _, *columns = shown["cells"].values()
+        line, true, predicted, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
         assert true == number_format.number(float(price))
+        difference = float(predicted.replace(",", "")) - float(price)
+        assert float(error.replace(",", "")) == pytest.approx(difference, rel=1e-3)
         assert columns == [area.removesuffix(".0"), *others]
 
 
