@@ -32,7 +32,7 @@ function put(parent, tag, name, text) {
 function number(value) {
   if (typeof value !== "number") return "";
   const size = Math.abs(value), digits = Math.max(0, 4 - Math.floor(Math.log10(size)));
-  if (size && (size < 0.001 || size >= 1e15)) return value.toExponential(3).replace("e+", "e");
+  if (size && (size < 0.001 || size >= 1e15)) return String(+value.toPrecision(4)).replace("e+", "e");
   return size < 100 ? value.toFixed(4) : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 }
 
