@@ -140,7 +140,7 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
     if data.kind == "other":
         return line
     inputs = f"{'x'.join(map(str, data.in_shape))} {data.tokens or 'numbers'}"
-    outputs = f"{data.num_classes:,} {'classes' if data.kind == 'classification' else 'to predict'}"
+    outputs = "classes" if data.kind == "classification" else "to predict"
     if data.tokens is not None:
-        outputs = f"a vocabulary of {data.num_classes:,} {data.tokens}"
-    return f"{line} of {inputs}, {outputs}; {why}"
+        outputs = f"{data.tokens} in the vocabulary"
+    return f"{line} of {inputs}, {data.num_classes:,} {outputs}; {why}"

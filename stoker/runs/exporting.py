@@ -219,12 +219,3 @@ def describe(tensor: Tensor) -> str:
     """Return the data type and the shape of a batch, like 'uint8 of shape (N, 1, 8, 8)'."""
     shape = ", ".join(["N", *map(str, tensor.shape[1:])])
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape ({shape})"
-
-
-def meaning(outputs: Tensor, about: Description) -> str:
-    """Return ": " and what the outputs of a model are, or "" if that is unknown."""
-    if outputs.shape[1:2] != (about["num_classes"],):
-        return ""
-    if about["kind"] == "classification":
-        return ": logits, whose softmax over dimension 1 gives the probabilities"
-    return ": predicted values, in the units of the data"

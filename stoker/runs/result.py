@@ -221,8 +221,8 @@ def write_failure(
     if before is not None and (before.is_finished or before.has_failed):
         return False
     text = exit_codes.failure_text(error)
-    replay = error.replay if isinstance(error, NotFinite) else None
-    if replay is not None and script is None:
+    replay = getattr(error, "replay", None)
+    if replay and not script:
         text = text.rpartition("\n")[0]  # the last line is the command for `replay`
     result = RunResult(
         overrides=arguments.typed() if overrides is None else overrides,

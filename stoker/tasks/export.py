@@ -29,7 +29,7 @@ def export(cfg: DictConfig) -> None:
     path, outputs = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
     terminal.show(f"export   {path}")
     terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
-    meaning = exporting.meaning(outputs, model.about)
-    terminal.show(f"returns  outputs: {exporting.describe(outputs)}{meaning}")
+    values = "logits" if model.about["kind"] == "classification" else "predicted values"
+    terminal.show(f"returns  outputs: {values}, {exporting.describe(outputs)}")
     tolerance = f"{exporting.TOLERANCE:.2%} of the largest output"
     terminal.show(f"check    on {whose}, the outputs match PyTorch's to within {tolerance}")

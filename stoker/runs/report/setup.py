@@ -46,7 +46,7 @@ def origin(run: Run) -> list[tuple[str, str]]:
         lower = min(rate / 10, usual_rate(run))
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
-        if run.result.replay is not None:
+        if run.result.replay:
             again = replay_command(run.overrides, run.result.replay)
             commands.append(("Replay the failed step", again))
     elif run.state == "failed":
