@@ -843,9 +843,9 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     price = f"{price} (always predicting their mean: 0%)"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
-        ({}, [], {}, None, "No verdict yet."),
-        ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
-        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
+        ({}, [], {}, None, "Not evaluated yet."),
+        ({}, [{"epoch": 0, "step": 3}], {}, None, "Not evaluated yet."),
+        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "Not evaluated."),
         ({}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         (
             {},
