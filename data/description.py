@@ -140,5 +140,7 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str) -> str:
     if data.kind == "other":
         return line
     inputs = f"{'x'.join(map(str, data.in_shape))} {data.tokens or 'numbers'}"
-    classes = "classes" if data.kind == "classification" else "to predict"
-    return f"{line} of {inputs}, {data.num_classes:,} {classes}; {why}"
+    outputs = "classes" if data.kind == "classification" else "to predict"
+    if data.tokens is not None:
+        outputs = f"{data.tokens} in the vocabulary"
+    return f"{line} of {inputs}, {data.num_classes:,} {outputs}; {why}"

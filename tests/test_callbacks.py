@@ -571,6 +571,28 @@ def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatc
     assert lines[0][1:] == []
 
 
+class StopsAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop("that is enough")
+
+
+@pytest.mark.parametrize("step", [8, 11])
+def test_the_last_line_has_what_was_logged_of_an_epoch_that_was_stopped(capsys, step):
+    trainer = make_trainer(callbacks=[StopsAt(step), Progress()], log_every=3)
+    rows = trainer.fit(*loaders())
+    *_, last, why = capsys.readouterr().out.splitlines()
+    assert why == f"stopped at step {step}: that is enough"
+    if step == 8:  # the line of the epoch
+        assert last.startswith("epoch 1/3  loss ")
+    else:
+        assert last.startswith(f"epoch 1.38/3  loss {rows[-1]['train/loss']:.4f}  ")
+        assert rows[-1]["step"] == 9
+
+
 def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):
     def run(folder, resume=None):
         trainer = make_trainer(

@@ -679,7 +679,7 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
     for _ in range(2):
         shown = asked(forks, runs, "task=export", "run=prices", "format=torch_export")
         assert "export   prices/model.pt2\ntakes    inputs: float64 of shape (N, " in shown
-        assert "\nreturns  outputs: float64 of shape (N, 1)\n" in shown
+        assert "\nreturns  outputs: predicted values, float64 of shape (N, 1)\n" in shown
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder where nobody can write")

@@ -843,9 +843,9 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     price = f"{price} (always predicting their mean: 0%)"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
-        ({}, [], {}, None, "No verdict yet."),
-        ({}, [{"epoch": 0, "step": 3}], {}, None, "No verdict yet."),
-        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "No verdict."),
+        ({}, [], {}, None, "Not evaluated yet."),
+        ({}, [{"epoch": 0, "step": 3}], {}, None, "Not evaluated yet."),
+        ({"steps": 3}, [{"epoch": 0, "step": 3}], {}, None, "Not evaluated."),
         ({}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         (
             {},
@@ -1451,9 +1451,11 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     for sample in seen.worst:
         area, *others, price = lines[sample.line - 1].split(",")
         shown = evaluation.shown(sample, seen)
-        line, true, _, *columns = shown["cells"].values()
+        line, true, predicted, error, *columns = shown["cells"].values()
         assert line == f"line {sample.line}"
         assert true == number_format.number(float(price))
+        difference = float(predicted.replace(",", "")) - float(price)
+        assert float(error.replace(",", "")) == pytest.approx(difference, rel=1e-3)
         assert columns == [area.removesuffix(".0"), *others]
 
 

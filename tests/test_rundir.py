@@ -446,9 +446,11 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
     slower = ["Train again with a lower learning rate"]
+    replayed = [*slower, "Replay the failed step"]
     for error, code, offered in (
         (TrainingError("the disk is full"), 3, ["Resume the run once the cause is fixed"]),
-        (NotFinite("it is nan\nTo replay that step: stoker resume=x"), 3, slower),
+        (NotFinite("it is nan\nlower it"), 3, slower),
+        (NotFinite("it is nan\nlower it\nTo replay it: x", replay=Path("x y")), 3, replayed),
         (UserError("no such file"), 2, ["Resume the run once the cause is fixed"]),
     ):
         (tmp_path / "result.json").unlink(missing_ok=True)
@@ -462,3 +464,6 @@ def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
         assert started[1].endswith("seed=1 run_dir=x")
         if offered and isinstance(error, NotFinite):
             assert others[0][1].endswith("seed=1 optimizer.lr=1000")
+            assert result.error == "it is nan\nlower it"
+        if offered == replayed:
+            assert others[1][1].endswith(" 'resume=x y' seed=1 log_every=1")

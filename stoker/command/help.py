@@ -12,6 +12,9 @@ INDENT = 29  # column where the text beside a name starts
 HEADER = """\
 {command} [task] [key=value ...] [group=option ...]
 
+This text lists the groups and the general keys. To list the keys of an option,
+such as optimizer.lr, type {command} optimizer=adam --help.
+
 Examples:
   {command}
       the default: an MLP on handwritten digits, in seconds
@@ -36,7 +39,7 @@ Examples:
   {command} redraw runs/mine
       write the report of a run again, or the page of a sweep or folder
 
-Groups (to list the keys of an option, type {command} model=cnn --help):"""
+Groups:"""
 
 
 def help_text(typed: Sequence[str] = ()) -> str:

@@ -40,3 +40,10 @@ def command_for(task: str, folder: str | Path, packages: list[str], *options: st
     if packages:
         words.append(f"trusted=[{','.join(packages)}]")
     return command(words)
+
+
+def replay_command(overrides: list[str], path: str | Path) -> str:
+    """Return the command that repeats the steps after a checkpoint, in a new run directory."""
+    typed = [override for override in overrides if not override.startswith("run_dir=")]
+    start = [*invocation.program(), setting("resume", path)]
+    return command(typed, "log_every=1", start=start)

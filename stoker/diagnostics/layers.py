@@ -10,7 +10,7 @@ import torch
 from stoker.runs.readable import aligned
 from stoker.trainer.modes import modes_restored
 
-HEADER = ("layer", "type", "output", "parameters", "FLOPs")
+HEADER = ("layer", "type", "output", "parameters", "FLOPs per sample (forward)")
 
 
 def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.runs.readable import duration, seconds
 from stoker.trainer.errors import printable
-from stoker.trainer.number_format import brief, counted, number
+from stoker.trainer.number_format import counted, number, size_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -37,7 +37,7 @@ def templates() -> "jinja2.Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"brief": brief, "counted": counted, "number": number}
+    environment.globals |= {"counted": counted, "number": number, "size_of": size_of}
     environment.globals |= {"duration": duration, "seconds": seconds}
     environment.filters["sha256"] = sha256
     return environment

@@ -55,6 +55,7 @@ class RunResult:
     error: str | None = None
     code: int | None = None  # the exit code of a failed run
     will_repeat: bool | None = None  # whether the same command would fail at the same step again
+    replay: str | None = None  # the checkpoint before a step that failed because it was not finite
     git: Revision | None = None
     best: Best | None = None
     steps: int | None = None
@@ -216,12 +217,17 @@ def write_failure(
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
         return False
+    text = exit_codes.failure_text(error)
+    replay = getattr(error, "replay", None)
+    if replay and not script:
+        text = text.rpartition("\n")[0]  # the last line is the command for `replay`
     result = RunResult(
         overrides=arguments.typed() if overrides is None else overrides,
         script=script,
-        error=exit_codes.failure_text(error),
+        error=text,
         code=code,
         will_repeat=isinstance(error, NotFinite) or None,
+        replay=replay and str(replay),
         doctor=warnings,
     )
     with contextlib.suppress(OSError):  # the disk might be full

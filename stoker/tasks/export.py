@@ -29,6 +29,7 @@ def export(cfg: DictConfig) -> None:
     path, outputs = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
     terminal.show(f"export   {path}")
     terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
-    terminal.show(f"returns  outputs: {exporting.describe(outputs)}")
+    values = "logits" if model.about["kind"] == "classification" else "predicted values"
+    terminal.show(f"returns  outputs: {values}, {exporting.describe(outputs)}")
     tolerance = f"{exporting.TOLERANCE:.2%} of the largest output"
     terminal.show(f"check    on {whose}, the outputs match PyTorch's to within {tolerance}")

@@ -128,8 +128,7 @@ def offering_replay() -> Iterator[None]:
     except NotFinite as error:
         if error.replay is None:
             raise
-        typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
-        resumed = shell.setting("resume", error.replay)
-        command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
         text, _, _ = str(error).rpartition("\n")
-        raise NotFinite(f"{text}\nTo replay that step: {command}") from error
+        command = shell.replay_command(arguments.typed(), error.replay)
+        text += f"\nTo replay that step: {command}"
+        raise NotFinite(text, replay=error.replay) from error

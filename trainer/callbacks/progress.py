@@ -45,6 +45,7 @@ class Progress(Callback):
         self.cells = {"loss": ""}  # column -> latest displayed value
         self.lr = ""
         self.is_evaluated = False  # whether there was an evaluation since the last line
+        self.is_behind = False  # whether there is a number that is newer than the last line
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -79,6 +80,7 @@ class Progress(Callback):
             value = self.sums[name] / self.weights[name]
         self.cells[name] = number(value)
         self.fresh.add(name)
+        self.is_behind = True
 
     def on_step_end(self, trainer: "Trainer") -> None:
         ends_epoch = trainer.step % trainer.steps_per_epoch == 0
@@ -104,7 +106,7 @@ class Progress(Callback):
         return self.monitor.best if self.monitor else None
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if not trainer.failed and self.fresh - {"loss"}:  # values logged after the last line
+        if not trainer.failed and self.is_behind:  # such as the loss of an unfinished epoch
             self.line(trainer)
         if self.table is not None:
             self.table.close()
@@ -123,6 +125,7 @@ class Progress(Callback):
         speed = self.speed()
         self.fresh &= {"loss"}
         self.is_evaluated = False
+        self.is_behind = False
         self.last_line = time.monotonic()
         row = {**cells, "samples/s": speed, "best": "*" if is_best else ""}
         if self.table is None or not self.table.row(trainer.step, row):

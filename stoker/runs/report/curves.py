@@ -54,7 +54,7 @@ def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
         TITLES.get(metric, shortened(metric)),
         "step",
         drawn,
-        end=last["step"],
+        end=run.step,
         epochs=last["epoch"] / max(1, last["step"]),
         warmup=warmup_of(run),
         best=next((point for point in points if point[0] == step), None),

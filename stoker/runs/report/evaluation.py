@@ -1,6 +1,7 @@
 """The report's view of the evaluation of the best weights: plots, and the hardest samples."""
 
 import math
+import operator
 from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample
@@ -61,10 +62,12 @@ def shown(sample: Sample, evaluation: Evaluation) -> dict[str, Any]:
     if not place:
         place = f"index {sample.index}" if sample.line is None else f"line {sample.line}"
     cells = {"": place, "true": sample.true, "predicted": sample.predicted}
-    for name in ("true", "predicted"):
-        if evaluation.kind == "regression":
+    if evaluation.kind == "regression":
+        cells["error"] = list(map(operator.sub, sample.predicted, sample.true))
+        for name in ("true", "predicted", "error"):
             cells[name] = "; ".join(map(number, cells[name][:MOST_NUMBERS]))
-        elif evaluation.unit == "samples":
+    elif evaluation.unit == "samples":
+        for name in ("true", "predicted"):
             cells[name] = evaluation.classes[cells[name]]
     if sample.probability is not None:
         cells["P(predicted)"] = f"{sample.probability:.1%}"

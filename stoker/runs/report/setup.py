@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from stoker import configs
 from stoker.command.dotted import plain
-from stoker.command.shell import command, command_for, setting
+from stoker.command.shell import command, command_for, replay_command, setting
 from stoker.command.trust import own_packages
 from stoker.data.typed import is_number
 from stoker.runs import saved_config
@@ -45,6 +45,9 @@ def origin(run: Run) -> list[tuple[str, str]]:
         lower = min(rate / 10, usual_rate(run))
         slower = command(anew, f"optimizer.lr={significant(lower, 6)}")
         commands.append(("Train again with a lower learning rate", slower))
+        if run.result.replay:
+            again = replay_command(run.overrides, run.result.replay)
+            commands.append(("Replay the failed step", again))
     elif run.state == "failed":
         commands.append(("Resume the run once the cause is fixed", again))
     elif run.state == "stopped":

@@ -103,7 +103,7 @@ def quality_verdict(run: Run) -> str:
     )
     parts = text.splitlines()
     if not parts:
-        return "No verdict." if run.has_ended else "No verdict yet."
+        return "Not evaluated." if run.has_ended else "Not evaluated yet."
     return f"{'; '.join(parts)}."
 
 

@@ -28,19 +28,19 @@ function put(parent, tag, name, text) {
   return parent.appendChild(made);
 }
 
+// Format numbers and times as the report does.
 function number(value) {
   if (typeof value !== "number") return "";
-  const size = Math.abs(value);
-  if (size >= 0.001 && size <= 1) return value.toFixed(4);
-  return size > 1 && size < 1000 ? value.toPrecision(4) : String(+value.toPrecision(4));
+  const size = Math.abs(value), digits = Math.max(0, 4 - Math.floor(Math.log10(size)));
+  if (size && (size < 0.001 || size >= 1e15)) return String(+value.toPrecision(4)).replace("e+", "e");
+  return size < 100 ? value.toFixed(4) : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 }
 
 function duration(seconds) {
   if (typeof seconds !== "number") return "";
-  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  if (seconds < 100) return `${seconds.toFixed(1)} s`;
   const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60);
-  if (minutes < 10) return `${minutes} min ${rounded % 60} s`;
-  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return minutes < 60 ? `${minutes} min ${rounded % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 function secondsOf(run) { // for a run in progress, the time so far

@@ -100,6 +100,7 @@ function watch(svg, lines) {
   };
   svg.onpointermove = event => {
     const i = near(event);
+    svg.style.cursor = i !== null && sweep.jobs[i].link ? "pointer" : "";
     light(i === null ? [] : [i]);
     if (i !== null) say(sweep.jobs[i], event);
   };
@@ -208,7 +209,7 @@ function drawScatter(place) {
   drawAxes(svg, left, top, wide, high, axis.ticks.map(([share, label]) => [across(share), label]), metric.ticks, axis.name);
   const plot = shape(svg, "g", {}), lines = [], places = [];
   for (const job of sweep.jobs) { // best first
-    const share = last.at(job), y = share === null ? top + high + 7 : top + high * (1 - share);
+    const share = last.at(job), y = share === null ? top + high + 3 : top + high * (1 - share);
     let x = left + wide * across(axis.at(job));
     // Jobs with the same choice and about the same result are drawn side by side.
     const isTaken = at => axis.value && !axis.reach && places.some(place => Math.hypot(place[0] - at, place[1] - y) < 10);
