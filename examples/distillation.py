@@ -32,7 +32,7 @@ class Distiller(Trainer):
         # Load the teacher here and not in __init__, because evaluating a run does not need it. The
         # loader already normalizes the inputs, so use the module without its preprocessing.
         self.teacher = stoker.load(self.folder, self.device).module
-        super().fit(*loaders, **more)
+        return super().fit(*loaders, **more)
 
     def compute_loss(self, batch):
         if not self.model.training:

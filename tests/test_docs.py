@@ -18,6 +18,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
 import yaml
 from forks import PROGRAM
 from PIL import Image
@@ -287,6 +288,21 @@ def test_the_python_of_a_page_runs(page, forks, tmp_path, monkeypatch, capfd):
         plain = torch.nn.functional.cross_entropy(outputs, names["labels"])
         loss = plain + 0.1 * outputs.square().mean()
         assert abs(distiller.evaluate(names["loader"])["val/loss"] - loss.item()) < 1e-5
+
+
+def test_the_weights_of_a_lightning_checkpoint_are_converted_as_its_page_says(tmp_path):
+    page = blocks(ROOT / "docs" / "migration.md", "{code-block} python")
+    [code] = [block for block in page if "lightning.ckpt" in block]
+    layer = torch.nn.Linear(3, 2)
+    tied = torch.nn.ModuleDict({"first": layer, "second": layer})  # save_file refuses shared memory
+    state = {f"model.{name}": tensor for name, tensor in tied.state_dict().items()}
+    saved = {"state_dict": {**state, "metric.total": torch.ones(1)}, "hyper_parameters": {"lr": 1}}
+    torch.save(saved, tmp_path / "lightning.ckpt")
+    run_python(code, tmp_path)
+    other = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in tied})
+    loaded = stoker.init_from(other, tmp_path / "weights.safetensors")
+    assert len(loaded.loaded) == 4 and not loaded.unused
+    torch.testing.assert_close(other.state_dict(), tied.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.slow

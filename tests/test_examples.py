@@ -272,7 +272,7 @@ def test_a_student_learns_from_the_teachers_scores_and_is_tested_without_a_teach
     student = Distiller(
         MLP((6,), 3, hidden=[]), teacher="runs/teacher", optimizer=torch.optim.SGD, **settings
     )
-    student.fit(train, val)
+    assert student.fit(train, val) is student.history
     assert given == [("runs/teacher", torch.device("cpu"))]
     batch = inputs, targets = torch.randn(20, 6), torch.arange(20) % 3
     student.model.train()

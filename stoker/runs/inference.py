@@ -43,6 +43,7 @@ class Trained(torch.nn.Module):
     data. If the format of the data is unknown, inputs and outputs are passed through unchanged.
 
     Attributes:
+        module: the trained module itself, without the preprocessing.
         classes: the class names, in the order of the scores; None if there are no names.
         columns: the names of a table's input columns; None for other inputs.
         about: the description of the data set, from `Data.description()`.
@@ -128,9 +129,10 @@ def constants(about: Description) -> dict[str, Tensor]:
 def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] = ()) -> Trained:
     """Load the model of a run directory with its best weights, in eval mode on `device`.
 
-    The data set is not needed. The folder is untrusted: only constructors from trusted packages,
-    including the ones in `trusted`, are called. Raises UserError if this is not a run directory,
-    and TrainingError if none of its checkpoints can be read.
+    The result includes the preprocessing; its `module` is the trained module itself. The data set
+    is not needed. The folder is untrusted: only constructors from trusted packages, including the
+    ones in `trusted`, are called. Raises UserError if this is not a run directory, and
+    TrainingError if none of its checkpoints can be read.
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         chosen = devices.choose(device)
