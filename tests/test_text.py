@@ -18,7 +18,7 @@ from stoker.data import text as texts
 from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader, HostLoader, make_loaders, resident_view
 from stoker.data.record import default_metrics, fingerprint
-from stoker.models.gpt import GPT
+from stoker.models.gpt import GPT, take_rows
 from stoker.runs import report
 from stoker.runs.inference import Trained
 from stoker.runs.samples import Samples, write_on
@@ -328,7 +328,7 @@ def test_rows_of_classes_give_the_loss_of_torch(file):
 
 def with_rows(loss):
     rows = nn.CrossEntropyLoss(loss.weight, label_smoothing=loss.label_smoothing)
-    losses.take_rows(rows)
+    take_rows(rows)
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from stoker.trainer.errors import UserError
 
@@ -74,11 +74,11 @@ def walk(
     return batch
 
 
-def entries(batch: Any, name: str = "batch") -> list[tuple[str, torch.Tensor]]:
+def entries(batch: Any, name: str = "batch") -> list[tuple[str, Tensor]]:
     """Return [(name, tensor)] for all tensors in the batch."""
     leaves: list[tuple[str, Any]] = []
     walk(lambda name, leaf: leaves.append((name, leaf)), batch, name)
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def is_list(value: Any) -> bool:
@@ -95,7 +95,7 @@ def usual_dim(name: str, value: Any) -> SampleDim:
         if not value:
             return None
         return 0 if all(isinstance(item, PLAIN) for item in value) else "auto"
-    if isinstance(value, torch.Tensor) and not value.ndim:
+    if isinstance(value, Tensor) and not value.ndim:
         return None
     return 0
 
@@ -127,7 +127,7 @@ def lengths(batch: Any, dim_of: DimOf) -> dict[str, int | None]:
         if is_list(leaf):
             counted[name] = len(leaf)
         elif dim is not None:
-            counted[name] = leaf.shape[dim] if isinstance(leaf, torch.Tensor) else None
+            counted[name] = leaf.shape[dim] if isinstance(leaf, Tensor) else None
 
     walk(note, batch, list_dim=dim_of)
     return counted
@@ -159,7 +159,7 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
     if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
         # Fast path for (inputs, targets).
         inputs, targets = batch
-        are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        are_tensors = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
         if are_tensors and inputs.shape[:1] == targets.shape[:1] and inputs.ndim:
             return int(inputs.shape[0])
     if isinstance(batch, Accumulated):

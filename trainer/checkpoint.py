@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel, stopping, transfer
@@ -26,7 +27,7 @@ from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
 State = dict[str, Any]
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 FORMAT = "stoker-1"
 # This key marks JSON objects that represent tensors, tuples, or dicts with keys other than strings.
@@ -169,7 +170,7 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
 
     Tuples, and dicts with keys that are not strings, are marked because JSON would change them.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {MARK: "tensor", "name": name}
     if isinstance(value, dict):
@@ -273,7 +274,7 @@ def fitted(optimizer: torch.optim.Optimizer, key: str, moment: Any, parameter: A
     Raises:
         UserError: A fused optimizer would read beyond the memory of the tensor.
     """
-    if not isinstance(moment, torch.Tensor) or not moment.ndim:  # a step count, for example
+    if not isinstance(moment, Tensor) or not moment.ndim:  # a step count, for example
         return moment
     if moment.shape == parameter.shape:
         target = torch.empty_like(parameter, dtype=moment.dtype)

@@ -19,6 +19,7 @@ from stoker.trainer.seeding import mix_seed, seed_own, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 
 END = object()  # marks the end of an iterator
+UNREAD = inspect.GEN_CREATED  # the state of a generator that has not been read
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of loaders and samplers that hold a sampler
 
 
@@ -234,7 +235,9 @@ class IterableLoader(Seekable):
         """Return the next batch, or END. The iterable draws from its own random streams."""
         outside = torch.default_generator.get_state()
         if place.iterator is None:
-            if place.drop and is_started(self.loader):
+            data = self.loader
+            is_generator = inspect.isgenerator(data)
+            if place.drop and is_generator and inspect.getgeneratorstate(data) != UNREAD:
                 raise UserError(
                     "To resume, the training data is read again from the start, but this generator "
                     "has already been read. Pass a new one."
@@ -341,12 +344,6 @@ class IterableLoader(Seekable):
                 is_inside = isinstance(value, (DataLoader, Sampler)) or name in SAMPLERS
                 if is_inside and all(value is not owner for owner in owners):
                     owners.append(value)
-
-
-def is_started(iterable: Any) -> bool:
-    """Return whether this is a generator that has been read, at least in part."""
-    is_generator = inspect.isgenerator(iterable)
-    return is_generator and inspect.getgeneratorstate(iterable) != inspect.GEN_CREATED
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.trainer import batches
@@ -50,7 +50,7 @@ DIVISORS = {
         "elements",
     ),
 }
-Divisor = Callable[[torch.Tensor], int | torch.Tensor]
+Divisor = Callable[[Tensor], int | Tensor]
 IGNORED = -100  # torch's default for ignore_index
 
 
@@ -133,10 +133,10 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
         UserError: The outputs are not a tensor, torch would broadcast them, or a cross-entropy
             would always be 0.
     """
-    if len(arguments) != 2 or not isinstance(arguments[1], torch.Tensor):
+    if len(arguments) != 2 or not isinstance(arguments[1], Tensor):
         return
     outputs, targets = arguments
-    if not isinstance(outputs, torch.Tensor):
+    if not isinstance(outputs, Tensor):
         raise UserError(
             f"The model returns a {type(outputs).__name__}, but the loss takes a tensor.\n"
             "Override compute_loss; 'Bring your own' in the documentation shows how."
@@ -165,12 +165,10 @@ def divisor(loss: Any) -> Divisor | None:
     if kind == "classes":
         ignored = option(loss, "ignore_index", IGNORED)
         return functools.partial(class_weight, option(loss, "weight"), ignored)
-    return torch.Tensor.numel if kind == "elements" else None
+    return Tensor.numel if kind == "elements" else None
 
 
-def class_weight(
-    weight: torch.Tensor | None, ignored: int, targets: torch.Tensor
-) -> int | torch.Tensor:
+def class_weight(weight: Tensor | None, ignored: int, targets: Tensor) -> int | Tensor:
     """Return the sum of the class weights of all targets that are not ignored, on their device.
 
     With class probabilities (N, C, ...) as targets, every target has weight 1.
@@ -179,17 +177,15 @@ def class_weight(
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
     targets = targets.long()  # uint8 cannot represent -100, and as an index it would be a mask
-    counts: torch.Tensor = targets != ignored
+    counts: Tensor = targets != ignored
     if weight is None:
         return counts.sum()
     # Clamp out-of-range classes, for which the loss raises a clearer error.
-    weights: torch.Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
+    weights: Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
     return (weights * counts).sum()
 
 
-def fractions(
-    weights: Sequence[float | torch.Tensor], device: torch.device
-) -> Sequence[float | torch.Tensor]:
+def fractions(weights: Sequence[float | Tensor], device: torch.device) -> Sequence[float | Tensor]:
     """Return each weight divided by their sum, as tensors if any weight is a tensor or 0."""
     if all(isinstance(weight, (int, float)) and weight > 0 for weight in weights):
         total = sum(weights)
@@ -198,51 +194,30 @@ def fractions(
     return list(fraction(stacked, stacked.sum()))
 
 
-def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+def on_device(weight: float | Tensor, device: torch.device) -> Tensor:
     """Return a weight as a 0-dim tensor (float64 if supported), without waiting for the device."""
     dtype = wide_type(device.type)
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, Tensor):
         return weight.detach().to(device, dtype).reshape(())
     return torch.full((), float(weight), dtype=dtype, device=device)
 
 
-def take_rows(loss: Any) -> None:
-    """Let nn.CrossEntropyLoss read (N, C, ...) outputs stored channels-last as (M, C) rows.
-
-    Otherwise torch copies them to move the class dimension to position 1. For 128 tokens and 8,192
-    classes, forward and backward including the last layer take 227 ms with the copy and 150 ms
-    without it (one core of an AMD EPYC).
-    """
-    if isinstance(loss, nn.CrossEntropyLoss):
-        loss.register_forward_pre_hook(rows_of_classes)
-
-
-def rows_of_classes(
-    _: nn.Module, arguments: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return views (M, C) of the outputs and (M,) of the targets, or None if that needs a copy."""
-    outputs, targets = arguments
-    if outputs.ndim < 3 or outputs.stride(1) != 1 or targets.ndim != outputs.ndim - 1:
-        return None
-    return outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
-
-
-def fraction(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def fraction(weight: Tensor, total: Tensor) -> Tensor:
     """Return weight / total, or 0 if the total is 0."""
     return (weight / total).masked_fill(total == 0, 0)
 
 
-def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> torch.Tensor:
+def scaled(loss: Tensor, factor: float | Tensor, outputs: Any) -> Tensor:
     """Return the loss times this factor.
 
     If the factor is 0, the loss is the mean over no targets, which is NaN, and its backward pass
     would compute 0 * inf. So set the loss and the gradient of the outputs to 0.
     """
-    if not isinstance(factor, torch.Tensor):
+    if not isinstance(factor, Tensor):
         return loss * factor
     is_nothing = factor == 0
 
-    def masked(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def masked(gradient: Tensor | None) -> Tensor | None:
         # DistributedDataParallel passes None for an output that the loss does not use.
         return None if gradient is None else gradient.masked_fill(is_nothing, 0)
 

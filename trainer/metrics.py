@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from stoker.trainer import launch, parallel
@@ -28,21 +29,19 @@ class Mean:
         self.reset()
 
     def reset(self) -> None:
-        self.total: float | torch.Tensor = 0.0
+        self.total: float | Tensor = 0.0
         self.samples: int = 0
-        self.weight: float | torch.Tensor = 0
+        self.weight: float | Tensor = 0
 
-    def update(
-        self, value: torch.Tensor, samples: int = 1, weight: float | torch.Tensor | None = None
-    ) -> None:
-        if not isinstance(self.total, torch.Tensor):
+    def update(self, value: Tensor, samples: int = 1, weight: float | Tensor | None = None) -> None:
+        if not isinstance(self.total, Tensor):
             # torch.full, because copying from the host would wait for the device.
             dtype = wide_type(value.device.type)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
         if weight is None:
             weight = samples
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             if weight.is_floating_point():
                 weight = weight.to(self.total.dtype)
             counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 = nan
@@ -53,10 +52,10 @@ class Mean:
         self.weight = self.weight + weight
         self.samples += samples
 
-    def compute(self) -> torch.Tensor:
+    def compute(self) -> Tensor:
         """Return the mean, or NaN if the total weight is 0."""
         total = self.total
-        if not isinstance(total, torch.Tensor):
+        if not isinstance(total, Tensor):
             total = torch.tensor(total, dtype=torch.float64)
         return total / self.weight
 
@@ -98,20 +97,20 @@ class Sums:
         self.reset()
 
     def reset(self) -> None:
-        self.sums: torch.Tensor | None = None
+        self.sums: Tensor | None = None
 
-    def add(self, sums: torch.Tensor) -> None:
+    def add(self, sums: Tensor) -> None:
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the sums of one batch."""
         raise NotImplementedError
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         """Return the value of the metric for these sums."""
         raise NotImplementedError
 
-    def compute(self) -> torch.Tensor:
+    def compute(self) -> Tensor:
         """Return the metric, or NaN if there was no data. All processes must call this."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
@@ -131,7 +130,7 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+def class_of(targets: Tensor, outputs: Tensor) -> Tensor:
     """Return the class indices (N, ...) of the targets for outputs (N, C, ...).
 
     As in CrossEntropyLoss, dimension 1 of the outputs holds the classes. Soft targets (N, C, ...),
@@ -156,7 +155,7 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     )
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """Convert the tensor to the dtype used for sums."""
     return tensor.to(wide_type(tensor.device.type))
 
@@ -176,7 +175,7 @@ class OfClasses(Sums):
         )
         super().__init__()
 
-    def counts(self, targets: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    def counts(self, targets: Tensor, true: Tensor) -> Tensor:
         """Return a mask of the targets that count: all except those of the ignored class."""
         ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
         if ignored is None or targets.is_floating_point():
@@ -192,16 +191,16 @@ class Accuracy(OfClasses):
 
     higher_is_better = True
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         true = class_of(targets, outputs)
         self.add_hits(true == outputs.argmax(1), self.counts(targets, true))
 
-    def add_hits(self, hits: torch.Tensor, counts: torch.Tensor) -> None:
+    def add_hits(self, hits: Tensor, counts: Tensor) -> None:
         self.add(torch.stack([(hits & counts).sum(), counts.sum()]))
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         hits, count = wide(sums)
-        fraction: torch.Tensor = hits / count
+        fraction: Tensor = hits / count
         return fraction
 
 
@@ -215,7 +214,7 @@ class TopK(Accuracy):
         self.k: int = check_number("metrics.k", k, whole=True, least=1)
         super().__init__(ignore_index)
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         true = class_of(targets, outputs)
         best = outputs.topk(min(self.k, outputs.shape[1]), 1).indices
         self.add_hits((best == true.unsqueeze(1)).any(1), self.counts(targets, true))
@@ -230,7 +229,7 @@ class Confusion(OfClasses):
         )
         super().__init__(ignore_index)
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
             raise UserError(
@@ -243,7 +242,7 @@ class Confusion(OfClasses):
         # bincount would wait for the device.
         self.add(table.scatter_add_(0, cells, counts.flatten().to(cells.dtype)))
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         return sums.reshape(self.num_classes, self.num_classes)
 
 
@@ -256,7 +255,7 @@ class MeanIoU(Confusion):
 
     higher_is_better = True
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         counts = super().value(sums)
         hits = wide(counts.diagonal())
         return (hits / (counts.sum(0) + counts.sum(1) - hits)).nanmean()
@@ -270,16 +269,16 @@ class Perplexity(OfClasses):
 
     higher_is_better = False
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         true = class_of(targets, outputs)
         counts = self.counts(targets, true)
         logits = outputs.float() if outputs.dtype.itemsize < 4 else outputs
         losses = functional.cross_entropy(logits, true.where(counts, 0), reduction="none")
         self.add(torch.stack([wide(losses.where(counts, 0)).sum(), wide(counts).sum()]))
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         total, count = sums
-        perplexity: torch.Tensor = (total / count).exp()
+        perplexity: Tensor = (total / count).exp()
         return perplexity
 
 
@@ -293,20 +292,20 @@ class MSE(Sums):
     higher_is_better = False
     power = 2
 
-    def __init__(self, scale: float | Sequence[float] | torch.Tensor = 1.0) -> None:
+    def __init__(self, scale: float | Sequence[float] | Tensor = 1.0) -> None:
         self.scale = torch.as_tensor(scale, dtype=torch.float64).cpu()
         super().__init__()
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         check_same_shape(outputs, targets)
         errors = wide(outputs) - wide(targets)
         self.scale = self.scale.to(errors)  # waits for the device in the first batch only
         total = ((errors * self.scale).abs() ** self.power).sum()
         self.add(torch.stack([total, torch.full_like(total, errors.numel())]))
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         total, count = sums
-        mean: torch.Tensor = total / count
+        mean: Tensor = total / count
         return mean
 
 
@@ -326,10 +325,10 @@ class R2(Sums):
 
     # Targets are summed relative to the first one. Relative to 0, sums of squares would suffer from
     # cancellation; relative to a rounded mean, those of a constant target would not be 0.
-    origin: torch.Tensor
+    origin: Tensor
     higher_is_better = True
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
         check_same_shape(outputs, targets)
         if self.sums is None:
             self.origin = wide(targets)[0]
@@ -340,7 +339,7 @@ class R2(Sums):
         residual = errors**2
         self.add(torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples]))
 
-    def compute(self) -> torch.Tensor:
+    def compute(self) -> Tensor:
         given = None
         if self.sums is not None:
             given = torch.cat([self.origin[None], self.sums])
@@ -355,7 +354,7 @@ class R2(Sums):
             shifted.append(torch.stack([total + samples * shift, squares, residual, samples]))
         return self.value(sum(shifted[1:], shifted[0]))
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: Tensor) -> Tensor:
         total, squares, residual, samples = sums
         explained = 1 - residual / (squares - total**2 / samples)
         exact = (residual == 0).to(explained)
@@ -364,7 +363,7 @@ class R2(Sums):
         return explained.mean()
 
 
-def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """Raise UserError if the shapes differ.
 
     Shapes (N, 1) and (N,) would broadcast to (N, N), which is silently wrong.

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from stoker.trainer import (
     batches,
@@ -62,7 +63,7 @@ def check_parts(
 ) -> None:
     """Raise UserError for arguments that a Trainer would ignore or use incorrectly."""
     check_methods(type(trainer), ())
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, not {kind_of(model)}.")
     if type(model).__name__ in WRAPPERS:
         raise UserError(
@@ -117,7 +118,7 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
     is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
     if reduction != "mean" and not is_fine:
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
-    if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
 
@@ -190,9 +191,9 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")
     if (
         not hasattr(loader, "__iter__")
-        or isinstance(loader, (torch.Tensor, Mapping, str))
+        or isinstance(loader, (Tensor, Mapping, str))
         or isinstance(first, torch.utils.data.DataLoader)
-        or (takes_pairs and isinstance(first, torch.Tensor))
+        or (takes_pairs and isinstance(first, Tensor))
     ):
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
@@ -215,7 +216,7 @@ def check_built(trainer: "Trainer") -> None:
         )
 
 
-def check_layout(module: torch.nn.Module, channels_last: bool | str) -> None:
+def check_layout(module: nn.Module, channels_last: bool | str) -> None:
     """Raise UserError if channels_last is True and the parameters are sharded."""
     if channels_last is True and any(map(parallel.is_shard, module.parameters())):
         raise UserError(
@@ -239,7 +240,7 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
     lengths: set[int] = set()
     for i, part in enumerate(batch):
         dim = sample_dim(f"batch[{i}]", part)
-        if isinstance(part, torch.Tensor) and isinstance(dim, int):
+        if isinstance(part, Tensor) and isinstance(dim, int):
             lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.trainer import launch, losses, settings
@@ -23,10 +24,10 @@ from stoker.trainer.errors import TrainingError, UserError, first_few, log
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Summable = TypeVar("Summable", int, float, torch.Tensor, torch.Tensor | None)
+Summable = TypeVar("Summable", int, float, Tensor, Tensor | None)
 
 NOTHING = contextlib.nullcontext()
-NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # fsdp gathers blocks with at least this many parameters separately, and smaller ones together.
 BLOCK = 2**20
 # Allowed relative difference between the norms of a weight on two processes, which may run on
@@ -83,7 +84,7 @@ def leave() -> None:
 # Wrap a model
 
 
-def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
+def wrap(module: nn.Module, strategy: str, device: torch.device) -> nn.Module:
     """Return the module that a step calls: the module itself for `single`, or a parallel wrapper.
 
     `dp` uses all visible GPUs; with fewer than two, it has no effect. `ddp` keeps the whole module
@@ -115,13 +116,13 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     return spread
 
 
-def trained(module: torch.nn.Module) -> set[str]:
+def trained(module: nn.Module) -> set[str]:
     """Return the names of the parameters that require a gradient."""
     named = module.named_parameters()
     return {name for name, parameter in named if parameter.requires_grad}
 
 
-def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
+def check_exchanged(model: nn.Module, module: nn.Module) -> None:
     """Raise UserError for unfrozen parameters whose gradients are not synchronized."""
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
@@ -132,7 +133,7 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
         )
 
 
-def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def copied(module: nn.Module, device: torch.device) -> nn.Module:
     """Wrap the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
@@ -150,7 +151,7 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         )
 
 
-def replicated(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def replicated(module: nn.Module, device: torch.device) -> nn.Module:
     """Wrap the module in torch.nn.DataParallel, if there are at least two GPUs."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     if count < 2:
@@ -166,7 +167,7 @@ def replicated(module: torch.nn.Module, device: torch.device) -> torch.nn.Module
     return Replicated(module, device_ids=indices)
 
 
-class Replicated(torch.nn.DataParallel[torch.nn.Module]):
+class Replicated(nn.DataParallel[nn.Module]):
     """DataParallel whose replicas use the autocast dtype of the calling thread.
 
     Each replica runs in its own thread, in which torch would use the default dtype of autocast:
@@ -174,7 +175,7 @@ class Replicated(torch.nn.DataParallel[torch.nn.Module]):
     """
 
     def parallel_apply(
-        self, replicas: Sequence[torch.nn.Module], inputs: Sequence[Any], kwargs: Any
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         within = [autocasting(replica, self.src_device_obj.type) for replica in replicas]
         return super().parallel_apply(within, inputs, kwargs)
@@ -187,7 +188,7 @@ def autocasting(module: Any, device_type: str) -> Any:
     return torch.autocast(device_type, dtype=dtype, enabled=is_enabled)(module)
 
 
-def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def sharded(module: nn.Module, device: torch.device) -> nn.Module:
     """Shard the module's parameters across the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
 
     Items of a Sequential or ModuleList with at least BLOCK parameters are gathered separately.
@@ -203,7 +204,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     mesh = init_device_mesh(device.type, (launch.world_size(),))
     try:
         for container in reversed(list(module.modules())):  # inner containers first
-            if not isinstance(container, (torch.nn.Sequential, torch.nn.ModuleList)):
+            if not isinstance(container, (nn.Sequential, nn.ModuleList)):
                 continue
             for part in container:
                 free = [weight for weight in part.parameters() if not is_shard(weight)]
@@ -219,7 +220,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return module
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called."""
     # private: nn.Module._compiled_call_impl, because there is no public check, torch 2.15
     return module._compiled_call_impl is not None
@@ -232,24 +233,24 @@ class SumOverRanks(torch.autograd.Function):
     """Sum a tensor across ranks, and its gradient too, because each rank has part of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         total = tensor.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return SumOverRanks.forward(ctx, gradient)
 
 
-class OverRanks(torch.nn.SyncBatchNorm):
+class OverRanks(nn.SyncBatchNorm):
     """BatchNorm across all ranks, like SyncBatchNorm, but on the CPU too."""
 
     process_group = None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training or not dist.is_initialized():
-            return torch.nn.BatchNorm1d.forward(self, input)
+            return nn.BatchNorm1d.forward(self, input)
         if input.device.type != "cpu":
             return super().forward(input)
         # Each process normalizes the whole batch, and returns its own rows.
@@ -257,8 +258,8 @@ class OverRanks(torch.nn.SyncBatchNorm):
         sizes = [len(part) for part in rows]
         rows[dist.get_rank()] = input
         whole = SumOverRanks.apply(torch.cat(rows))
-        normalized = torch.nn.BatchNorm1d.forward(self, whole)
-        own: torch.Tensor = normalized.split(sizes)[dist.get_rank()]
+        normalized = nn.BatchNorm1d.forward(self, whole)
+        own: Tensor = normalized.split(sizes)[dist.get_rank()]
         return own.clone()  # because an activation may change it in place
 
 
@@ -271,7 +272,7 @@ def over_ranks(kind: Any) -> Any:
     return type(kind.__name__, (OverRanks, kind), {})
 
 
-def spread_norms(module: torch.nn.Module) -> None:
+def spread_norms(module: nn.Module) -> None:
     """Make each BatchNorm compute its statistics across all processes, in place.
 
     Classes with their own `forward` are left unchanged.
@@ -287,40 +288,40 @@ def spread_norms(module: torch.nn.Module) -> None:
             log.warning("%s overrides forward, so each process computes its own statistics.", name)
 
 
-def unwrap(module: torch.nn.Module) -> None:
+def unwrap(module: nn.Module) -> None:
     """Undo `spread_norms`, because the module may outlive the process group."""
     for child in module.modules():
         if isinstance(child, OverRanks):
             child.__class__ = type(child).__bases__[1]
 
 
-def has_usual_forward(norm: torch.nn.Module) -> bool:
+def has_usual_forward(norm: nn.Module) -> bool:
     """Return whether this is a BatchNorm with torch's own forward."""
-    usual = (torch.nn.BatchNorm1d.forward, OverRanks.forward)
+    usual = (nn.BatchNorm1d.forward, OverRanks.forward)
     return isinstance(norm, NORMS) and type(norm).forward in usual
 
 
-def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+def own_buffers(module: nn.Module) -> list[Tensor]:
     """Return the floating-point buffers that may differ between processes, except BatchNorm's."""
-    buffers: list[torch.Tensor] = []
+    buffers: list[Tensor] = []
     for child in module.modules():
         if not has_usual_forward(child):
             buffers += child.buffers(recurse=False)
     return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
-def follow_first(module: torch.nn.Module, _: Any) -> None:
+def follow_first(module: nn.Module, _: Any) -> None:
     """Copy rank 0's buffers to all processes before a forward pass, as ddp does."""
     take_from_first(own_buffers(module))
 
 
-def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
+def take_from_first(tensors: Iterable[Tensor]) -> None:
     """Copy these tensors from rank 0 to all processes."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), 0)
 
 
-def plain_text(module: torch.nn.Module) -> str:
+def plain_text(module: nn.Module) -> str:
     """Return the module as Python prints it, without the prefixes that FSDP adds to class names."""
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
@@ -333,14 +334,12 @@ def description(trainer: Any) -> str:
 # In a step
 
 
-def replica_indices(model: torch.nn.Module) -> tuple[int, ...]:
+def replica_indices(model: nn.Module) -> tuple[int, ...]:
     """Return the indices of the GPUs that hold a replica with `dp`, or ()."""
-    return tuple(model.device_ids) if isinstance(model, torch.nn.DataParallel) else ()
+    return tuple(model.device_ids) if isinstance(model, nn.DataParallel) else ()
 
 
-def gradient_sync(
-    model: torch.nn.Module, *, enabled: bool
-) -> contextlib.AbstractContextManager[Any]:
+def gradient_sync(model: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which backward passes exchange gradients only if `enabled`."""
     if process_count == 1:
         return NOTHING
@@ -353,7 +352,7 @@ def gradient_sync(
     return NOTHING
 
 
-def average_gradients(module: torch.nn.Module) -> None:
+def average_gradients(module: nn.Module) -> None:
     """Average the gradients of a module across all processes.
 
     Call this in your own `train_step` if it uses parts of `trainer.module`, such as one of several
@@ -367,13 +366,13 @@ def average_gradients(module: torch.nn.Module) -> None:
             parameter.grad /= process_count
 
 
-def broadcast_weights(model: torch.nn.Module) -> None:
+def broadcast_weights(model: nn.Module) -> None:
     """Copy rank 0's weights and buffers to all processes, if each process has a full copy."""
     if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
-def check_same_weights(model: torch.nn.Module) -> None:
+def check_same_weights(model: nn.Module) -> None:
     """Raise TrainingError if the weights are not the same on all processes.
 
     They differ if a step bypasses `trainer.model`, for example by calling `self.module(inputs)`:
@@ -409,7 +408,7 @@ def add_up(value: Summable) -> Summable:
         return value
     values = [part for part in from_all(value) if part is not None]
     total: Any = sum(values[1:], values[0]) if values else None
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         total = total.to(value.device)
     summed: Summable = total
     return summed
@@ -419,7 +418,7 @@ def from_all(value: Any) -> list[Any]:
     """Return the values of all ranks as a list: plain values, or tensors on the CPU."""
     if process_count == 1:
         return [value]
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         value = value.detach().cpu()
     values = [None] * process_count
     dist.all_gather_object(values, value)
@@ -444,9 +443,7 @@ def check_size(samples: int) -> None:
         )
 
 
-def weight(
-    here: float | torch.Tensor, total: float | None, device: torch.device
-) -> float | torch.Tensor:
+def weight(here: float | Tensor, total: float | None, device: torch.device) -> float | Tensor:
     """Return the factor by which to multiply this process's mean loss.
 
     With this factor, the average gradient of all processes is the gradient of the whole batch.
@@ -480,17 +477,17 @@ def shard_type() -> "type[DTensor]":
     return DTensor
 
 
-def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the local shards of sharded tensors (not copied), and other tensors unchanged."""
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
-def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
     """Gather a tensor if it is sharded, and return it. All processes must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+def like(tensor: Tensor, target: Tensor | None) -> Tensor:
     """Shard a whole tensor like `target`, if `target` is sharded, without communication."""
     if target is None or not is_shard(target) or is_shard(tensor):
         return tensor

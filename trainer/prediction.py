@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stoker.trainer import batches, evaluation, misuse, parallel, step_errors, transfer
 from stoker.trainer.batching import Batching
@@ -120,7 +121,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
     """Move the outputs for a batch to the CPU; raise UserError for a leaf without samples."""
 
     def checked(name: str, leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+        is_tensor = isinstance(leaf, Tensor) and leaf.ndim > 0
         is_right = is_tensor or isinstance(leaf, list)
         if not is_right or len(leaf) != samples:
             length = f" of length {len(leaf)}" if is_right else ""
@@ -139,7 +140,7 @@ def on_cpu(outputs: Any, samples: int) -> Any:
 
 def to_cpu(value: Any) -> Any:
     """Move a tensor to the CPU, in float32 if it has half precision; return other values as is."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     value = value.cpu()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
@@ -147,7 +148,7 @@ def to_cpu(value: Any) -> Any:
 
 def are_uniform(leaves: list[Any]) -> bool:
     """Return whether these are tensors whose samples all have the same shape."""
-    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return False
     return len({leaf.shape[1:] for leaf in leaves}) == 1
 

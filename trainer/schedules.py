@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number
 from stoker.trainer.groups import rule_of
@@ -50,7 +51,7 @@ class Schedule:
                 factor = self.factors.get(rule_of(group), self.factor)(self.steps)
             rate = group.setdefault("initial_lr", float(group["lr"])) * factor
             self.rates.append(rate)
-            if isinstance(group["lr"], torch.Tensor):
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -65,7 +66,7 @@ class Schedule:
             if given is last:
                 continue
             is_as_set = False
-            if isinstance(last, torch.Tensor):
+            if isinstance(last, Tensor):
                 group["lr"] = last
             group["initial_lr"] = float(given)
         if not is_as_set:
@@ -139,7 +140,7 @@ def build(
     """
     if previous is not None:
         for group, rate in zip(optimizer.param_groups, previous.get_last_lr(), strict=False):
-            if not isinstance(group["lr"], torch.Tensor) and group["lr"] != rate:
+            if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
                 set_rate(group, group["lr"])
     reset(optimizer)
     try:
@@ -230,7 +231,7 @@ def check_state(scheduler: Any, state: dict[str, Any]) -> None:
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a parameter group, also as the initial rate of the next schedule."""
-    is_tensor = isinstance(group["lr"], torch.Tensor)
+    is_tensor = isinstance(group["lr"], Tensor)
     group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     group.pop("initial_lr", None)
 

@@ -195,16 +195,13 @@ def naming_metric(name: str, **given: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        if parallel.process_count > 1 or memory.is_out_of_memory(error):
+        is_other = isinstance(error, UserError) or memory.is_out_of_memory(error)
+        if is_other or parallel.process_count > 1:
             raise
-        text = f"metrics.{name}: {cause(error)}."
-        if given:
-            shown = [text for place, value in given.items() for text in contents(value, place)]
-            text += f"\nIt got {first_few(shown, 6)}."
-        raise UserError(text) from error
+        shown = [text for place, value in given.items() for text in contents(value, place)]
+        got = f"\nIt got {first_few(shown, 6)}." if shown else ""
+        raise UserError(f"metrics.{name}: {cause(error)}.{got}") from error
 
 
 def misused(

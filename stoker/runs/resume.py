@@ -138,8 +138,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         )
     followed_before = for_reading(before)
     followed_now = for_reading(now)
-    differences = []
-    of_callbacks = []
+    differences: list[str] = []
+    of_callbacks: list[str] = []
     for key in sorted({*before, *now} - {SCRIPT}):
         value = now.get(key)
         was = before.get(key)

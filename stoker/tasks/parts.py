@@ -204,8 +204,7 @@ def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
     """Return the model and the loss; raise UserError if they do not fit the checkpoint `state`."""
-    from stoker.models import recompute
-    from stoker.trainer import losses
+    from stoker.models import gpt, recompute
 
     shapes = sizes(data)
     loss_node = plain(cfg.loss, resolve=True)
@@ -218,7 +217,7 @@ def build_model(
         recompute.checkpoint_blocks(model)
     loss = build("loss", loss_node)
     if data.tokens is not None:
-        losses.take_rows(loss)
+        gpt.take_rows(loss)
     return model, loss
 
 
