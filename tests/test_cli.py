@@ -411,6 +411,21 @@ LATE = [
     ),
     ("monitor=null", "error: monitor=null: no such number is logged", "Choose one of: val/acc"),
     (
+        "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR +scheduler.milestones=5",
+        "error: scheduler: 'int' object is not iterable.",
+        "Check its arguments.",
+    ),
+    (
+        "scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler.step_size=0",
+        "error: scheduler: StepLR fails: integer modulo by zero.",
+        "Check its arguments.",
+    ),
+    (
+        "scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler.step_size=abc",
+        "error: scheduler: StepLR fails: unsupported operand type(s) for %",
+        "Check its arguments.",
+    ),
+    (
         "model._target_=torchvision.models.resnet18 +model.weights=FOO",
         "error: model (torchvision.models.resnet18): KeyError: 'FOO'",
         "",
@@ -863,6 +878,25 @@ def test_a_callback_is_compared_by_the_values_that_it_reads():
     for changed in (callbacks(0.8), {"callbacks": {"ema": None}}):
         with pytest.raises(UserError, match="a run with different settings"):
             resume.check_same("run_dir=a", old, old | changed)
+
+
+def test_the_settings_of_a_callback_of_your_own_may_change(caplog):
+    def config(target, **settings):
+        ema = {"_target_": "stoker.EMA", "decay": 0.9}
+        return {"epochs": 1, "callbacks": {"ema": ema, "own": {"_target_": target, **settings}}}
+
+    old = config("mine.Own", path="a")
+    without = config("mine.Own")
+    del without["callbacks"]["own"]
+    for new in (config("mine.Own", path="b"), config("mine.Other"), without):
+        caplog.clear()
+        resume.check_same("run_dir=a", old, new)
+        resume.check_same("run_dir=a", new, old)
+        assert caplog.text.count("The settings of your own callback have changed") == 2
+    with pytest.raises(UserError, match=r"epochs=2 \(was 1\)"):
+        resume.check_same("run_dir=a", old, config("mine.Own", path="b") | {"epochs": 2})
+    with pytest.raises(UserError, match="a run with different settings"):
+        resume.check_same("run_dir=a", config("stoker.EMA", decay=0.9), old)
 
 
 def test_differences_are_shown_as_they_are_typed():

@@ -425,16 +425,16 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor, not one value per"),
-        (lambda x: (x, [x, x]), "outputs[1] is a list, not one value per sample"),
-        (lambda x: None, "outputs is a NoneType, not one value per sample"),
+        (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor, not one value for"),
+        (lambda x: (x, [x, x]), "outputs[1] is a list of length 2, not one value for each of the "),
+        (lambda x: None, "outputs is a NoneType, not one value for each of the "),
         (
             lambda x: {"y": x} if x.sum() > 0 else (x,),
             "the model returned outputs['y'] for one batch and outputs[0] for another",
         ),
         (
             lambda x: {"y": x if x.sum() > 0 else None},
-            "outputs is a dict, not one value per sample",
+            "outputs is a dict, not one value for each of the ",
         ),
     ],
 )
@@ -602,6 +602,17 @@ def test_two_losses_of_ones_own_are_metrics():
 
     found = make_trainer(kind=Two, metrics={"a": Mean(), "b": Mean()}).evaluate(loader())
     assert found["val/a"] + found["val/b"] == pytest.approx(found["val/loss"], rel=1e-6)
+
+
+def test_a_metric_that_fails_is_named():
+    from torchmetrics.classification import BinaryAUROC
+
+    for metric, error in ((Mean(), "RuntimeError: "), (BinaryAUROC(), "[A-Za-z]*Error: ")):
+        with pytest.raises(UserError, match=rf"^metrics\.m: {error}") as raised:
+            make_trainer(metrics={"acc": Accuracy(), "m": metric}).evaluate(loader())
+    assert "\nIt got " not in str(raised.value) or "outputs (" in str(raised.value)
+    with pytest.raises(UserError, match=r"\nIt got outputs \(\d+, 3\) torch.float32, targets "):
+        make_trainer(metrics={"m": Mean()}).evaluate(loader())
 
 
 # Checkpoints

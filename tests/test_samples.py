@@ -131,6 +131,53 @@ def test_a_training_is_a_plain_loop_over_the_same_batches():
     assert_same(trainer.module.state_dict(), model.state_dict())
 
 
+class OwnGenerators(Dataset):
+    """Samples whose noise comes from generators that are attributes, seeded by the clock."""
+
+    def __init__(self, n=23):
+        self.n = n
+        self.torch = torch.Generator()
+        self.torch.seed()
+        self.numpy = numpy.random.default_rng()
+        self.older = numpy.random.RandomState()
+        self.python = random.Random()
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        noise = [self.numpy.random(), self.older.rand(), self.python.random()]
+        return torch.tensor([i, *noise]) + torch.rand(4, generator=self.torch), i % 3
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(20))])
+def test_generators_that_a_data_set_keeps_are_seeded_for_each_sample(wrap, workers):
+    def batches(start=0, workers=0):
+        split = wrap(OwnGenerators())
+        loader = SampleLoader(split, "train", 4, seed=5, shuffle=True, workers=workers)
+        loader.seek(1, start)
+        batches = [*loader]
+        loader.close()
+        return batches
+
+    whole = batches()
+    assert_same(batches(workers=workers), whole)
+    assert_same(batches(3, workers), whole[3:])
+    noise = torch.cat([inputs for inputs, _ in whole])
+    assert len(noise.unique()) == noise.numel()
+
+
+def test_generators_that_a_split_keeps_are_seeded_for_each_batch():
+    def inputs():
+        split = DatasetSplit(OwnGenerators(), [i % 3 for i in range(23)])
+        data = Data("own", split, None, None, (4,), 3)
+        (train, _, _), _ = make_loaders(data, batch_size=4, workers=0)
+        return [batch[0] for batch in train]
+
+    assert_same(inputs(), inputs())
+
+
 @pytest.mark.parametrize("limit", [None, 0.6])
 def test_a_resumed_training_ends_as_a_whole_one(tmp_path, limit):
     def fit(folder, steps, resume=None):

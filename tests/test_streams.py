@@ -76,6 +76,17 @@ class RandomStream:
         self.generator.set_state(state["generator"])
 
 
+class NoisyStream(IterableDataset):
+    """A stream whose noise comes from a generator of numpy that it keeps, seeded by the clock."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng()
+
+    def __iter__(self):
+        for number in range(SAMPLES):
+            yield torch.full((6,), number / 10) + self.generator.random(), number % 3
+
+
 class Stop(Callback):
     def __init__(self, step):
         self.step = step
@@ -145,6 +156,7 @@ READINGS = {
     "without a state": loader,
     "with a state": lambda: StatefulLoader(Stream(), 5),
     "with a generator as its state": RandomStream,
+    "with a generator of its own": lambda: DataLoader(NoisyStream(), 5),
     "with a length": lambda: DataLoader(range(SAMPLES), 5, shuffle=True, collate_fn=collated),
     "with too short a length": lambda: TooShort(DataLoader(TensorDataset(*numbered()), 5)),
     "in epochs": lambda: IterableLoader(loader(), steps_per_epoch=3),
@@ -234,7 +246,7 @@ def test_an_evaluation_says_at_which_batch_the_loader_failed():
 def test_an_evaluation_or_prediction_reads_a_stream_to_its_end_or_to_its_steps():
     batches = [*DataLoader(Stream(), 5)]
     trainer = make_trainer(max_steps=2)
-    assert trainer.fit(loader(), iter(batches)).last()["val/loss"] > 0
+    assert trainer.fit(loader(), batches).last()["val/loss"] > 0
     first = trainer.evaluate(batches[:3])
     endless = IterableLoader(itertools.cycle(batches), steps_per_epoch=3)
     assert trainer.evaluate(endless) == first
@@ -279,6 +291,34 @@ def test_workers_read_each_sample_once():
 def test_what_cannot_be_read_is_refused(train, settings, words):
     with pytest.raises(UserError, match=words):
         make_trainer(**{"epochs": None, **settings}).fit(train)
+
+
+def test_a_generator_that_was_read_cannot_be_read_again_to_resume(tmp_path):
+    def fit(train, steps, resume=None):
+        callbacks = [Checkpoint(tmp_path / str(steps))]
+        trainer = make_trainer(make_model(), callbacks=callbacks, max_steps=6)
+        if steps < 6:
+            trainer.callbacks.insert(0, Stop(steps))
+        trainer.fit(train, resume=resume)
+        return trainer.module.state_dict()
+
+    def generator():
+        yield from (batch for _ in range(9) for batch in DataLoader(TensorDataset(*numbered()), 5))
+
+    begun = generator()
+    torch.manual_seed(1)
+    fit(begun, 3)
+    with pytest.raises(UserError, match="this generator has already been read"):
+        fit(begun, 6, tmp_path / "3")
+    resumed = fit(generator(), 6, tmp_path / "3")
+    torch.manual_seed(1)
+    assert_same(resumed, fit(generator(), 7))
+
+
+def test_a_validation_loader_that_goes_on_is_refused():
+    for val in (iter(loader()), IterableLoader(iter(loader()), steps_per_epoch=2)):
+        with pytest.raises(UserError, match="would yield other batches at each evaluation"):
+            make_trainer(max_steps=2).fit(loader(), val)
 
 
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):

@@ -409,7 +409,9 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code):
     folder = "hydra.sweep.dir='mit ä = b'"
-    job = ("-m", *JOB, "seed=0,1,2", "log_every=1", "+callbacks.marks._target_=marks.Marks", folder)
+    marks = "+callbacks.marks._target_=marks.Marks"
+    longer = ["epochs=100" if one == "epochs=2" else one for one in JOB]  # lasts about a second
+    job = ("-m", *longer, "seed=0,1,2", "log_every=1", marks, folder)
     moment = {"signal": number, "watch": "mit*/1/metrics.jsonl", "delay": 0}
     stopped = forks.run(tmp_path, *job, signals=[moment])
     assert stopped.code == code and "Traceback" not in stopped.err, stopped.err

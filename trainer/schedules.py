@@ -154,7 +154,9 @@ def build(
         ) from None
     try:
         scheduler = factory(optimizer, **length)
-    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except UserError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"scheduler: {error}. Check its arguments.") from error
     try:
         inspect.signature(scheduler.step).bind()

@@ -196,8 +196,8 @@ def naming_metric(name: str, **given: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_other = isinstance(error, UserError) or memory.is_out_of_memory(error)
-        if is_other or parallel.process_count > 1:
+        is_explained = isinstance(error, UserError) or MISUSED.search(str(error))
+        if is_explained or memory.is_out_of_memory(error) or parallel.process_count > 1:
             raise
         shown = [text for place, value in given.items() for text in contents(value, place)]
         got = f"\nIt got {first_few(shown, 6)}." if shown else ""

@@ -117,11 +117,13 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
         )
 
 
-def is_of_own_callback(key: str, config: dict[str, Any]) -> bool:
+def is_of_own_callback(key: str, *configs: dict[str, Any]) -> bool:
     """Return whether a dotted key belongs to a callback whose class is not one of Stoker's."""
     group, _, rest = key.partition(".")
-    target = config.get(f"callbacks.{rest.partition('.')[0]}._target_")
-    return group == "callbacks" and target is not None and not target.startswith("stoker.")
+    target = f"callbacks.{rest.partition('.')[0]}._target_"
+    targets = [str(config[target]) for config in configs if target in config]
+    is_builtin = any(one.startswith("stoker.") for one in targets)
+    return group == "callbacks" and bool(targets) and not is_builtin
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
@@ -145,8 +147,7 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         was = before.get(key)
         is_same = value == was or followed_now.get(key) == followed_before.get(key)
         if not (is_same or settings.may_differ(key, longer=longer)):
-            is_own = is_of_own_callback(key, now) or is_of_own_callback(key, before)
-            listed = of_callbacks if is_own else differences
+            listed = of_callbacks if is_of_own_callback(key, before, now) else differences
             listed.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
     if of_callbacks and not differences:
         log.warning(
