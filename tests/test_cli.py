@@ -417,12 +417,12 @@ LATE = [
     ),
     (
         "scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler.step_size=0",
-        "error: scheduler: StepLR fails: integer modulo by zero.",
+        "error: scheduler: integer modulo by zero.",
         "Check its arguments.",
     ),
     (
         "scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler.step_size=abc",
-        "error: scheduler: StepLR fails: unsupported operand type(s) for %",
+        "error: scheduler: unsupported operand type(s) for %",
         "Check its arguments.",
     ),
     (

@@ -210,8 +210,7 @@ def misused(
     """Return an error if a batch, or what a step returned, does not have the form we expect."""
     *_, innermost = [frame for frame in frames if not frame.filename.startswith(TORCH)]
     if "scheduler.step()" in str(innermost.line):
-        kind = type(trainer.scheduler).__name__
-        return UserError(f"scheduler: {kind} fails: {first_line(error)}. Check its arguments.")
+        return UserError(f"scheduler: {first_line(error)}. Check its arguments.")
     is_ours = innermost.filename.startswith(TRAINER)
     names = {frame.name for frame in frames}
     if not is_ours or IN_A_STEP.isdisjoint(names) or not MISUSED.search(str(error)):
