@@ -852,6 +852,30 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
             saved_config.resolved(dict(config))
 
 
+def test_what_the_files_of_this_project_look_up_for_its_data_is_looked_up(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "dataset").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment").mkdir()
+    own = tmp_path / "configs" / "dataset" / "own.yaml"
+    own.write_text("_target_: own.data\nroot: ${oc.env:PHOTOS}/a\n")
+    (tmp_path / "configs" / "experiment" / "e.yaml").write_text(
+        "# @package _global_\ndataset:\n  path: ${oc.env:PHOTOS}/b\nmodel:\n  c: ${oc.env:PHOTOS}\n"
+    )
+    (tmp_path / "configs" / "dataset" / "damaged.yaml").write_text("- ${oc.env:A}\n: [")
+    config = {"dataset": {"root": "${oc.env:PHOTOS}/a", "path": "${oc.env:PHOTOS}/b"}}
+    assert saved_config.resolved(config) == config
+    for other in (
+        {"dataset": {"path": "${oc.env:PHOTOS}/a"}},
+        {"dataset": {"root": "${oc.env:PHOTOS}"}},
+        {"model": {"c": "${oc.env:PHOTOS}"}},
+    ):
+        with pytest.raises(UserError, match="which is not resolved here"):
+            saved_config.resolved(other)
+    own.unlink()
+    with pytest.raises(UserError, match="dataset.root in its config.yaml is "):
+        saved_config.resolved(config)
+
+
 def test_a_text_is_counted_before_it_is_put_together():
     config = {"b": "x" * 60_000, "a": "${b}" * 4_500}
     tracemalloc.start()
