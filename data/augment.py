@@ -92,7 +92,7 @@ class Augment:
         if item != "flip":
             check_number(key, value, whole=True, least=1)
         elif value is not True and value != "alternate":
-            raise UserError(f"{key}={value}: expected flip or {{flip: alternate}}.")
+            raise UserError(f"{key}={value}: type flip or {{flip: alternate}} in dataset.augment.")
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:

@@ -557,7 +557,9 @@ def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
     from torchvision.transforms.v2 import functional
 
     if shorter * max(image.size) > 4 * MOST_SIZE * min(image.size):
-        raise ValueError(f"it is {image.height}x{image.width} pixels, which is too narrow")
+        raise ValueError(
+            f"{image.width} pixels wide and {image.height} high is too extreme a shape"
+        )
     resized = functional.resize(image, [shorter])
     middle: Image = functional.center_crop(resized, [height, width])
     return middle

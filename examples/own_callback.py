@@ -33,7 +33,7 @@ class Plateau(Monitor):
         if not isinstance(trainer.scheduler, Schedule):
             what = f"{type(trainer.scheduler).__name__} sets the learning rates itself"
             raise UserError(
-                f"callbacks.plateau: {what}. Type scheduler=constant, or another schedule from stoker.trainer.schedules."
+                f"callbacks.plateau: {what}. Type scheduler=constant, or choose another schedule of stoker.trainer.schedules."
             )
 
     def on_log(self, trainer, row):

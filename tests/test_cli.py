@@ -892,7 +892,7 @@ def test_the_settings_of_a_callback_of_your_own_may_change(caplog):
         caplog.clear()
         resume.check_same("run_dir=a", old, new)
         resume.check_same("run_dir=a", new, old)
-        assert caplog.text.count("The settings of your own callback have changed") == 2
+        assert caplog.text.count("Settings of your own callbacks have changed") == 2
     with pytest.raises(UserError, match=r"epochs=2 \(was 1\)"):
         resume.check_same("run_dir=a", old, config("mine.Own", path="b") | {"epochs": 2})
     with pytest.raises(UserError, match="a run with different settings"):

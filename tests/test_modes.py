@@ -94,7 +94,10 @@ def test_a_profiled_run_is_the_same_run(train, tmp_path):
     assert first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
-    assert "profile  steps up to 8 on cpu, by operator:" in done.out and "aten::addmm" in done.out
+    assert (
+        "profile  the 5 steps up to 8 on cpu, by operator:" in done.out
+        and "aten::addmm" in done.out
+    )
     assert left(tmp_path / "with" / "profile") == ["step_8.pt.trace.json.gz"]
     trace = gzip.decompress(
         (tmp_path / "with" / "profile" / "step_8.pt.trace.json.gz").read_bytes()

@@ -137,7 +137,7 @@ def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
     trainer = make_trainer(optimizer=optimizer, scheduler=None, callbacks=callbacks)
     first, *_ = failure(trainer)
     assert first == (
-        "The weights of 0.weight are not finite at step 1. First non-finite value: in step 1, 0.weight is not finite "
+        "0.weight has non-finite values at step 1. First non-finite value: in step 1, 0.weight is not finite "
         "after the update (learning rate 1e39)."
     )
 

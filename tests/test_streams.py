@@ -283,7 +283,11 @@ def test_workers_read_each_sample_once():
     ("train", "settings", "words"),
     [
         (loader(), {"epochs": 2}, "DataLoader has no len"),
-        ((batch for batch in loader()), {"max_steps": 9}, "generator, has no batches when it is"),
+        (
+            (batch for batch in loader()),
+            {"max_steps": 9},
+            r"\(generator\) has no batches when it is",
+        ),
         (iter(()), {"max_steps": 9}, "has no batches"),
         (IterableLoader(loader(), accumulate=2), {"max_steps": 9, "micro_batch": 2}, "micro_batch"),
     ],

@@ -274,7 +274,7 @@ class IterableLoader(Seekable):
         """
         if not place.number:
             raise UserError(
-                f"The training loader, {self.name}, has no batches"
+                f"The training loader ({self.name}) has no batches"
                 f"{' when it is read again' if place.passes else ''}.\n"
                 "Pass an object that starts over at each iter(), such as a DataLoader, or reduce "
                 "max_steps to the number of batches."

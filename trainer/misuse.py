@@ -259,7 +259,7 @@ def number(name: str, value: Any) -> Any:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{name} is {kind_of(value)}, not a number or a tensor. Use one metric per number."
+            f"{name} is {kind_of(value)}, not a number or a tensor. Log one number per name."
         ) from None
     return float(tensor) if tensor.numel() == 1 else tensor.tolist()
 

@@ -80,7 +80,7 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     carried = trainer.carried
 
     def evaluate() -> torch.Tensor:
-        start_over(trainer)  # every evaluation of the loss must use the same dropout
+        start_over(trainer)  # every evaluation of the loss must use the same dropout mask
         trainer.carried = carried
         loss = accumulate(trainer, parts)
         norms.append(clip(trainer))

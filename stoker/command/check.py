@@ -76,7 +76,7 @@ def check_choices(given: Mapping[str, Any]) -> None:
     for choice in arguments.choices(arguments.typed()):
         key = f"{choice.partition('=')[0]}._target_"
         target = settings.value_of(given, key)
-        if key in typed or target is None:  # not every group builds a part
+        if key in typed or target is None:  # some groups have no _target_
             continue
         chosen_target = settings.value_of(of_choices([choice]), key)
         if target != chosen_target:

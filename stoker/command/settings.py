@@ -29,7 +29,7 @@ TRAINING = ("train", "plan", "lr_find")  # tasks that start from a config instea
 WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TESTING = (*TRAINING, "evaluate")  # tasks that load data
 READERS = (*TESTING, "predict")
-MOVERS = (*TESTING, "export", "reproduce")  # tasks that look for data on this machine
+MOVERS = (*TESTING, "export", "reproduce")  # tasks whose data may have moved since the run
 # The keys of a data set that say how to read files.
 READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")
 OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only observe

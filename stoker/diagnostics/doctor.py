@@ -73,7 +73,7 @@ class Doctor(Callback):
         self.every = check_number("callbacks.doctor.every", every, whole=True, least=1)
         self.hooks: list[RemovableHandle] = []
         self.warnings: list[str] = []
-        self.count = 0  # number of samples
+        self.count = 0  # number of sampled steps
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raise a UserError if the steps cannot be inspected."""

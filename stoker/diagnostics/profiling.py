@@ -59,7 +59,7 @@ class Profile(Callback):
         part = "device" if trainer.device.type == profiler.use_device else "cpu"
         averages = profiler.key_averages()
         text = averages.table(sort_by=f"self_{part}_time_total", row_limit=MOST).rstrip()
-        steps = f"steps up to {trainer.step}"
+        steps = f"the {ACTIVE} steps up to {trainer.step}"
         print(f"profile  {steps} on {trainer.device}, by operator:\n{text}\n         {trace}")
 
 

@@ -190,8 +190,9 @@ class Classes(Examination):
     def reset(self) -> None:
         super().reset()
         # Two pairs of histograms. The first pair is over the probability of the predicted class:
-        # all samples, and the correct ones. The second pair is only for binary classification, over
-        # the probability of the second class: all samples, and the samples of this class.
+        # one of all samples, and one of the correct ones. The second pair is only for binary
+        # classification, over the probability of the second class: one of all samples, and one of
+        # the samples of this class.
         self.bins: Tensor | None = None
 
     def columns(self, outputs: Tensor, targets: Tensor) -> Columns:

@@ -151,8 +151,8 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             listed.append(f"{key}={as_typed(value)} (was {as_typed(was)})")
     if of_callbacks and not differences:
         log.warning(
-            "The settings of your own callback have changed: %s. If the callback changes the "
-            "training, so do the results.",
+            "Settings of your own callbacks have changed: %s. If these callbacks affect the "
+            "training, the results will differ.",
             first_few(of_callbacks, MOST_SHOWN),
         )
     if differences:

@@ -71,7 +71,8 @@ class SweepCallback(Callback):
             target = config.hydra.sweeper._target_
             Plugins.instance().register(hydra.utils.get_class(target))
         else:
-            if not lock.is_held(folder):  # this shows the sweep as running in the index
+            if not lock.is_held(folder):
+                # While the lock is held, the index shows the sweep as running.
                 holding.enter_context(lock.held(folder))
             progress.announce(folder, len(planned), varied)
 

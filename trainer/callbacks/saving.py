@@ -166,7 +166,7 @@ class Checkpoint(Monitor):
         self.last_time = trainer.agreement.now()
         name = checkpoint.first_nonfinite(trainer.module)
         if name is not None:
-            symptom = f"The weights of {name} are not finite at step {trainer.step:,}"
+            symptom = f"{name} has non-finite values at step {trainer.step:,}"
             raise NotFinite(
                 f"{symptom}, so no checkpoint is saved.\n{advice(trainer)}",
                 symptom,

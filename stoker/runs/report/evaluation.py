@@ -19,7 +19,8 @@ MOST_PNG = 40_000  # maximum characters of a picture
 MOST_TOKENS = 200  # maximum tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
-MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}  # maximum samples in each list
+# Maximum number of samples in each list, by the unit of the evaluation.
+MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
