@@ -388,4 +388,4 @@ def test_weights_that_are_not_finite_are_not_saved_after_an_error(tmp_path, capl
     with pytest.raises(OSError, match="lost"):
         trainer.fit(*lists())
     assert not checkpoint.files(tmp_path)
-    assert "After the error, no checkpoint could be saved: NotFinite: The weights" in caplog.text
+    assert "After the error, no checkpoint could be saved: NotFinite: 0.weight has" in caplog.text

@@ -174,7 +174,7 @@ def test_the_help_has_examples_groups_and_keys_in_80_columns(folder, monkeypatch
     write(folder / "configs/model/broken.yaml", "[")
     text = help_text()
     assert all(len(line) <= 80 for line in text.splitlines())
-    examples, groups, keys = map(text.index, ("\nExamples:\n", "\nGroups ", "\nTraining\n"))
+    examples, groups, keys = map(text.index, ("\nExamples:\n", "\nGroups:\n", "\nTraining\n"))
     assert examples < groups < keys
     models = text[text.index("\n  model  ") : text.index("\n  optimizer  ")]
     assert {"broken,", "cnn,", "net,"} <= set(models.split())

@@ -27,6 +27,7 @@ import torch
 from forks import PROGRAM, TRAIN
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
+from sklearn.feature_selection import f_classif
 
 from stoker.command import arguments, exit_codes, shell
 from stoker.runs import json_files, lock
@@ -168,6 +169,20 @@ def test_a_typed_number_is_short():
 
 
 @pytest.mark.slow
+def test_the_importance_of_a_setting_is_beyond_the_other_settings():
+    rates, widths = zip(*itertools.product(range(3), range(3)), strict=True)
+    exact = page.fractions([rates, widths], [0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 7.0, 8.0, 9.0])
+    assert exact == pytest.approx([54 / 60, 6 / 60])  # of the sum of squares of the ranks
+    rng = numpy.random.default_rng(0)
+    groups = rng.integers(0, 4, 30)
+    values = rng.normal(size=30) + groups
+    [[ratio], _] = f_classif(values.argsort().argsort().reshape(-1, 1), groups)
+    adjusted = 3 * (ratio - 1) / (3 * ratio + 26)  # epsilon squared, from the F statistic
+    assert page.fractions([groups], values) == pytest.approx([adjusted])
+    few = page.fractions([range(6), groups[:6] > 1], values[:6])  # each setting by itself
+    assert few == [0.0, *page.fractions([groups[:6] > 1], values[:6])]
+
+
 def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     header, *rows = rows_of(swept.out)
     assert header == ["job", "val/acc", "test/acc", "seconds", "settings"]

@@ -40,6 +40,8 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     )
     if trainer.step:
         line += f", continued at step {trainer.step:,}"
+    if trainer.step == trainer.total_steps:
+        line += ", so nothing is left to train"
     yield line
 
 

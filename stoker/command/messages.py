@@ -129,6 +129,11 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     hint = hint_for(key, config)
     if configs.options(key):  # such as experiment
         hint = f" {FOR_EXPERIMENT}"
+    group = key.rpartition(".")[0]
+    siblings = (name.rpartition(".") for name in flat(config))
+    keys = sorted(end for place, _, end in siblings if place == group and end[0] != "_")
+    if group and keys and "Did you mean" not in hint:
+        return f"{key}: no such key.{hint}\nThe keys of {group}: {', '.join(keys)}."
     return f"{key}: no such key.{hint}\nType --help to see the keys."
 
 

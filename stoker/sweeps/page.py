@@ -120,11 +120,11 @@ def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
 
 
 def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (setting, `importance`) for each setting, the most important one first."""
+    """Return (setting, fraction) for each setting, the most important one first."""
     jobs = [job for job in plots["jobs"] if job["status"] == "done"]
     done = [job for job in jobs if job["value"] is not None]
     values = [job["value"] for job in done]
-    fractions = []
+    groups = []
     for i, key in enumerate(plots["keys"]):
         places = [job["settings"][i] for job in done]
         numbers = key["numbers"]
@@ -132,21 +132,43 @@ def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
             typed = [numbers[place] for place in places]
             edges = numpy.quantile(typed, numpy.linspace(0, 1, BINS + 1)[1:-1])
             places = list(numpy.searchsorted(edges, typed))
-        fractions.append((key["name"], importance(places, values)))
-    return sorted(fractions, key=lambda pair: pair[1], reverse=True)
+        groups.append(places)
+    names = [key["name"] for key in plots["keys"]]
+    pairs = zip(names, fractions(groups, values), strict=True)
+    return sorted(pairs, key=lambda pair: pair[1], reverse=True)
 
 
-def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
-    """Return the fraction of the variance in the ranks of the values that the groups explain.
+def fractions(settings: Sequence[Sequence[Any]], values: Sequence[float]) -> list[float]:
+    """Return the fraction of the variance in the ranks of the values that each setting explains.
 
-    The fraction is adjusted for chance, so it is about 0 for a setting without effect (the epsilon
-    squared of Kelley 1935). Ranks are used because the value of a single diverged job would
-    outweigh all others.
+    Each sequence in `settings` has the group of each value. A fraction is what the fit of all
+    settings loses without this one, adjusted for chance, so it is about 0 for a setting without
+    effect (the epsilon squared of Kelley 1935). Ranks are used because the value of a single
+    diverged job would outweigh all others.
     """
-    names, group = numpy.unique(groups, return_inverse=True)
+    if len(values) == 0:
+        return [0.0] * len(settings)
     _, ranks = numpy.unique(values, return_inverse=True)
-    if not 1 < len(names) < len(values) or not ranks.any():
-        return 0.0
-    means = numpy.bincount(group, ranks) / numpy.bincount(group)
-    within = numpy.square(ranks - means[group]).sum() / (len(values) - len(names))
-    return max(0.0, float(1 - within / ranks.var(ddof=1)))
+    total, _ = unexplained(ranks, [])
+    whole, freedom = unexplained(ranks, settings)
+    if freedom < 3 and len(settings) > 1:  # too few jobs to tell the settings apart
+        return [fractions([one], values)[0] for one in settings]
+    if freedom == 0 or total == 0:
+        return [0.0] * len(settings)
+    explained = []
+    for i in range(len(settings)):
+        rest, others = unexplained(ranks, [*settings[:i], *settings[i + 1 :]])
+        by_chance = (others - freedom) * whole / freedom
+        explained.append(max(0.0, (rest - whole - by_chance) / total))
+    return explained
+
+
+def unexplained(ranks: Any, settings: Sequence[Sequence[Any]]) -> tuple[float, int]:
+    """Return the squared error of the least-squares fit of the ranks, and its degrees of freedom.
+
+    The fit is a constant plus one number per group of each setting.
+    """
+    groups = [numpy.equal.outer(one, numpy.unique(one)) for one in settings]
+    design = numpy.column_stack([numpy.ones(len(ranks)), *groups])
+    weights, _, rank, _ = numpy.linalg.lstsq(design, ranks, rcond=None)
+    return float(numpy.square(ranks - design @ weights).sum()), len(ranks) - int(rank)

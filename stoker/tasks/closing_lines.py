@@ -7,6 +7,7 @@ from stoker.command import invocation
 from stoker.command.shell import command, command_for, setting
 from stoker.runs.readable import numbers, seconds
 from stoker.runs.result import RunResult
+from stoker.runs.status import Status
 from stoker.trainer.number_format import number
 
 
@@ -23,6 +24,9 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
         yield f"test     {tested}"
     assert result.seconds is not None
     time = f"time     {seconds(result.seconds)}"
+    resumed = Status.read(Path(folder)).step
+    if resumed:
+        time += f" since step {resumed:,}"
     if result.samples_per_second:
         time += f", at {result.samples_per_second:,} samples/s in training"
     yield time

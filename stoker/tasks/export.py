@@ -4,9 +4,10 @@ from omegaconf import DictConfig
 
 from stoker.command import settings
 from stoker.command.dotted import plain
+from stoker.data.description import names_of
 from stoker.runs import saved_config
 from stoker.trainer import terminal
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_few
 
 
 def export(cfg: DictConfig) -> None:
@@ -29,6 +30,10 @@ def export(cfg: DictConfig) -> None:
     path, outputs = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
     terminal.show(f"export   {path}")
     terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
+    if model.about["table"] is not None:
+        columns = model.about["table"]["columns"]
+        names = first_few([name for column in columns for name in names_of(column)], 20)
+        terminal.show(f"columns  {names}; unscaled, with 1 for a row's category and 0 for others")
     values = "logits" if model.about["kind"] == "classification" else "predicted values"
     terminal.show(f"returns  outputs: {values}, {exporting.describe(outputs)}")
     tolerance = f"{exporting.TOLERANCE:.2%} of the largest output"

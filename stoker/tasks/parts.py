@@ -97,6 +97,8 @@ def building(
         terminal.show(loader_line(data))
     if data.table is not None:
         terminal.show(f"columns  {columns_line(data.description())}")
+        if data.kind == "regression":
+            terminal.show(f"loss     on {data.table['target']} after standardization")
 
     seeding.seed_generators(device, seeding.mix_seed(cfg.seed, "model"))
     model, loss = build_model(cfg, data, state)

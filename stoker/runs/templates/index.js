@@ -59,9 +59,8 @@ function address(run) {
 // Whether any run has been evaluated. If so, the list shows no curves of the training loss.
 const evaluated = runs.some(run => Object.keys(run.curves).some(name => name !== "train/loss"));
 
-function curveOf(run) { // the curve of the best metric, or of a loss
-  const names = [run.best?.[0], "val/loss", evaluated || "train/loss"];
-  return run.curves[names.find(name => run.curves[name])];
+function curveOf(run) { // the name of the curve of the best metric, or of a loss
+  return [run.best?.[0], "val/loss", evaluated || "train/loss"].find(name => run.curves[name]);
 }
 
 // Return the points of a curve, scaled to a box.
@@ -96,10 +95,11 @@ const columns = [ // [name, function that fills a cell, sort key, whether a firs
   ["best", (cell, run) => run.best && showMetric(cell, run.best, run.jobs), run => run.best?.[1], true],
   ["test", (cell, run) => run.test && showMetric(cell, run.test), run => run.test?.[1], true],
   ["curve", (cell, run) => {
-    const curve = curveOf(run);
-    if (!curve) return;
+    const name = curveOf(run);
+    if (!name) return;
     const svg = shape(cell, "svg", {width: 84, height: 22, viewBox: "0 0 84 22", "aria-hidden": true});
-    shape(svg, "path", {d: path(placed(curve, 84, 22))});
+    shape(svg, "path", {d: path(placed(run.curves[name], 84, 22))});
+    if (name !== run.best?.[0]) put(cell, "span", "metric", " loss");
   }],
   ["settings", (cell, run) => {
     put(cell, "div", "", pairs(more(run)));
