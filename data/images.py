@@ -116,7 +116,7 @@ def image_folder(
         _, *wanted = trained["in_shape"] or (channels,)
         if len(wanted) == 2 and tuple(wanted) != shape:
             shape = (wanted[0], wanted[1])
-            form = True  # resize them, as task=predict does
+            form = True  # resize the images, as task=predict does
     splits = {
         name: ImageSplit(files, targets, shape, channels, form)
         for name, (files, targets) in listed.items()
@@ -331,7 +331,7 @@ def _without_broken(splits: "dict[str, ImageSplit]") -> "dict[str, ImageSplit]":
     if broken:
         total = sum(map(len, splits.values()))
         shown = first_few(broken, 3)
-        log.warning("%d of %d images cannot be read and are skipped: %s", len(broken), total, shown)
+        log.warning("Skipped %d of %d images that cannot be read: %s", len(broken), total, shown)
     return readable
 
 

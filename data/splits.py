@@ -203,8 +203,8 @@ def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
         if fraction > 0 and len(part) == 0:
             given = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{sum(map(len, parts))} samples or groups cannot be split with fractions {given}: "
-                "a split would be empty.\n"
+                f"{sum(map(len, parts))} samples or groups cannot be split with the fractions "
+                f"{given}: a split would be empty.\n"
                 "Choose a different dataset.val_fraction or dataset.test_fraction (0: no split)."
             )
 

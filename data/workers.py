@@ -242,7 +242,8 @@ class Reader(torch.utils.data.Dataset[Any]):
         if type(self.split) not in (TensorSplit, ImageSplit):
             parts = ("read", *self.stream, epoch, indices[0])
             context = random_stream(*parts)
-            seed_own(whole_of(getattr(self.split, "dataset", self.split)), mix_seed(*parts))
+            seed_own(self.split, mix_seed("split", *parts))
+            seed_own(whole_of(getattr(self.split, "dataset", None)), mix_seed(*parts))
         with context:
             if self.transforms is None:
                 return self.split[indices]

@@ -44,7 +44,8 @@ class Plateau(Monitor):
         if self.waited == self.patience:
             self.waited = 0
             for group in trainer.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * self.factor  # the schedule scales this rate
+                # This becomes the new base rate, which the schedule scales.
+                group["lr"] = group["initial_lr"] * self.factor
             if launch.is_first():  # only the first process prints
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"

@@ -107,7 +107,11 @@ def equal(first, second):
 EARLY = [  # what is typed; what the answer names; what it suggests
     ("seeed=1", "error: seeed: no such key.", "Did you mean 'seed'?"),
     ("modle=mlp", "error: modle: no such key.", "Did you mean 'model'?"),
-    ("model=cnn model.hiden=[3]", "error: model.hiden: no such key", "The keys of model: channels,"),
+    (
+        "model=cnn model.hiden=[3]",
+        "error: model.hiden: no such key",
+        "The keys of model: channels,",
+    ),
     ("overfit", "error: overfit: this cannot be parsed.", "Type settings as key=value"),
     (
         "model.hiden=[3]",

@@ -66,7 +66,9 @@ def test_split_of_a_number_and_of_other_seeds():
     parts = split_indices(1000, [0.1, 0.2], 0)
     assert [len(part) for part in parts] == [700, 100, 200]
     assert not torch.equal(parts[1], split_indices(1000, [0.1, 0.2], 1)[1])
-    with pytest.raises(UserError, match=r"3 samples or groups cannot be split with fractions 0.1"):
+    with pytest.raises(
+        UserError, match=r"3 samples or groups cannot be split with the fractions 0.1"
+    ):
         split_indices(torch.tensor([0, 1, 2]), [0.1], 0)
 
 

@@ -298,7 +298,7 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
         assert len(read) == tried
         (record,) = caplog.records
         shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
-        assert record.getMessage() == f"4 of 60 images cannot be read and are skipped: {shown}, ..."
+        assert record.getMessage() == f"Skipped 4 of 60 images that cannot be read: {shown}, ..."
     for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
         assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(
             part.targets, other.targets
@@ -326,7 +326,7 @@ def test_what_skipping_cannot_leave_out(tmp_path, caplog):
         file.write_bytes(b"broken")
     with pytest.raises(UserError, match="val split: there are no samples"):
         load()
-    shown = r"2 of 8 images cannot be read and are skipped: .*a/0.png, .*b/0.png$"
+    shown = r"Skipped 2 of 8 images that cannot be read: .*a/0.png, .*b/0.png$"
     assert re.match(shown, caplog.records[0].getMessage())
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
     for name in "ab":

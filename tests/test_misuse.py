@@ -2,6 +2,7 @@
 a warning.
 """
 
+import errno
 import functools
 import io
 import re
@@ -20,7 +21,7 @@ from stoker.runs.loggers import JSONL
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint, misuse, schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
-from stoker.trainer.errors import UserError, explanation_of, first_line
+from stoker.trainer.errors import TrainingError, UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
 
 STILL = Callback()
@@ -613,6 +614,24 @@ def test_a_metric_that_fails_is_named():
     assert "\nIt got " not in str(raised.value) or "outputs (" in str(raised.value)
     with pytest.raises(UserError, match=r"\nIt got outputs \(\d+, 3\) torch.float32, targets "):
         make_trainer(metrics={"m": Mean()}).evaluate(loader())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        TrainingError("the loss is not finite"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+)
+def test_a_metric_is_not_blamed_for_an_error_with_another_cause(error):
+    class Fails(Accuracy):
+        def update(self, outputs, targets, weight=None):
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        make_trainer(metrics={"m": Fails()}).evaluate(loader())
+    assert raised.value is error
 
 
 # Checkpoints

@@ -32,7 +32,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import seekable
-from stoker.trainer.seeding import mix_seed
+from stoker.trainer.seeding import CPU, mix_seed, seed_generators, seed_own
 
 HERE = os.path.dirname(__file__)
 
@@ -139,6 +139,7 @@ class OwnGenerators(Dataset):
         self.torch = torch.Generator()
         self.torch.seed()
         self.numpy = numpy.random.default_rng()
+        self.second = numpy.random.default_rng()
         self.older = numpy.random.RandomState()
         self.python = random.Random()
 
@@ -147,7 +148,8 @@ class OwnGenerators(Dataset):
 
     def __getitem__(self, i):
         noise = [self.numpy.random(), self.older.rand(), self.python.random()]
-        return torch.tensor([i, *noise]) + torch.rand(4, generator=self.torch), i % 3
+        noise += [self.second.random(), numpy.random.rand(), random.random()]
+        return torch.tensor([i, *noise]) + torch.rand(7, generator=self.torch), i % 3
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -168,10 +170,32 @@ def test_generators_that_a_data_set_keeps_are_seeded_for_each_sample(wrap, worke
     assert len(noise.unique()) == noise.numel()
 
 
+def test_generators_of_one_owner_and_the_global_ones_draw_different_numbers():
+    owner = OwnGenerators()
+    owner.other = torch.Generator()
+    seed_generators(CPU, 7)
+    seed_own(owner, 7)
+    numbers = [torch.rand(()), *(torch.rand((), generator=g) for g in (owner.torch, owner.other))]
+    numbers += [owner.numpy.random(), owner.second.random(), owner.older.rand()]
+    numbers += [numpy.random.rand(), random.random(), owner.python.random()]
+    assert len({round(float(number), 5) for number in numbers}) == 9
+
+
+class OwnSplit(DatasetSplit):
+    """A split with generators beside those of its data set."""
+
+    def __init__(self):
+        super().__init__(OwnGenerators(), [i % 3 for i in range(23)])
+        self.numpy = numpy.random.default_rng()
+
+    def __getitem__(self, indices):
+        inputs, targets = super().__getitem__(indices)
+        return inputs + self.numpy.random(), targets
+
+
 def test_generators_that_a_split_keeps_are_seeded_for_each_batch():
     def inputs():
-        split = DatasetSplit(OwnGenerators(), [i % 3 for i in range(23)])
-        data = Data("own", split, None, None, (4,), 3)
+        data = Data("own", OwnSplit(), None, None, (7,), 3)
         (train, _, _), _ = make_loaders(data, batch_size=4, workers=0)
         return [batch[0] for batch in train]
 

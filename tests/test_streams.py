@@ -325,6 +325,26 @@ def test_a_validation_loader_that_goes_on_is_refused():
             make_trainer(max_steps=2).fit(loader(), val)
 
 
+class Restarts:
+    """A loader that is its own iterator and starts over at each iter()."""
+
+    def __iter__(self):
+        self.batches = iter(loader())
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+def test_a_validation_loader_that_starts_over_is_evaluated_each_time():
+    results = [
+        make_trainer(max_steps=4, eval_every=2, seed=0).fit(loader(), val)[-1]
+        for val in (Restarts(), loader())
+    ]
+    names = [name for name in results[0] if name.startswith("val/")]
+    assert names and [results[0][n] for n in names] == [results[1][n] for n in names]
+
+
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
     assert (

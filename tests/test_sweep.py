@@ -168,7 +168,6 @@ def test_a_typed_number_is_short():
     assert {text: table.short(text) for text in shown} == shown
 
 
-@pytest.mark.slow
 def test_the_importance_of_a_setting_is_beyond_the_other_settings():
     rates, widths = zip(*itertools.product(range(3), range(3)), strict=True)
     exact = page.fractions([rates, widths], [0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 7.0, 8.0, 9.0])
@@ -181,8 +180,11 @@ def test_the_importance_of_a_setting_is_beyond_the_other_settings():
     assert page.fractions([groups], values) == pytest.approx([adjusted])
     few = page.fractions([range(6), groups[:6] > 1], values[:6])  # each setting by itself
     assert few == [0.0, *page.fractions([groups[:6] > 1], values[:6])]
+    together = page.fractions([groups, groups + 1], values)  # cannot be told apart
+    assert together == pytest.approx([adjusted, adjusted])
 
 
+@pytest.mark.slow
 def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     header, *rows = rows_of(swept.out)
     assert header == ["job", "val/acc", "test/acc", "seconds", "settings"]

@@ -555,7 +555,7 @@ def test_a_wrong_length_is_a_warning_and_the_training_has_its_steps(more, caplog
     batches = list(loaders()[0])
     wrong = make_trainer(scheduler=schedules.cosine, epochs=3)
     wrong.fit(Wrong(batches))
-    assert f"len() is {8 + more}, but the number of batches was 8" in caplog.text
+    assert f"len() is {8 + more}, but it yielded 8 batches" in caplog.text
     right = make_trainer(scheduler=schedules.cosine, epochs=None, max_steps=3 * (8 + more))
     right.fit([*batches, *batches, *batches, *batches])
     assert_same(wrong.module.state_dict(), right.module.state_dict())
@@ -573,7 +573,7 @@ def test_a_loader_with_seek_and_a_wrong_length_is_refused(more):
 
     batches = Wrong(loaders()[0])
     with pytest.raises(
-        UserError, match=re.escape(f"len() is {8 + more}, but the number of batches was 8")
+        UserError, match=re.escape(f"len() is {8 + more}, but it yielded 8 batches")
     ):
         make_trainer().fit(batches)
 

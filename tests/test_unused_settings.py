@@ -47,7 +47,7 @@ def test_a_warmup_is_shorter_than_the_training():
         ("patience=5", "patience=5: this run has only 5 evaluations"),
         (
             "optimizer.lr=0.5 groups=[{match:layers.*,lr:0.1}]",
-            "optimizer.lr=0.5: every parameter has its learning rate from a rule in groups",
+            "optimizer.lr=0.5: every parameter gets its learning rate from a rule in groups",
         ),
         ("patience=1 eval_every=20", "patience=1: this run has only 1 evaluation, so this"),
         ("max_steps=3 epochs=null eval_every=4", "eval_every=4: this run has only 3 steps"),

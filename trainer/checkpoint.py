@@ -66,8 +66,8 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Free some space or fix the cause, then type the same command with run_dir=DIR to "
-            "resume from the last checkpoint."
+            "Fix the cause (for example, free some disk space), then type the same command with "
+            "run_dir=DIR to resume from the last checkpoint."
         ) from error
 
 

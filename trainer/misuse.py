@@ -30,6 +30,8 @@ from stoker.trainer.overrides import is_usual, step_uses
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
+# The modules whose iterators do not start over at iter().
+EXHAUSTED = ("builtins", "itertools", "torch.utils.data.dataloader")
 HOW = "'Bring your own' in the documentation shows how"
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Method names used by trainers in other libraries.
@@ -136,7 +138,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             )
         check_loader(trainer, loader, "fit")
         iterable = getattr(loader, "loader", loader)
-        if hasattr(iterable, "__next__"):
+        if hasattr(iterable, "__next__") and type(iterable).__module__ in EXHAUSTED:
             raise UserError(
                 f"fit: the validation loader is {kind_of(iterable)}, which would yield other "
                 "batches at each evaluation.\nPass an object that starts over at each iter(), such "
@@ -229,7 +231,7 @@ def check_epoch(expected: int, batches: int) -> None:
     """Raise UserError if the training loader yielded more or fewer batches than its length."""
     if batches != expected:
         raise UserError(
-            f"The training loader's len() is {expected}, but the number of batches was {batches}."
+            f"The training loader's len() is {expected}, but it yielded {batches} batches."
         )
 
 

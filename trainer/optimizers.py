@@ -270,8 +270,8 @@ def decoupled_sgd(
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, so multiply by the batch size. Momentum repeats each
-    # gradient, so divide by the factor from the paper.
+    # The loss is a mean over the batch, so multiply by the batch size. Momentum applies
+    # each gradient many times, so divide by the paper's factor for this.
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:

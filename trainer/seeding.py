@@ -45,14 +45,18 @@ def seed_python(seed: int) -> None:
 
 
 def seed_own(owner: Any, seed: int) -> None:
-    """Seed the generators of torch, numpy and Python that an object keeps as attributes."""
-    for value in getattr(owner, "__dict__", {}).values():
+    """Seed the generators of torch, numpy and Python that an object keeps as attributes.
+
+    Each one gets its own seed, so its numbers differ from those of the others and of the global
+    generators.
+    """
+    for name, value in getattr(owner, "__dict__", {}).items():
         if isinstance(value, torch.Generator):
-            value.manual_seed(seed)
+            value.manual_seed(mix_seed(seed, name))
         elif isinstance(value, numpy.random.Generator):
-            value.bit_generator.state = type(value.bit_generator)(seed).state
+            value.bit_generator.state = type(value.bit_generator)(mix_seed(seed, name)).state
         elif isinstance(value, (random.Random, numpy.random.RandomState)):
-            value.seed(seed % 2**32)
+            value.seed(mix_seed(seed, name) % 2**32)
 
 
 def host_random_states(device: torch.device) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from stoker.trainer import device as devices
 from stoker.trainer.callbacks import nonfinite
 from stoker.trainer.errors import (
     NotFinite,
+    TrainingError,
     UserError,
     cause,
     explanation_of,
@@ -196,8 +197,9 @@ def naming_metric(name: str, **given: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_explained = isinstance(error, UserError) or MISUSED.search(str(error))
-        if is_explained or memory.is_out_of_memory(error) or parallel.process_count > 1:
+        is_explained = advice(error) is not None or MISUSED.search(str(error))
+        is_other = isinstance(error, (UserError, TrainingError, OSError))
+        if is_explained or is_other or memory.is_out_of_memory(error) or parallel.process_count > 1:
             raise
         shown = [text for place, value in given.items() for text in contents(value, place)]
         got = f"\nIt got {first_few(shown, 6)}." if shown else ""

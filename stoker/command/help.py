@@ -8,7 +8,7 @@ from pathlib import Path
 from stoker import configs
 from stoker.command import arguments, invocation
 
-INDENT = 29  # column where the text beside a name starts
+INDENT = 29  # column where the descriptions start
 HEADER = """\
 {command} [task] [key=value ...] [group=option ...]
 

@@ -10,7 +10,7 @@ from stoker.trainer import launch
 ROOT = Path(launch.__file__).resolve().parents[1]  # the root of a clone
 PACKAGE = Path(__file__).resolve().parents[1]
 ROLE = "stoker"  # torchrun's role name for processes that this program starts
-SCRIPT = "train.py"  # the command of a clone
+SCRIPT = "train.py"  # the script that starts Stoker in a clone
 
 
 def program() -> list[str]:

@@ -132,16 +132,22 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     group = key.rpartition(".")[0]
     siblings = (name.rpartition(".") for name in flat(config))
     keys = sorted(end for place, _, end in siblings if place == group and end[0] != "_")
-    if group and keys and "Did you mean" not in hint:
+    is_known = group and keys and not is_replaced(group)
+    if is_known and "Did you mean" not in hint:
         return f"{key}: no such key.{hint}\nThe keys of {group}: {', '.join(keys)}."
     return f"{key}: no such key.{hint}\nType --help to see the keys."
+
+
+def is_replaced(group: str) -> bool:
+    """Return whether the command line names another class for this group, with other keys."""
+    return any(argument.startswith(f"{group}._target_=") for argument in sys.argv)
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar key, or how to add it."""
     group, _, last = key.rpartition(".")
     to_add = f" To pass your own argument, type +{key}=..."
-    if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
+    if is_replaced(group):
         return to_add
     keys = flat(config)
     is_own = not str(keys.get(f"{group}._target_", "torch.")).startswith(("stoker.", "torch."))

@@ -261,8 +261,8 @@ def check_together(values: Mapping[str, Any]) -> None:
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(
-            "micro_batch=auto: several processes must split a batch in the same way. Type "
-            "micro_batch=N."
+            "micro_batch=auto works only with a single process, because all processes must split a "
+            "batch in the same way. Type micro_batch=N."
         )
     batch_size = values.get("batch_size")
     if batch_size and batch_size < started:

@@ -297,11 +297,12 @@ def references_of_datasets() -> set[tuple[str, str]]:
     """Return (key, value) for each data set's ${...} in the config files on this machine."""
     pairs: set[tuple[str, str]] = set()
     for path in itertools.chain(*(folder.glob("*/*.yaml") for folder in configs.folders())):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if "${oc." not in text:
-            continue
-        prefix = "" if "# @package _global_" in text else f"{path.parent.name}."
-        with contextlib.suppress(yaml.YAMLError, AttributeError):  # not a mapping
+        # An unreadable file, or one that is not a mapping, is none of this run's business.
+        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError, ValueError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if "${oc." not in text:
+                continue
+            prefix = "" if "# @package _global_" in text else f"{path.parent.name}."
             for key, value in dotted.flat(yaml.load(text, Loader=LOADER)).items():
                 if f"{prefix}{key}".startswith("dataset.") and dotted.is_interpolation(value):
                     pairs.add((f"{prefix}{key}", value))

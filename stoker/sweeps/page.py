@@ -143,23 +143,25 @@ def fractions(settings: Sequence[Sequence[Any]], values: Sequence[float]) -> lis
 
     Each sequence in `settings` has the group of each value. A fraction is what the fit of all
     settings loses without this one, adjusted for chance, so it is about 0 for a setting without
-    effect (the epsilon squared of Kelley 1935). Ranks are used because the value of a single
-    diverged job would outweigh all others.
+    effect (the epsilon squared of Kelley 1935). If the values are too few to tell a setting from
+    the others, it is what the setting explains by itself. Ranks are used because the value of a
+    single diverged job would outweigh all others.
     """
     if len(values) == 0:
         return [0.0] * len(settings)
     _, ranks = numpy.unique(values, return_inverse=True)
     total, _ = unexplained(ranks, [])
     whole, freedom = unexplained(ranks, settings)
-    if freedom < 3 and len(settings) > 1:  # too few jobs to tell the settings apart
-        return [fractions([one], values)[0] for one in settings]
-    if freedom == 0 or total == 0:
-        return [0.0] * len(settings)
     explained = []
-    for i in range(len(settings)):
+    for i, setting in enumerate(settings):
         rest, others = unexplained(ranks, [*settings[:i], *settings[i + 1 :]])
-        by_chance = (others - freedom) * whole / freedom
-        explained.append(max(0.0, (rest - whole - by_chance) / total))
+        if len(settings) > 1 and (freedom < 3 or others == freedom):
+            explained += fractions([setting], values)
+        elif freedom == 0 or total == 0:
+            explained.append(0.0)
+        else:
+            by_chance = (others - freedom) * whole / freedom
+            explained.append(max(0.0, (rest - whole - by_chance) / total))
     return explained
 
 

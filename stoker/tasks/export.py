@@ -7,7 +7,7 @@ from stoker.command.dotted import plain
 from stoker.data.description import names_of
 from stoker.runs import saved_config
 from stoker.trainer import terminal
-from stoker.trainer.errors import UserError, first_few
+from stoker.trainer.errors import UserError, as_typed, first_few
 
 
 def export(cfg: DictConfig) -> None:
@@ -32,8 +32,11 @@ def export(cfg: DictConfig) -> None:
     terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
     if model.about["table"] is not None:
         columns = model.about["table"]["columns"]
-        names = first_few([name for column in columns for name in names_of(column)], 20)
-        terminal.show(f"columns  {names}; unscaled, with 1 for a row's category and 0 for others")
+        names = [as_typed([name])[1:-1] for column in columns for name in names_of(column)]
+        how = "unscaled"
+        if any("categories" in column for column in columns):
+            how += ", with 1 for a row's category and 0 for the others"
+        terminal.show(f"columns  {first_few(names, 20)}; {how}")
     values = "logits" if model.about["kind"] == "classification" else "predicted values"
     terminal.show(f"returns  outputs: {values}, {exporting.describe(outputs)}")
     tolerance = f"{exporting.TOLERANCE:.2%} of the largest output"

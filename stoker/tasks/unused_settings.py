@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
 
-# {key: the key that overrides this key}
+# {key: the key that overrides it}
 DECIDED_BY = {
     "limit_train": "steps_per_epoch",
     "dataset.val_fraction": "dataset.folds",
@@ -51,8 +51,8 @@ def check_rate(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     groups = parts.trainer.optimizer.param_groups
     if "optimizer.lr" in typed and all(rule_of(group) in own for group in groups):
         raise UserError(
-            f"optimizer.lr={cfg.optimizer.lr}: every parameter has its learning rate from a rule "
-            "in groups. Remove this setting."
+            f"optimizer.lr={cfg.optimizer.lr}: every parameter gets its learning rate from a rule "
+            "in groups, so this setting has no effect. Remove it."
         )
 
 
