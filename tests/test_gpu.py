@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import GoBack, assert_same, make_data, make_model, make_trainer
 
-from stoker.command.tuning import choose_kernels
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.timing import Timing
@@ -148,7 +147,7 @@ def test_captured_steps_are_eager_steps_to_the_bit(precision):
     """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each
     epoch.
     """
-    choose_kernels(torch.device("cuda"), deterministic=True)
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
     results = []
     for compile in (False, "graph"):
         settings = {
@@ -222,7 +221,7 @@ def test_memory_is_returned_after_an_error():
 
 
 def test_a_resume_is_bit_identical_with_deterministic_kernels(tmp_path):
-    choose_kernels(torch.device("cuda"), deterministic=True)
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
 
     def trainer(folder):
         callbacks = [EMA(0.9), Checkpoint(folder, every=10, keep=9)]
@@ -355,7 +354,7 @@ def test_a_step_that_no_graph_can_repeat_is_refused_and_the_process_goes_on(kind
 
 
 def test_a_state_that_is_loaded_in_a_captured_fit_is_trained_on():
-    choose_kernels(torch.device("cuda"), deterministic=True)
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
     ends = []
     for compile in (False, "graph"):
         trainer = make_trainer(
@@ -379,7 +378,7 @@ def test_a_checkpoint_is_copied_into_pinned_memory_before_the_next_step():
 
 
 def test_too_little_memory_halves_the_micro_batches_and_changes_no_weight():
-    choose_kernels(torch.device("cuda"), deterministic=True)
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
     loader = DeviceLoader(make_data(features=64, train=2**15), "train", 2**15, device="cuda")
 
     def trained(**settings):
@@ -416,7 +415,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_deterministic_kernels_exist_for_each_model(name):
-    choose_kernels(torch.device("cuda"), deterministic=True)
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
     ends = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -453,7 +453,7 @@ REFUSED = [
     ),
     (
         "strategy=ddp devices=2 micro_batch=auto",
-        "error: micro_batch=auto: several processes",
+        "error: micro_batch=auto works only with a single process",
         "Type micro_batch=N.",
     ),
     (
@@ -474,7 +474,11 @@ REFUSED_AMONG_SEVERAL = [
         f"Type {PROGRAM} -m ... strategy=ddp devices=N.",
     ),
     ("task=lr_find", "error: task=lr_find runs in one process.", f"Type {PROGRAM}"),
-    ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
+    (
+        "micro_batch=auto",
+        "error: micro_batch=auto works only with a single process",
+        "Type micro_batch=N.",
+    ),
     ("task=evaluate run=x", "error: task=evaluate runs in one process.", f"Type {PROGRAM}"),
 ]
 

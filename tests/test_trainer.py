@@ -24,7 +24,8 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
-from stoker.trainer import checkpoint, parallel, prediction, schedules
+from stoker.runs.inference import samples_of
+from stoker.trainer import checkpoint, parallel, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError, explanation_of
@@ -466,7 +467,7 @@ def test_predict_gives_the_nesting_that_the_model_gives(micro_batch):
     streamed = []
     for count, one in enumerate(trainer.predictions(batches), 1):
         assert torch.is_grad_enabled() and not trainer.module.training
-        streamed += prediction.samples_of(one)
+        streamed += samples_of(one)
         if count == 3:
             break
     assert len(streamed) == 21 and torch.is_grad_enabled()

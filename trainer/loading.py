@@ -283,7 +283,7 @@ class IterableLoader(Seekable):
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"{self.name}'s len() is {length}, but the number of batches was {place.number}. "
+                f"{self.name}'s len() is {length}, but it yielded {place.number} batches. "
                 f"The number of steps per epoch is still {self.steps}; each epoch continues where "
                 "the previous one ended."
             )

@@ -171,20 +171,3 @@ def interleaved(leaves: list[Any]) -> Any:
     for rank, leaf in enumerate(leaves):
         merged[rank :: len(leaves)] = leaf
     return merged
-
-
-def samples_of(outputs: Any) -> Iterator[Any]:
-    """Yield the outputs for each sample of a batch, in the same structure."""
-    lengths = [len(leaf) for leaf in leaves_of(outputs).values()]
-    if len(set(lengths)) != 1:
-        raise UserError(
-            f"predict: the outputs do not have one entry per sample: their lengths are {lengths}.\n"
-            "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
-            f"{misuse.HOW}."
-        )
-    for i in range(lengths[0]):
-
-        def of_sample(_: str, leaf: Any, i: int = i) -> Any:
-            return leaf[i]
-
-        yield batches.walk(of_sample, outputs, "outputs", list_dim)

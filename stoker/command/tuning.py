@@ -11,7 +11,6 @@ import gc
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -48,27 +47,9 @@ def tune_process(
     settings.check("tune", parts)
     freeze_imports()
     spare_the_compiler()
-    choose_kernels(device, deterministic)
+    devices.choose_kernels(device, deterministic)
     if device.type == "cpu" and "allocator" in parts:
         keep_pages()
-
-
-def choose_kernels(device: torch.device, deterministic: bool) -> None:
-    """Turn on TF32 and cuDNN's kernel search, or allow only deterministic kernels."""
-    # Call this only to change the mode, because it imports torch's compiler (one second).
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)
-    if device.type != "cuda":
-        return
-    # cuBLAS is deterministic only with a fixed workspace. It reads this variable once, at its first
-    # use, so set it even if only a later job in this process is deterministic.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = not deterministic
-    # Some torch releases deprecate these settings, but old and new ones must not be mixed.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.cudnn.allow_tf32 = not deterministic
-        torch.set_float32_matmul_precision("highest" if deterministic else "high")
 
 
 @functools.cache

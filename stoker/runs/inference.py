@@ -22,10 +22,11 @@ from stoker.runs import card, resume, saved_config
 from stoker.runs.json_files import finite
 from stoker.runs.result import finished
 from stoker.runs.weights import Tensors, evaluated
-from stoker.trainer import checkpoint, memory, prediction
+from stoker.trainer import batches, checkpoint, memory, prediction
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_line, log, printable
 from stoker.trainer.files import replacing
+from stoker.trainer.misuse import HOW
 
 AT_ONCE = 256 * memory.MIB  # maximum bytes of inputs in one batch
 
@@ -286,8 +287,25 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
         is_classes = about["kind"] == "classification" and isinstance(outputs, Tensor)
         if is_classes and outputs.ndim > 2 and outputs.shape[1] == about["num_classes"]:
             outputs = {"classes": outputs.argmax(1)}
-        for sample in prediction.samples_of(outputs):
+        for sample in samples_of(outputs):
             yield finite(sample if isinstance(sample, dict) else {"output": sample})
+
+
+def samples_of(outputs: Any) -> Iterator[Any]:
+    """Yield the outputs for each sample of a batch, in the same structure."""
+    lengths = [len(leaf) for leaf in prediction.leaves_of(outputs).values()]
+    if len(set(lengths)) != 1:
+        raise UserError(
+            f"predict: the outputs do not have one entry per sample: their lengths are {lengths}.\n"
+            "Override predict_batch to return tensors of shape (N, ...) and lists of length N; "
+            f"{HOW}."
+        )
+    for i in range(lengths[0]):
+
+        def of_sample(_: str, leaf: Any, i: int = i) -> Any:
+            return leaf[i]
+
+        yield batches.walk(of_sample, outputs, "outputs", prediction.list_dim)
 
 
 def image_batches(
