@@ -634,6 +634,15 @@ def test_a_metric_is_not_blamed_for_an_error_with_another_cause(error):
     assert raised.value is error
 
 
+def test_advice_about_models_is_not_given_for_a_metric():
+    class Views(Accuracy):
+        def update(self, outputs, targets, weight=None):
+            outputs.t().view(-1)
+
+    with pytest.raises(UserError, match=r"^metrics\.m: RuntimeError: view size is not compatible"):
+        make_trainer(metrics={"m": Views()}).evaluate(loader())
+
+
 # Checkpoints
 
 

@@ -207,7 +207,7 @@ def test_the_page_shows_these_numbers(run, tested):
     assert verdict == (
         f"The model gets {words.percent(share)} of {len(labels)} test samples right (always predicting the "
         f"most frequent class: {words.percent(chance)}); val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
-        "after epoch 2."
+        "after epoch 2 (step 40)."
     )
     assert shown.all("p", "soft")[0] == (
         "MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples"
@@ -835,7 +835,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     half = "50.0% of 20 test samples right"
     numbers, then = (
         {"kind": "regression", "split": "test", "samples": 9},
-        "after epoch 1 to 1.5000 after epoch 2.",
+        "after epoch 1 to 1.5000 after epoch 2 (step 2).",
     )
     mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
     worse = "The model is no better on 9 validation samples than always predicting their mean (r2 -0.2500)"
@@ -852,7 +852,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             [*up, {"epoch": 3, "step": 8}],
             {},
             best(up, 2),
-            "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2.",
+            "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2 (step 2).",
         ),
         (
             {},
@@ -884,14 +884,14 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             up,
             {},
             best(up, 2),
-            "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2.",
+            "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2 (step 2).",
         ),
         (
             {"a": 1},
             up,
             {},
             best(up, 1),
-            "val/acc was 0.5000 after epoch 1, and did not improve later.",
+            "val/acc was 0.5000 after epoch 1 (step 1), and did not improve later.",
         ),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after step 1."),
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
@@ -1075,7 +1075,8 @@ def test_a_verdict_names_epochs_at_their_ends_and_steps_within_them(tmp_path, ep
     (tmp_path / "samples.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
     run = run_with(rows, folder=tmp_path, result=RunResult(best=best), has_ended=True)
     verdict = report.summary.quality_verdict(run)
-    assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {last}."
+    at = last if last.startswith("step") else f"{last} (step 40)"
+    assert verdict == f"val/loss fell from 31.0000 after {first} to 1.0000 after {at}."
     assert [report.summary.moment(run, row) for row, _ in run.texts] == [first, last]
 
 

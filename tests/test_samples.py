@@ -31,7 +31,7 @@ from stoker.runs import examine
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.loading import seekable
+from stoker.trainer.loading import IterableLoader, seekable
 from stoker.trainer.seeding import CPU, mix_seed, seed_generators, seed_own
 
 HERE = os.path.dirname(__file__)
@@ -179,6 +179,15 @@ def test_generators_of_one_owner_and_the_global_ones_draw_different_numbers():
     numbers += [owner.numpy.random(), owner.second.random(), owner.older.rand()]
     numbers += [numpy.random.rand(), random.random(), owner.python.random()]
     assert len({round(float(number), 5) for number in numbers}) == 9
+
+
+def test_generators_of_a_loader_and_its_data_set_draw_different_numbers():
+    dataset = OwnGenerators()
+    dataset.generator = torch.Generator()
+    loader = DataLoader(dataset, 4, shuffle=True, generator=torch.Generator())
+    IterableLoader(loader, steps_per_epoch=2).seed_generators(5, 0)
+    states = {g.initial_seed() for g in (loader.generator, dataset.generator, dataset.torch)}
+    assert len(states) == 3
 
 
 class OwnSplit(DatasetSplit):

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import random
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -320,7 +321,12 @@ def test_a_generator_that_was_read_cannot_be_read_again_to_resume(tmp_path):
 
 
 def test_a_validation_loader_that_goes_on_is_refused():
-    for val in (iter(loader()), IterableLoader(iter(loader()), steps_per_epoch=2)):
+    class Endless(Iterator):
+        def __next__(self):
+            return next(iter(loader()))
+
+    endings = (iter(loader()), IterableLoader(iter(loader()), steps_per_epoch=2), Endless())
+    for val in endings:
         with pytest.raises(UserError, match="would yield other batches at each evaluation"):
             make_trainer(max_steps=2).fit(loader(), val)
 

@@ -1,7 +1,7 @@
 """Check the arguments of the Trainer and its methods."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +138,9 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             )
         check_loader(trainer, loader, "fit")
         iterable = getattr(loader, "loader", loader)
-        if hasattr(iterable, "__next__") and type(iterable).__module__ in EXHAUSTED:
+        kind = type(iterable)
+        goes_on = kind.__module__ in EXHAUSTED or kind.__iter__ is Iterator.__iter__
+        if hasattr(iterable, "__next__") and goes_on:
             raise UserError(
                 f"fit: the validation loader is {kind_of(iterable)}, which would yield other "
                 "batches at each evaluation.\nPass an object that starts over at each iter(), such "

@@ -197,9 +197,13 @@ def naming_metric(name: str, **given: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_explained = advice(error) is not None or MISUSED.search(str(error))
-        is_other = isinstance(error, (UserError, TrainingError, OSError))
-        if is_explained or is_other or memory.is_out_of_memory(error) or parallel.process_count > 1:
+        if (
+            isinstance(error, (UserError, TrainingError, OSError))
+            or "device-side assert" in str(error)
+            or MISUSED.search(str(error))
+            or memory.is_out_of_memory(error)
+            or parallel.process_count > 1
+        ):
             raise
         shown = [text for place, value in given.items() for text in contents(value, place)]
         got = f"\nIt got {first_few(shown, 6)}." if shown else ""

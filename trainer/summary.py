@@ -21,7 +21,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     weights = list(trainer.module.parameters())
     total = sum(p.numel() for p in weights)
     frozen = sum(p.numel() for p in weights if not p.requires_grad)
-    name, _, _ = parallel.plain_text(trainer.module).partition("(")
+    name = parallel.plain_text(trainer.module).partition("(")[0]
     line = f"model    {name}, {total:,} parameters"
     if frozen:
         line += f", {frozen:,} of them frozen"
@@ -29,14 +29,13 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)}"
     batch_size = getattr(trainer.train_loader, "batch_size", None) or "size set by the loader"
     optimizer = trainer.optimizer
-    scheduler = trainer.scheduler
     rates = {f"{group.get('initial_lr', 0):g}": None for group in optimizer.param_groups}
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     line = (
         f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
         f"{trainer.splitter.description()}, {kinds}{fused} lr {', '.join(rates)}, "
-        f"{getattr(scheduler, 'description', type(scheduler).__name__)}"
+        f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}"
     )
     if trainer.step:
         line += f", continued at step {trainer.step:,}"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from stoker import configs
 from stoker.command import arguments, invocation, settings
 from stoker.command.defaults import of_choices
-from stoker.command.dotted import flat
+from stoker.command.dotted import flat, is_interpolation
 from stoker.trainer.errors import (
     TrainingError,
     UserError,
@@ -130,7 +130,8 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     if configs.options(key):  # such as experiment
         hint = f" {FOR_EXPERIMENT}"
     group = key.rpartition(".")[0]
-    siblings = (name.rpartition(".") for name in flat(config))
+    names = [name for name, value in flat(config).items() if not is_interpolation(value)]
+    siblings = (name.rpartition(".") for name in names)
     keys = sorted(end for place, _, end in siblings if place == group and end[0] != "_")
     is_known = group and keys and not is_replaced(group)
     if is_known and "Did you mean" not in hint:

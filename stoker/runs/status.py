@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments
 from stoker.runs import json_files, lock
-from stoker.runs.directory import STATUS
+from stoker.runs.directory import RESULT, STATUS
 from stoker.runs.provenance import versions
 from stoker.runs.result import Best, RunResult, best_of
 
@@ -48,8 +48,8 @@ class Status:
 
 def begin(folder: Path, trainer: "Trainer", samples: dict[str, int]) -> None:
     """Record that training has started or resumed. `samples` has their number in each split."""
-    if trainer.step == trainer.total_steps:  # the run is only being tested again
-        return
+    if trainer.step == trainer.total_steps and (folder / RESULT).exists():
+        return  # the run is only being tested again
     from stoker.trainer import summary
 
     before = Status.read(folder) if trainer.step else Status()
