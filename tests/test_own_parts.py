@@ -137,6 +137,13 @@ def test_what_is_another_part_is_told_by_what_is_needed(project, key, answer):
     assert str(caught.value) == f"{key}._target_=own_mine.five: this returns {answer}"
 
 
+def test_a_data_set_is_not_blamed_if_another_process_is_gone(project):
+    text = "def lost():\n    raise RuntimeError('gloo/transport/tcp/pair.cc: Read error. GLHF!')\n"
+    (project / "own_broken.py").write_text(text, encoding="utf-8")
+    with pytest.raises(RuntimeError, match="Read error"):
+        build.build("dataset", {"_target_": "own_broken.lost"})
+
+
 def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
     model = build.build("model", {"_target_": "own_mine.Scores"})
     with pytest.raises(UserError, match="^model=Scores returns a dict, .*\nOverride "):

@@ -196,9 +196,9 @@ def naming_metric(name: str, **given: Any) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
         if (
-            isinstance(error, (UserError, TrainingError, OSError))
+            isinstance(error, (UserError, TrainingError))
             or "device-side assert" in str(error)
             or MISUSED.search(str(error))
             or memory.is_out_of_memory(error)

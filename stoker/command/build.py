@@ -10,6 +10,7 @@ import hydra
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
+from stoker.command.contact import is_lost
 from stoker.command.dotted import plain
 from stoker.command.trust import (
     PART_CLASSES,
@@ -101,6 +102,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
+        if is_lost(error):  # a data set may wait for the first process
+            raise
         # If an argument is missing, no line of the target has run.
         reason = cause(error) if is_trusted and not missing else first_line(error)
         raise UserError(f"{key} ({target}): {reason}") from error

@@ -133,6 +133,8 @@ def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | 
             return (None if is_printed else message), code
         return consequence(kind, message, code)
     except RuntimeError:  # the store is gone, so rank 0 or torchrun is gone too
+        if kind == "lost" and stopping.received is not None:
+            return None, signals.exit_code()
         return (None if kind == "signal" else message), code
 
 
