@@ -7,7 +7,7 @@ from stoker.command.dotted import plain
 from stoker.data.description import names_of
 from stoker.runs import saved_config
 from stoker.trainer import terminal
-from stoker.trainer.errors import UserError, as_typed, first_few
+from stoker.trainer.errors import UserError, first_few, item_as_typed
 
 
 def export(cfg: DictConfig) -> None:
@@ -32,7 +32,7 @@ def export(cfg: DictConfig) -> None:
     terminal.show(f"takes    inputs: {exporting.describe(inputs)}")
     if model.about["table"] is not None:
         columns = model.about["table"]["columns"]
-        names = [as_typed([name])[1:-1] for column in columns for name in names_of(column)]
+        names = [item_as_typed(name) for column in columns for name in names_of(column)]
         how = "unscaled"
         if any("categories" in column for column in columns):
             how += ", with 1 for a row's category and 0 for the others"
