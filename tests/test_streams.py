@@ -379,7 +379,7 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
     [
         3,
         {"number": 1},
-        {"passes": 0, "number": 1, "loader": {}, "generator": torch.get_rng_state()},
+        {"passes": 0, "number": 1, "loader": {}},
     ],
 )
 def test_a_place_that_no_reading_has_is_refused(place):

@@ -15,7 +15,7 @@ from stoker.trainer import batches, launch, parallel, settings
 from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.number_format import counted
-from stoker.trainer.seeding import mix_seed, seed_own, seed_python
+from stoker.trainer.seeding import CPU, mix_seed, seed_generators, seed_own
 from stoker.trainer.spans import Spans, silent_spans
 
 END = object()  # marks the end of an iterator
@@ -116,7 +116,6 @@ class Place:
         step: The number of steps before this position, counted from the first epoch. None if the
             position is from a checkpoint: the next iteration then always continues here.
         seed: The seed of the random streams of this pass.
-        generator: torch's random state after the last batch of this pass.
     """
 
     passes: int
@@ -125,7 +124,6 @@ class Place:
     step: int | None = None
     seed: int = 0
     iterator: Iterator[Any] | None = None
-    generator: torch.Tensor | None = None
 
 
 class IterableLoader(Seekable):
@@ -137,12 +135,12 @@ class IterableLoader(Seekable):
     where it stopped. For any other iterable, the batches of the pass up to that point are read
     again and dropped.
 
-    The iterable draws its random numbers from separate streams: before each batch, torch's
-    generator continues a stream seeded by (seed, pass), and Python's and numpy's generators are
-    seeded by (seed, pass, batch). Shuffling and augmentation are therefore reproducible, and
-    training and data do not affect each other. Only persistent workers, which outlive a pass,
-    continue their own streams. If the iterable has `set_epoch`, it is called with the number of the
-    pass. With several processes, each process reads all batches and takes its part of each.
+    The iterable draws its random numbers from separate streams: for each batch, the generators of
+    Python, numpy and torch are seeded by (seed, pass, batch). Shuffling and augmentation are
+    therefore reproducible, and training and data do not affect each other. Only persistent workers,
+    which outlive a pass, continue their own streams. If the iterable has `set_epoch`, it is called
+    with the number of the pass. With several processes, each process reads all batches and takes
+    its part of each.
 
     Args:
         loader: An iterable of batches.
@@ -243,19 +241,15 @@ class IterableLoader(Seekable):
                     "has already been read. Pass a new one."
                 )
             place.seed = mix_seed(self.seed, "order", place.passes)
-            if place.generator is None:  # otherwise, the loaded state may contain its generators
-                self.seed_generators(place.seed, place.passes)
-            torch.default_generator.manual_seed(place.seed)
-        seed_python(mix_seed(place.seed, place.number))  # not restored, because each step reseeds
+            if not place.number:  # otherwise, the loaded state may contain its generators
+                self.begin_pass(place.seed, place.passes)
+        # Only torch's generator is restored: Python's and numpy's take long, and steps reseed them.
+        seed_generators(CPU, place.seed + place.number)
         try:
             if place.iterator is None:
                 with children_do_not_interrupt():
                     place.iterator = iter(self.loader)
-            if place.generator is not None:  # the state after the last batch
-                torch.default_generator.set_state(place.generator)
-            batch = next(place.iterator, END)
-            place.generator = torch.default_generator.get_state()
-            return batch
+            return next(place.iterator, END)
         except (UserError, TrainingError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -299,7 +293,6 @@ class IterableLoader(Seekable):
             return {"passes": place.passes + 1, "number": 0}
         state: dict[str, Any] = {"passes": place.passes, "number": place.number}
         if self.is_stateful:
-            state["generator"] = place.generator
             state["loader"] = self.loader.state_dict()
         if self.workers is not None:
             state["workers"] = self.workers
@@ -325,12 +318,12 @@ class IterableLoader(Seekable):
             )
         place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
-            place = Place(state["passes"], state["number"], generator=state["generator"])
-            self.seed_generators(mix_seed(self.seed, "order", place.passes), place.passes)
+            place = Place(state["passes"], state["number"])
+            self.begin_pass(mix_seed(self.seed, "order", place.passes), place.passes)
             self.loader.load_state_dict(state["loader"])
         self.place = place
 
-    def seed_generators(self, seed: int, passes: int) -> None:
+    def begin_pass(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and those of DataLoaders and samplers inside it.
 
         Otherwise, each stream would continue from pass to pass, which a resumed run cannot repeat.

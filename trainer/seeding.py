@@ -26,7 +26,7 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
 
     This takes 14 us, while torch.manual_seed alone takes 275 us, because it seeds every backend.
     """
-    random.seed(seed)  # `seed_python` inlined, to save a call per step
+    random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cpu":
@@ -36,12 +36,6 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
     for index in replicas:  # each DataParallel GPU has its own generator
         if index != device.index:
             backend.default_generators[index].manual_seed(mix_seed(seed, index))
-
-
-def seed_python(seed: int) -> None:
-    """Seed the global generators of `random` and `numpy.random`."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 def seed_own(owner: Any, seed: int) -> None:
