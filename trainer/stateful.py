@@ -25,7 +25,8 @@ class Stateful:
 
     device: torch.device
     module: Any
-    optimizer: Any
+    optimizer: Any = None
+    optimizer_step: Any = None  # `optimizer.step` with less overhead
     scheduler: Any = None  # built by `fit`, once the number of steps is known
     scaler: torch.amp.GradScaler
     window: Window

@@ -48,6 +48,7 @@ class Stoppable:
     stop_reason: StopReason | None = None  # why the last fit stopped; None if it reached its end
     interruption: str | None = None  # why a signal or another thread asked to stop
     failed: bool = False  # whether the fit ended with an error, for `on_fit_end`
+    in_step: bool = False  # whether a step has begun, and its callbacks have not all returned
     agreement: Any  # the parallel.Agreement of all processes
 
     @property

@@ -129,8 +129,6 @@ class Trainer(Predicting, Stoppable, Reporting):
         is_first = launch.is_first()
         self.seed_suffix: tuple[int, ...] = () if is_first else (launch.rank(),)
         self.callbacks = [c for c in callbacks if is_first or not c.first_rank_only]
-        self.optimizer = None
-        self.optimizer_step: Any = None  # `optimizer.step` with less overhead
         if optimizer is not None:
             self.optimizer = optimizers.build(
                 optimizer, self.parameter_groups(groups), self.device, self.module
@@ -226,6 +224,7 @@ class Trainer(Predicting, Stoppable, Reporting):
 
     def begin_step(self, batch: Any) -> None:
         """Record the learning rates, measure the batch, and seed the step's random numbers."""
+        self.in_step = True  # until the end of `end_step`
         self.rates = self.scheduler.get_last_lr()
         self.measure_batch(batch)  # sets step_samples, step_weight and process_weight
         self.seed_generators("step")
@@ -251,6 +250,7 @@ class Trainer(Predicting, Stoppable, Reporting):
             self.call("on_epoch_end")
         self.call("on_step_end")
         self.poll_interruption()  # sets stop_reason if a process was interrupted
+        self.in_step = False
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""

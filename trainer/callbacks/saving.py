@@ -1,7 +1,6 @@
 """The callback that saves checkpoints."""
 
 import sys
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -142,7 +141,10 @@ class Checkpoint(Monitor):
         error = sys.exc_info()[1]
         if self.writer is None or not isinstance(error, Exception) or isinstance(error, NotFinite):
             return
-        is_between_steps = trainer.evaluation_due or failed_to_load(trainer, error)
+        loader = trainer.train_loader
+        is_between_steps = trainer.evaluation_due or not trainer.in_step
+        if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
+            is_between_steps = trainer.evaluation_due  # it may have read part of the next step
         if parallel.process_count > 1 or not is_between_steps or trainer.step == self.saved:
             return
         try:
@@ -191,16 +193,3 @@ class Checkpoint(Monitor):
             writing = self.writing
             self.writing = None
             writing.result()
-
-
-def failed_to_load(trainer: "Trainer", error: Exception) -> bool:
-    """Return whether the training loader raised this error and can still save its position."""
-    loader = trainer.train_loader
-    if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
-        return False  # the loader may have read part of the next step
-    frames: list[traceback.FrameSummary] = []
-    for one in (error, error.__cause__):  # an explanation is raised from the loader's error
-        if one is not None:
-            frames += traceback.extract_tb(one.__traceback__, limit=1)
-    # This text is a source line of `fit` in trainer.py: change both together.
-    return any("for batch in self.train_loader:" in str(frame.line) for frame in frames)
