@@ -67,9 +67,9 @@ def adaptive_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
             unscale_others(trainer)
         norm = clip(trainer)
         scaler.step(trainer.optimizer)  # skips the update if a gradient is not finite
-        was_taken = update_scale(trainer) if scaler.is_enabled() else None
+        scaler.update()  # lowers the scale after a skipped step
         optimizers.zero_grad(trainer.optimizer, trainer.unoptimized)
-    finish(trainer, norm, was_taken)
+    finish(trainer, norm)
     return loss
 
 
@@ -92,29 +92,13 @@ def closure_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
     return loss
 
 
-def scale_of(trainer: "Trainer") -> torch.Tensor:
-    """Return the fp16 scale as a tensor on the device, without waiting for the device.
-
-    Call this after the backward pass, which creates the scale.
-    """
-    # private: _get_scale_async, because get_scale() waits for the device, torch 2.15
-    scale: torch.Tensor = trainer.scaler._get_scale_async()
-    return scale
-
-
 def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients of parameters without an optimizer, because the norm includes them."""
+    # private: _get_scale_async, because get_scale() waits for the device, torch 2.15
+    scale: torch.Tensor = trainer.scaler._get_scale_async()
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
-            parameter.grad /= scale_of(trainer)
-
-
-def update_scale(trainer: "Trainer") -> torch.Tensor:
-    """Update the fp16 scale; return whether the step was taken, without synchronizing."""
-    scale = scale_of(trainer)
-    before = scale.clone()
-    trainer.scaler.update()  # lowers the scale after a skipped step
-    return scale >= before
+            parameter.grad /= scale
 
 
 def check_scale(trainer: "Trainer") -> None:
@@ -191,10 +175,8 @@ def start_over(trainer: "Trainer") -> None:
     trainer.seed_generators("step")
 
 
-def finish(
-    trainer: "Trainer", norm: torch.Tensor | None, was_taken: torch.Tensor | None = None
-) -> None:
-    """Advance the schedule; record the gradient norm unless the scaler skipped the step."""
+def finish(trainer: "Trainer", norm: torch.Tensor | None) -> None:
+    """Advance the schedule, and record the gradient norm."""
     trainer.scheduler.step()
     if norm is not None:
-        trainer.window.add_norm(norm, was_taken)
+        trainer.window.add_norm(norm, may_be_skipped=trainer.scaler.is_enabled())

@@ -33,11 +33,14 @@ class Window:
         """Start measuring the time of the steps."""
         self.start = time.perf_counter()
 
-    def add_norm(self, norm: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks."""
+    def add_norm(self, norm: torch.Tensor, *, may_be_skipped: bool = False) -> None:
+        """Add the gradient norm of a step on rank 0 only, because it is the same on all ranks.
+
+        If the step `may_be_skipped` because of a gradient that is not finite, ignore such a norm.
+        """
         norm = parallel.unsharded(norm)
         if launch.is_first():
-            self.grad_norm.update(norm, weight=weight)
+            self.grad_norm.update(norm, weight=norm.isfinite() if may_be_skipped else None)
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
         """Return the numbers of the window across all processes, and clear the window.
