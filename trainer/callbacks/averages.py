@@ -20,8 +20,8 @@ Tensors = dict[str, torch.Tensor]
 class ShadowWeights(Callback):
     """A callback that keeps a second set of weights and BatchNorm statistics (the shadow).
 
-    Subclasses define `update`, which brings the shadow up to date with the trainer's step. `update`
-    is called at the end of each step, and before the evaluation at that step.
+    Subclasses define `on_step_end`, which brings the shadow up to date with the trainer's step. It
+    is called before the evaluation at this step too, and does nothing the second time.
     """
 
     key: str  # the key of the shadow in a checkpoint
@@ -44,9 +44,6 @@ class ShadowWeights(Callback):
         copy_into(shadow, self.shadow)
         self.shadow = shadow
 
-    def on_step_end(self, trainer: "Trainer") -> None:
-        self.update(trainer)
-
     def on_fit_end(self, trainer: "Trainer") -> None:
         # After an error, the device may no longer work. A closed Trainer has no module.
         if not trainer.failed and trainer.module is not None:
@@ -64,7 +61,7 @@ class ShadowWeights(Callback):
     def on_eval_start(self, trainer: "Trainer") -> None:
         self.forget_if_changed()
         if self.shadow is not None:  # there is no shadow before training
-            self.update(trainer)
+            self.on_step_end(trainer)
 
     def forget_if_changed(self) -> None:
         """Discard the shadow if the weights have changed since the end of the fit that made it."""
@@ -83,10 +80,6 @@ class ShadowWeights(Callback):
         if self.shadow is None or module is None:
             return False
         return parallel.add_up(int(checksum(module) != self.sum)) > 0
-
-    def update(self, trainer: "Trainer") -> None:
-        """Bring the shadow up to date with `trainer.step`, once per step."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
@@ -143,7 +136,7 @@ class Lookahead(ShadowWeights):
         super().on_fit_start(trainer)
 
     @torch.no_grad()
-    def update(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         if self.step != trainer.step and trainer.is_due(self.every):
             decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
             trained = self.average(trainer, decay)
@@ -165,7 +158,7 @@ class EMA(ShadowWeights):
         self.decay = settings.check("ema", decay)
         self.raw: Tensors | None = None  # the trained weights while an evaluation uses the average
 
-    def update(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         if self.step != trainer.step:
             step = trainer.step
             self.average(trainer, min(self.decay, (1 + step) / (10 + step)))
