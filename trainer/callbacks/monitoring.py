@@ -76,13 +76,10 @@ class Monitor(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Warn if the number was never logged during a complete fit."""
         if self.is_missing and not trainer.failed and trainer.step == trainer.total_steps:
-            reason = f"monitor={self.name}: the number was never logged, so there is no best value."
-            if self.monitor == "auto":
-                reason = (
-                    "evaluations log no loss or metric to monitor, so there is no best value.\n"
-                    "Add a metric with +metrics.NAME._target_=CLASS, or type monitor=train/loss."
-                )
-            launch.warn(f"{type(self).__name__}: {reason}")
+            launch.warn(
+                f"{type(self).__name__}: {self.name} was never logged, so there is no best value.\n"
+                "Add a metric with +metrics.NAME._target_=CLASS, or type monitor=train/loss."
+            )
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
         """Return whether the row's value is better than the best by more than `min_delta`.
