@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stoker.trainer import batches, memory, parallel
 from stoker.trainer import device as devices
-from stoker.trainer import memory, parallel
 from stoker.trainer.combined import parts
 from stoker.trainer.number_format import counted
 
@@ -62,11 +62,8 @@ def precision(trainer: "Trainer") -> str:
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
     """Return the tensors of the optimizer's state."""
-    tensors: list[torch.Tensor] = []
-    if optimizer is not None:
-        for moments in optimizer.state.values():
-            tensors += [value for value in moments.values() if isinstance(value, torch.Tensor)]
-    return tensors
+    moments = [] if optimizer is None else list(optimizer.state.values())
+    return [tensor for _, tensor in batches.entries(moments)]
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
