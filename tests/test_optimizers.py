@@ -19,26 +19,26 @@ from stoker.trainer.optimizers import decoupled_sgd
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
+def build(factory, groups, device):
+    return optimizers.build(factory, groups, device, torch.nn.Identity())
+
+
 def parameters():
     return [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_the_fused_form_where_nothing_was_chosen(name):
-    optimizer = optimizers.build(
-        functools.partial(getattr(torch.optim, name), lr=0.1), parameters(), CPU
-    )
+    optimizer = build(functools.partial(getattr(torch.optim, name), lr=0.1), parameters(), CPU)
     assert optimizer.defaults["fused"] is True and optimizer.defaults["lr"] == 0.1
-    assert optimizers.build(getattr(torch.optim, name), parameters(), CPU).defaults["fused"] is True
-    on_meta = optimizers.build(getattr(torch.optim, name), parameters(), META)
+    assert build(getattr(torch.optim, name), parameters(), CPU).defaults["fused"] is True
+    on_meta = build(getattr(torch.optim, name), parameters(), META)
     assert not on_meta.defaults["fused"]
 
 
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"foreach": True}, {"fused": False}])
 def test_not_where_something_was(chosen):
-    optimizer = optimizers.build(
-        functools.partial(torch.optim.AdamW, lr=0.1, **chosen), parameters(), CPU
-    )
+    optimizer = build(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), parameters(), CPU)
     assert (
         not optimizer.defaults["fused"]
         and {name: optimizer.defaults[name] for name in chosen} == chosen
@@ -46,10 +46,8 @@ def test_not_where_something_was(chosen):
 
 
 def test_not_where_there_is_none():
-    assert "fused" not in optimizers.build(torch.optim.RMSprop, parameters(), CPU).defaults
-    optimizer = optimizers.build(
-        lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU
-    )
+    assert "fused" not in build(torch.optim.RMSprop, parameters(), CPU).defaults
+    optimizer = build(lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU)
     assert not optimizer.defaults["fused"] and optimizer.defaults["lr"] == 0.2
 
 
@@ -61,7 +59,7 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_momentum(dampening):
     weights = [torch.nn.Parameter(torch.ones(50_000)) for _ in range(2)]
     groups = [{"params": [weight]} for weight in weights]
     settings = {"lr": 0.5, "momentum": 0.9, "dampening": dampening}
-    optimizer = optimizers.build(functools.partial(torch.optim.SGD, **settings), groups[:1], CPU)
+    optimizer = build(functools.partial(torch.optim.SGD, **settings), groups[:1], CPU)
     plain = torch.optim.SGD(groups[1:], foreach=False, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     for values in (math.inf, 2.0, 3.0):
@@ -79,9 +77,7 @@ def test_fused_and_plain_steps_agree():
     results = []
     for chosen in ({}, {"foreach": False}):
         groups = parameters()
-        optimizer = optimizers.build(
-            functools.partial(torch.optim.AdamW, lr=0.1, **chosen), groups, CPU
-        )
+        optimizer = build(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), groups, CPU)
         for _ in range(5):
             groups[0]["params"][0].grad = torch.tensor([[1.0, -2.0], [0.5, 0.1]])
             optimizer.step()
@@ -94,7 +90,7 @@ def test_fused_and_plain_steps_agree():
 )
 def test_a_value_that_torch_refuses_is_the_users_mistake(options):
     with pytest.raises(UserError, match=r"^optimizer: Invalid .* Choose a different value\."):
-        optimizers.build(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
+        build(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
 
 
 KINDS = [
@@ -111,7 +107,7 @@ def test_lean_steps_equal_those_of_torch(kind):
     results = []
     for lean in (True, False):
         groups = parameters()
-        optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups, CPU)
+        optimizer = build(functools.partial(kind, lr=0.1), groups, CPU)
         step = optimizers.lean_step(optimizer) if lean else optimizer.step
         assert (step == optimizer.step) != lean
         for i in range(4):
@@ -127,7 +123,7 @@ def test_lean_steps_equal_those_of_torch(kind):
 def test_a_lean_step_needs_no_graph_and_leaves_the_optimizer_as_it_is():
     groups = parameters()
     weight = groups[0]["params"][0]
-    optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
+    optimizer = build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
     weight.square().sum().backward()
     optimizers.lean_step(optimizer)()
     assert weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -140,7 +136,7 @@ def test_a_lean_step_needs_no_graph_and_leaves_the_optimizer_as_it_is():
 def test_a_step_that_somebody_has_replaced_is_the_one_that_is_called():
     """torch's schedules count the steps of their optimizer in this way."""
     groups, calls = parameters(), []
-    optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
+    optimizer = build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
     step = optimizers.lean_step(optimizer)
     optimizer.step = lambda: calls.append("replaced")
     step()
@@ -149,7 +145,7 @@ def test_a_step_that_somebody_has_replaced_is_the_one_that_is_called():
 
 def test_hooks_of_a_lean_step_are_called_and_a_profiler_sees_its_name():
     groups, seen = parameters(), []
-    optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
+    optimizer = build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
     groups[0]["params"][0].grad = torch.ones(2, 2)
     step = optimizers.lean_step(optimizer)
     step()
@@ -175,7 +171,7 @@ def test_groups_that_a_factory_makes_stay_as_they_are():
 
     given = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
     for factory, count in ((four, 4), (two, 2)):
-        assert len(optimizers.build(factory, given, CPU).param_groups) == count
+        assert len(build(factory, given, CPU).param_groups) == count
 
 
 def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
@@ -187,19 +183,19 @@ def test_a_rule_is_checked_by_the_optimizer_that_gets_it():
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     rules = [{"match": "0.*", "lr": 0.1}, {"match": "1.*", "betas": (0.5, 0.9)}]
-    built = optimizers.build(two, parameter_groups(model, rules), CPU)
+    built = build(two, parameter_groups(model, rules), CPU)
     assert [group["lr"] for group in built.param_groups] == [0.1, 0.1, 1e-3, 1e-3]
     rules = [{"match": "0.*", "betas": (0.5, 0.9)}]
     with pytest.raises(UserError, match=r"the rule 0\.\* sets betas, but"):
-        optimizers.build(two, parameter_groups(model, rules), CPU)
+        build(two, parameter_groups(model, rules), CPU)
     groups = [{"params": list(model.parameters()), "name": "all"}]
     with pytest.raises(UserError, match="optimizer: optimizer got an empty parameter list"):
-        optimizers.build(two, groups, CPU)
+        build(two, groups, CPU)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_an_optimizer_of_closures_and_one_for_sparse_gradients_are_built(kind):
-    assert isinstance(optimizers.build(kind, parameters(), CPU), kind)
+    assert isinstance(build(kind, parameters(), CPU), kind)
 
 
 class Named(torch.optim.AdamW):
@@ -219,7 +215,7 @@ class Fixed(torch.optim.AdamW):
 def test_a_weight_decay_that_no_signature_names_does_not_reach_biases(kind, decay):
     weight, bias = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
     groups = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}]
-    optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups, CPU)
+    optimizer = build(functools.partial(kind, lr=0.1), groups, CPU)
     decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {weight: decay, bias: 0.0}
 
@@ -236,7 +232,7 @@ def test_groups_of_equal_settings_become_one():
         (torch.optim.Adam, [2]),
         (torch.optim.AdamW, [1, 1]),
     ):
-        optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups(), CPU)
+        optimizer = build(functools.partial(kind, lr=0.1), groups(), CPU)
         assert [len(group["params"]) for group in optimizer.param_groups] == expected
 
 
@@ -343,7 +339,7 @@ def test_what_has_weight_decay():
     model = Shapes()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     factory = functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5)
-    optimizer = optimizers.build(factory, parameter_groups(model), CPU)
+    optimizer = build(factory, parameter_groups(model), CPU)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()

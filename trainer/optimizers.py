@@ -23,19 +23,13 @@ OF_MATRICES = ("Muon", "Adafactor")
 Given = Callable[..., Any] | torch.optim.Optimizer
 
 
-def build(
-    factory: Given,
-    groups: Groups,
-    device: torch.device,
-    module: torch.nn.Module | None = None,
-) -> Any:
+def build(factory: Given, groups: Groups, device: torch.device, module: torch.nn.Module) -> Any:
     """Build the optimizer from the parameter groups, or check an optimizer instance.
 
     Raises:
         UserError: The factory rejects a value, or the optimizer does not work in this Trainer.
     """
     if isinstance(factory, torch.optim.Optimizer):
-        assert module is not None
         check_ready(factory, module)
         optimizer: Any = factory
     else:
@@ -50,10 +44,7 @@ def build(
 
 
 def called(
-    factory: Callable[..., Any],
-    groups: Groups,
-    device: torch.device,
-    module: torch.nn.Module | None,
+    factory: Callable[..., Any], groups: Groups, device: torch.device, module: torch.nn.Module
 ) -> Any:
     """Return `factory(groups)`, fused if possible unless you set `fused` or `foreach`.
 
@@ -65,13 +56,11 @@ def called(
     if not parameters:
         raise UserError(f"model: {type(module).__name__} has no parameters to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
+    is_sparse = any(getattr(child, "sparse", False) for child in module.modules())
+    is_dense = not is_sparse and all(parameter.is_floating_point() for parameter in parameters)
     options: dict[str, Any] = {"module": module} if "module" in settings else {}
-    if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
-        is_sparse = module is not None and any(
-            getattr(m, "sparse", False) for m in module.modules()
-        )
-        if not is_sparse and all(p.is_floating_point() for p in parameters):
-            options["fused"] = True
+    if is_choice_open(settings) and devices.has_fused(device) and is_dense and not is_sharded:
+        options["fused"] = True
     decay = settings.get("weight_decay")
     is_lbfgs = "line_search_fn" in settings  # LBFGS supports only one group
     has_decay = decay.default != 0 if decay else not is_lbfgs
@@ -85,9 +74,13 @@ def called(
         raise
     except (ValueError, TypeError, IndexError) as error:  # torch rejects a value
         raise UserError(f"optimizer: {error}. Choose a different value.") from error
-    if is_sharded:
-        check_sharded(optimizer)
     for part in parts(optimizer):
+        kind = type(part)
+        if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
+            raise UserError(
+                f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
+                "only a shard of each. Type optimizer=adamw, or strategy=ddp."
+            )
         trained = {parameter for group in part.param_groups for parameter in group["params"]}
         theirs = [group for group in as_ruled if not trained.isdisjoint(group["params"])]
         check_options(theirs, {*settings, *part.defaults})
@@ -117,16 +110,6 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
     """Return whether a factory accepts `fused` and `foreach`, and sets neither."""
     return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
-
-
-def check_sharded(optimizer: Any) -> None:
-    """Raise UserError for an optimizer that does not work with `strategy=fsdp`."""
-    for kind in map(type, parts(optimizer)):
-        if is_torchs(kind) and kind.__name__ in OF_MATRICES:
-            raise UserError(
-                f"strategy=fsdp: {kind.__name__} needs whole matrices, but each process holds "
-                "only a shard of each. Type optimizer=adamw, or strategy=ddp."
-            )
 
 
 def needs_closure(optimizer: Any) -> bool:
@@ -175,8 +158,7 @@ def begin_momentum(optimizer: torch.optim.SGD) -> None:
         is_sharded = any(map(parallel.is_shard, group["params"]))
         if group["momentum"] and (group["fused"] or (is_sharded and not group["dampening"])):
             for parameter in group["params"]:
-                momentum = torch.zeros_like(parameter)
-                optimizer.state[parameter]["momentum_buffer"] = momentum
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def make_capturable(optimizer: Any, device: torch.device) -> None:
