@@ -135,7 +135,7 @@ def check_exchanged(model: nn.Module, module: nn.Module) -> None:
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
     """Wrap the module in DistributedDataParallel, if it has anything to train."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not trained(module):
         return module
     # torch 2.15 renames broadcast_buffers, but torch 2.11 only knows this name.
     with warnings.catch_warnings():
@@ -382,9 +382,7 @@ def check_same_weights(model: nn.Module) -> None:
         return
     named = dict(model.module.named_parameters())
     with torch.no_grad():
-        lengths = [
-            torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in named.values()
-        ]
+        lengths = [torch.linalg.vector_norm(w, dtype=torch.float64) for w in named.values()]
     norms = torch.stack(lengths).cpu()
     for theirs in from_all(norms):
         apart = (theirs - norms).abs() > DRIFT * theirs
@@ -468,13 +466,11 @@ def has_samples(loader: Any) -> bool:
 
 def is_shard(tensor: object) -> "TypeGuard[DTensor]":
     """Return whether this tensor is sharded by `fsdp`."""
-    return dist.is_initialized() and isinstance(tensor, shard_type())
-
-
-def shard_type() -> "type[DTensor]":
+    if not dist.is_initialized():
+        return False
     from torch.distributed.tensor import DTensor  # takes 0.3 s, so import it only when needed
 
-    return DTensor
+    return isinstance(tensor, DTensor)
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
