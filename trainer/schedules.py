@@ -144,20 +144,16 @@ def build(
                 set_rate(group, group["lr"])
     reset(optimizer)
     try:
-        arguments = inspect.signature(factory)
-        length = {"total_steps": total_steps} if "total_steps" in arguments.parameters else {}
-        arguments.bind(optimizer, **length)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"scheduler: {error}. Type +scheduler.NAME=VALUE.\n"
-            "In a script, pass a function of (optimizer) or (optimizer, total_steps)."
-        ) from None
-    try:
+        takes_length = "total_steps" in inspect.signature(factory).parameters
+        length = {"total_steps": total_steps} if takes_length else {}
         scheduler = factory(optimizer, **length)
     except UserError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"scheduler: {error}. Check its arguments.") from error
+        raise UserError(
+            f"scheduler: {error}. Check its arguments. To set one, type +scheduler.NAME=VALUE.\n"
+            "In a script, pass a function of (optimizer) or (optimizer, total_steps)."
+        ) from error
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:
