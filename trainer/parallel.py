@@ -326,11 +326,6 @@ def plain_text(module: nn.Module) -> str:
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
 
-def description(trainer: Any) -> str:
-    """Return " on 4 processes (ddp)" for the plan of a run, or "" for a single process."""
-    return f" on {process_count} processes ({trainer.strategy})" if process_count > 1 else ""
-
-
 # In a step
 
 

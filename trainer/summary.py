@@ -32,8 +32,11 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     rates = {f"{group.get('initial_lr', 0):g}": None for group in optimizer.param_groups}
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
+    processes = ""
+    if parallel.process_count > 1:
+        processes = f" on {parallel.process_count} processes ({trainer.strategy})"
     line = (
-        f"plan     {length(trainer)}, batch {batch_size}{parallel.description(trainer)}"
+        f"plan     {length(trainer)}, batch {batch_size}{processes}"
         f"{trainer.splitter.description()}, {kinds}{fused} lr {', '.join(rates)}, "
         f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}"
     )
