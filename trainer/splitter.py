@@ -75,8 +75,6 @@ class Splitter:
         if self.size is not None:
             samples = self.global_samples or batches.size(batch, self.sample_dim)
             parts = math.ceil(samples / (parallel.process_count * self.size))
-        if parts == 1:
-            return [batch]
         if self.global_samples is not None:  # each rank needs a sample per micro-batch
             parts = min(parts, self.global_samples // parallel.process_count)
         return batches.split(batch, parts, self.sample_dim)
@@ -101,7 +99,14 @@ class Splitter:
             try:
                 return function(self.split(batch))
             except (RuntimeError, MemoryError) as error:
-                self.halve(error, batches.size(batch, self.sample_dim))
+                samples = batches.size(batch, self.sample_dim)
+                most = min(self.size or samples, samples)
+                if most == 1 or not memory.is_out_of_memory(error):
+                    raise  # a smaller size cannot help
+            self.size = most // 2
+            log.warning(
+                "Out of memory with %d samples at once. Continuing with %d.", most, self.size
+            )
             # Not inside `except`, where the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
@@ -109,14 +114,6 @@ class Splitter:
             if undo is not None:
                 undo()
             memory.release(self.device)
-
-    def halve(self, error: Exception, samples: int) -> None:
-        """Halve the size and log it; re-raise the error if a smaller size cannot help."""
-        most = min(self.size or samples, samples)
-        if most == 1 or not memory.is_out_of_memory(error):
-            raise error
-        self.size = most // 2
-        log.warning("Out of memory with %d samples at once. Continuing with %d.", most, self.size)
 
     def explain(self, samples: int | None) -> TrainingError:
         """Return the error for running out of memory; `samples` is None before the first batch."""
