@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ def called(
     is_sparse = any(getattr(child, "sparse", False) for child in module.modules())
     is_dense = not is_sparse and all(parameter.is_floating_point() for parameter in parameters)
     options: dict[str, Any] = {"module": module} if "module" in settings else {}
-    if is_choice_open(settings) and devices.has_fused(device) and is_dense and not is_sharded:
+    ways = [settings[name].default for name in ("fused", "foreach") if name in settings]
+    if ways == [None, None] and devices.has_fused(device) and is_dense and not is_sharded:
         options["fused"] = True
     decay = settings.get("weight_decay")
     is_lbfgs = "line_search_fn" in settings  # LBFGS supports only one group
@@ -105,11 +106,6 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
         )
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
-
-
-def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a factory accepts `fused` and `foreach`, and sets neither."""
-    return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
 
 
 def needs_closure(optimizer: Any) -> bool:
@@ -184,7 +180,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     """
     kind = type(optimizer)
     is_known = is_torchs(kind) or kind is Combined
-    if compiled or not is_known or optimizer.defaults.get("differentiable"):
+    if compiled or not is_known:
         step: Callable[[], Any] = optimizer.step
         return step
     bare = inspect.unwrap(kind.step)

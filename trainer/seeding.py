@@ -45,12 +45,13 @@ def seed_own(owner: Any, seed: int) -> None:
     generators.
     """
     for name, value in getattr(owner, "__dict__", {}).items():
+        own_seed = mix_seed(seed, name)
         if isinstance(value, torch.Generator):
-            value.manual_seed(mix_seed(seed, name))
+            value.manual_seed(own_seed)
         elif isinstance(value, numpy.random.Generator):
-            value.bit_generator.state = type(value.bit_generator)(mix_seed(seed, name)).state
+            value.bit_generator.state = type(value.bit_generator)(own_seed).state
         elif isinstance(value, (random.Random, numpy.random.RandomState)):
-            value.seed(mix_seed(seed, name) % 2**32)
+            value.seed(own_seed % 2**32)
 
 
 def host_random_states(device: torch.device) -> tuple[Any, ...]:

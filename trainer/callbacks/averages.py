@@ -59,20 +59,15 @@ class ShadowWeights(Callback):
         self.sum = checksum(module)
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        self.forget_if_changed()
+        if self.is_outdated():
+            self.shadow = None
+            self.step = 0
+            launch.warn(
+                f"{type(self).__name__}: the weights have changed since the fit, or since the "
+                f"checkpoint was loaded, so the {self.key} weights were discarded."
+            )
         if self.shadow is not None:  # there is no shadow before training
             self.on_step_end(trainer)
-
-    def forget_if_changed(self) -> None:
-        """Discard the shadow if the weights have changed since the end of the fit that made it."""
-        if not self.is_outdated():
-            return
-        self.shadow = None
-        self.step = 0
-        launch.warn(
-            f"{type(self).__name__}: the weights have changed since the fit, or since the "
-            f"checkpoint was loaded, so the {self.key} weights were discarded."
-        )
 
     def is_outdated(self) -> bool:
         """Return whether the weights have changed since the end of the fit that made the shadow."""
