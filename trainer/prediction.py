@@ -119,10 +119,9 @@ def leaves_of(nesting: Any) -> dict[str, Any]:
 
 def on_cpu(outputs: Any, samples: int) -> Any:
     """Move the outputs for a batch to the CPU; raise UserError for a leaf without samples."""
-
-    def checked(name: str, leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor) and leaf.ndim > 0
-        is_right = is_tensor or isinstance(leaf, list)
+    outputs = batches.walk(to_cpu, outputs)
+    for name, leaf in (leaves_of(outputs) or {"outputs": outputs}).items():
+        is_right = isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.ndim > 0)
         if not is_right or len(leaf) != samples:
             length = f" of length {len(leaf)}" if is_right else ""
             raise UserError(
@@ -131,14 +130,10 @@ def on_cpu(outputs: Any, samples: int) -> Any:
                 "Override predict_batch to return tensors (N, ...), or a dict or tuple of them; "
                 f"{misuse.HOW}."
             )
-        return batches.walk(lambda _, item: to_cpu(item), leaf)
-
-    if not leaves_of(outputs):
-        checked("outputs", outputs)
-    return batches.walk(checked, outputs, "outputs", list_dim)
+    return outputs
 
 
-def to_cpu(value: Any) -> Any:
+def to_cpu(_: str, value: Any) -> Any:
     """Move a tensor to the CPU, in float32 if it has half precision; return other values as is."""
     if not isinstance(value, Tensor):
         return value
