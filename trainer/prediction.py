@@ -159,10 +159,7 @@ def joined(leaves: list[Any]) -> Any:
 
 def interleaved(leaves: list[Any]) -> Any:
     """Join the leaves of all ranks, with the samples back in the order of the batch."""
-    total = sum(map(len, leaves))
-    merged: Any = [None] * total
-    if are_uniform(leaves):
-        merged = leaves[0].new_empty(total, *leaves[0].shape[1:])
+    merged = joined(leaves)  # a copy, with the samples of each rank together
     for rank, leaf in enumerate(leaves):
         merged[rank :: len(leaves)] = leaf
     return merged
