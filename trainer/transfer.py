@@ -7,7 +7,6 @@ import torch
 from stoker.trainer import batches
 from stoker.trainer import device as devices
 
-CPU = torch.device("cpu")
 UNIFIED = ("cpu", "mps", "meta")  # devices to which copies do not need pinned memory
 
 
@@ -60,7 +59,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     Copies from a GPU are asynchronous and use pinned memory.
     """
     return tensor.to(
-        CPU,
+        "cpu",
         copy=True,
         non_blocking=tensor.device.type not in UNIFIED,
         memory_format=torch.contiguous_format,

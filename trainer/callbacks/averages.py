@@ -189,11 +189,11 @@ def checksum(module: torch.nn.Module) -> str:
 
 def floating_state(module: torch.nn.Module) -> Tensors:
     """Return {name: tensor} of the module's floating-point weights and statistics, not copied."""
-    state: Tensors = {}
-    for name, tensor in module.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            state[name] = tensor
-    return state
+    return {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    }
 
 
 @torch.no_grad()

@@ -53,8 +53,7 @@ class Monitor(Callback):
         for split in splits:
             for name, metric in trainer.metrics.items():
                 higher_is_better[f"{split}/{name}"] = getattr(metric, "higher_is_better", None)
-        for split in [*splits, "train"]:
-            higher_is_better[f"{split}/loss"] = False
+        higher_is_better.update({f"{split}/loss": False for split in [*splits, "train"]})
         known = [name for name, higher in higher_is_better.items() if higher is not None]
         self.name = known[0] if self.monitor == "auto" else self.monitor
         higher = higher_is_better.get(self.name)

@@ -119,14 +119,17 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
     good = guard.first_state if saved is None else saved[1]
     if good is None:
         return None
-    for callback in active:
-        callback.on_fit_end(trainer)
+
+    def call(hook: str) -> None:
+        for callback in active:
+            getattr(callback, hook)(trainer)
+
+    call("on_fit_end")
     trainer.resume_from(good)
     launch.warn(
         f"Replaying training from step {trainer.step + 1} to find the first non-finite value."
     )
-    for callback in active:
-        callback.on_fit_start(trainer)
+    call("on_fit_start")
     trainer.model.train()
     for batch in replayed(trainer, last):
         # The last good row shows that the loss of its last step was finite, but not that the
@@ -137,10 +140,8 @@ def find(trainer: "Trainer", guard: NaNGuard) -> tuple[str, Any, State] | None:
             state = checkpoint.copy(trainer.state_dict(), everywhere=True)
         norms, loss = norms_and_loss(trainer, batch)
         if trainer.step % trainer.steps_per_epoch == 0:
-            for callback in active:
-                callback.on_epoch_end(trainer)
-        for callback in active:
-            callback.on_step_end(trainer)
+            call("on_epoch_end")
+        call("on_step_end")
         text = examine(trainer, batch, norms, loss) if is_suspect else None
         if text is not None:
             return text, batch, state
@@ -225,10 +226,11 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
             (gradient,) = parallel.local([parameter.grad])
             norms[name] = torch.linalg.vector_norm(gradient)
 
-    hooks = []
-    for name, parameter in trainer.module.named_parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(partial(note, name)))
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(note, name))
+        for name, parameter in trainer.module.named_parameters()
+        if parameter.requires_grad
+    ]
     try:
         trainer.begin_step(batch)
         loss = trainer.train_step(batch)
