@@ -1,6 +1,5 @@
 """The part of a Trainer that is saved in checkpoints, and loaded to resume."""
 
-import collections
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -83,17 +82,14 @@ class Stateful:
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
-        for name, part in self.stateful().items():
-            state[name] = part.state_dict()
+        state.update(states(self.stateful()))
         state["frozen"] = frozen(self.module)
         state["optimizer_class"] = type(self.optimizer).__name__
         if isinstance(self.train_loader, IterableLoader):
             state["loader"] = self.train_loader.state_dict()
         if self.carried:
             state["carried"] = self.carried
-        state["callbacks"] = {}
-        for name, callback in self.named_callbacks().items():
-            state["callbacks"][name] = callback.state_dict()
+        state["callbacks"] = states(self.named_callbacks())
         return state
 
     def load(self, path: Any) -> None:
@@ -174,9 +170,13 @@ class Stateful:
     def named_callbacks(self) -> dict[str, Callback]:
         """Return {class name: callback}; the second callback of the same class is "Name.1"."""
         named: dict[str, Callback] = {}
-        counts: collections.Counter[str] = collections.Counter()
         for callback in self.callbacks:
             kind = type(callback).__name__
-            named[f"{kind}.{counts[kind]}" if counts[kind] else kind] = callback
-            counts[kind] += 1
+            earlier = sum(type(one).__name__ == kind for one in named.values())
+            named[f"{kind}.{earlier}" if earlier else kind] = callback
         return named
+
+
+def states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: state} of objects with a `state_dict`."""
+    return {name: part.state_dict() for name, part in parts.items()}

@@ -103,9 +103,7 @@ def unscale_others(trainer: "Trainer") -> None:
 
 def check_scale(trainer: "Trainer") -> None:
     """Raise NotFinite if skipped steps have lowered the fp16 scale below LOWEST_SCALE."""
-    if not trainer.scaler.is_enabled():
-        return
-    scale = trainer.scaler.get_scale()
+    scale = trainer.scaler.get_scale()  # 1 without fp16
     if scale < LOWEST_SCALE:
         raise NotFinite(
             f"fp16: the gradients are still not finite at step {trainer.step:,}, even with a loss "
