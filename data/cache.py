@@ -49,7 +49,7 @@ def open_cache(
                     older.unlink()
         try:
             cache = PixelCache(path, images, shape)
-        except (FileNotFoundError, WrongSize):
+        except (FileNotFoundError, ValueError):  # there is no file, or it is too short to map
             create(path, images * (4 + prod(shape)))
             cache = PixelCache(path, images, shape)
     except (OSError, ValueError) as error:
@@ -68,28 +68,22 @@ def default_place() -> Path:
     return Path(home, "stoker", "images")
 
 
-class WrongSize(OSError):
-    """The cache file does not have the expected size."""
-
-
 class PixelCache:
     """A file with a slot for each of `images` uint8 images (C, H, W), shared by all processes.
 
     A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. Reading a slot
     therefore detects a flipped bit, or a write that a killed process left unfinished. No lock is
     needed, because all processes write the same bytes to a slot. A forked worker inherits the file,
-    and a spawned worker reopens it. Raises OSError for a link, a pipe, or a file of the wrong size.
+    and a spawned worker reopens it. Raises OSError for a link or a pipe, and ValueError for a file
+    that is too short.
     """
 
     def __init__(self, path: Path, images: int, shape: Sequence[int]) -> None:
         self.path = path
         self.shape = tuple(shape)
         self.size = prod(shape)
-        expected = images * (4 + self.size)
         with open_plain(path, os.O_RDWR) as file:
-            if os.fstat(file.fileno()).st_size != expected:
-                raise WrongSize(f"{path} does not have the expected size of {expected:,} bytes")
-            self.map = mmap.mmap(file.fileno(), expected)
+            self.map = mmap.mmap(file.fileno(), images * (4 + self.size))
         self.sums = numpy.frombuffer(self.map, dtype=numpy.uint32, count=images)
         pixels = torch.frombuffer(self.map, dtype=torch.uint8, offset=4 * images)
         self.pixels = pixels.view(images, self.size)
@@ -139,7 +133,7 @@ def reopen(path: Path, images: int, shape: Sequence[int]) -> PixelCache | None:
     """
     try:
         return PixelCache(path, images, shape)
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
