@@ -420,7 +420,3 @@ class HostLoader(Loader):
             with self.spans["transfer"]:
                 batch = move(batch, self.device)
             yield batch
-
-    def close(self) -> None:
-        self.split = None
-        self.workers.close()

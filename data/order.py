@@ -45,6 +45,7 @@ class Ordered(Seekable):
     """
 
     global_size: int | None = None  # samples in the latest batch, across all processes
+    workers: Any = None  # the Workers that read the batches, if there are any
 
     def __init__(
         self,
@@ -115,4 +116,6 @@ class Ordered(Seekable):
 
     def close(self) -> None:
         """Release the data and stop the workers; the loader cannot be used afterward."""
-        raise NotImplementedError
+        self.split = None
+        if self.workers is not None:
+            self.workers.close()

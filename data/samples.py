@@ -203,10 +203,6 @@ class SampleLoader(Ordered):
             self.global_size = len(samples)
             yield batch
 
-    def close(self) -> None:
-        self.split = None
-        self.workers.close()
-
 
 class SampleReader(Reader):
     """Reads samples one by one, each with its own random streams, and collates them."""
