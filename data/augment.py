@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Generator, Tensor
 
-from stoker.data.transforms import PerSample, is_transform
+from stoker.data.transforms import is_transform
 from stoker.trainer.errors import UserError, check_choice, check_number
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
@@ -95,20 +95,15 @@ class Augment:
             raise UserError(f"{key}={value}: type flip or {{flip: alternate}} in dataset.augment.")
         self.geometric[item] = value
 
-    def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
-        """Return a reader that transforms samples of this shape, or None if there are no
-        transforms.
-        """
-        return PerSample(self.transforms, in_shape, seed) if self.transforms else None
-
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
         """Check that these augmentations work on inputs and class targets of these shapes."""
-        needs_images = bool(self.geometric) or "cutmix" in self.mixing
-        moves_masks = len(target_shape) == 2 and bool(self.geometric or self.transforms)
+        moves_pixels = bool(self.geometric or self.transforms)
+        needs_images = moves_pixels or "cutmix" in self.mixing
+        has_masks = len(target_shape) == 2
         if (
             (needs_images and len(in_shape) != 3)
             or (self.mixing and target_shape)
-            or (moves_masks and tuple(target_shape) != tuple(in_shape[1:]))
+            or (moves_pixels and has_masks and tuple(target_shape) != tuple(in_shape[1:]))
         ):
             names = ", ".join([*self.geometric, *self.mixing]) or "transforms"
             raise UserError(

@@ -15,6 +15,7 @@ from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.samples import make_loader
 from stoker.data.splits import Split
+from stoker.data.transforms import PerSample
 from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause
@@ -107,15 +108,15 @@ def make_loaders(
     for name, split in splits.items():
         check_first(data, name, split)
     held = dict(splits)  # the splits that can become resident
-    transforms = None
+    transforms: list[Any] = []
     if only is None:
         options["train"]["augment"] = augment
-        transforms = Augment(augment).per_sample(data.in_shape, seed)
-    if transforms is not None:
+        transforms = Augment(augment).transforms
+    if transforms:
         if resident is True:
             raise UserError(
-                f"dataset.resident=true: {transforms.names} can only be applied as samples are "
-                "read, so the training split cannot be resident.\n"
+                f"dataset.resident=true: {type(transforms[0]).__name__} can only be applied as "
+                "samples are read, so the training split cannot be resident.\n"
                 "Type dataset.resident=auto."
             )
         del held["train"]
@@ -406,9 +407,9 @@ class HostLoader(Loader):
     ) -> None:
         super().__init__(data, split, batch_size, **options)
         where = f"the {split} split of {data.name}"
-        transforms = self.augment.per_sample(data.in_shape, self.seed)
-        reader = Reader(self.split, where, workers, (self.seed, split), transforms)
-        if transforms is not None:
+        reader = Reader(self.split, where, workers, (self.seed, split))
+        if self.augment.transforms:
+            reader.transforms = PerSample(self.augment.transforms, data.in_shape, self.seed)
             reader.first()
         batch_bytes = self.nbytes * self.batch_size // self.samples
         ahead = AHEAD // max(1, batch_bytes * max(workers, 1))

@@ -31,11 +31,6 @@ class PerSample:
         self.in_shape = tuple(in_shape)
         self.seed = seed
         self.names = ", ".join(type(transform).__name__ for transform in transforms)
-        if len(self.in_shape) != 3:
-            raise UserError(
-                f"dataset.augment: {self.names} needs images, but these inputs have shape "
-                f"{self.in_shape}."
-            )
         from torchvision.transforms import v2
 
         modules: list[Any] = []

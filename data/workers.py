@@ -48,9 +48,9 @@ if hasattr(os, "register_at_fork"):
 Place = tuple[int, list[int]]
 
 
-def choose_workers(split: Any, transforms: PerSample | None = None) -> int:
+def choose_workers(split: Any, transforms: Sequence[Any] = ()) -> int:
     """Choose the number of workers: one per core, up to 8; none for tensors in memory."""
-    if (hasattr(split, "inputs") or hasattr(split, "tokens")) and transforms is None:
+    if (hasattr(split, "inputs") or hasattr(split, "tokens")) and not transforms:
         return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
@@ -203,10 +203,9 @@ class Reader(torch.utils.data.Dataset[Any]):
         where: str,
         workers: int = 0,
         stream: tuple[Any, ...] = (),
-        transforms: PerSample | None = None,
     ) -> None:
         self.split = split
-        self.transforms = transforms
+        self.transforms: PerSample | None = None  # for a training split that has any
         self.where = where
         self.stream = stream
         # For each worker, the first sample of the batch it is reading, or -1.

@@ -363,5 +363,5 @@ def test_transforms_are_for_images_that_are_streamed():
     flip = transforms.v2.RandomHorizontalFlip()
     with pytest.raises(UserError, match="resident=true: RandomHorizontalFlip"):
         make_loaders(photographs(), batch_size=8, augment=[flip], resident=True)
-    with pytest.raises(UserError, match="needs images"):
-        Augment([flip]).per_sample((10,), 0)
+    with pytest.raises(UserError, match=r"transforms cannot be applied to inputs of shape \(10,\)"):
+        Augment([flip]).check((10,))
