@@ -479,6 +479,11 @@ class ImageSplit:
             return torch.arange(len(self))
         return self.cache.missing(self.slots).nonzero().view(-1)
 
+    @property
+    def undecoded(self) -> int:
+        """The number of bytes of pixels that are missing from the cache; 0 without a cache."""
+        return 0 if self.cache is None else math.prod(self.shape) * len(self.missing())
+
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
         """Return the pixels of these samples, (N, channels, H, W).
 

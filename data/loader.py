@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stoker.data import settings
 from stoker.data.augment import Augment, Draws, Spec
-from stoker.data.images import ImageSplit
 from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.samples import make_loader
@@ -120,10 +119,7 @@ def make_loaders(
                 "Type dataset.resident=auto."
             )
         del held["train"]
-    # The test split is not counted here, because a run might not read it. Its images are decoded
-    # only if the split becomes resident.
-    needed = [split for name, split in held.items() if name != "test" or only]
-    fits, why = _choose_place(held, needed, device, resident)
+    fits, why = _choose_place(held, device, resident)
     if fits:
         why = f"resident on {device}, {why}"
     else:
@@ -169,11 +165,9 @@ def _refuse(typed: dict[str, bool], why: str) -> None:
 
 
 def _choose_place(
-    splits: dict[str, Split], needed: list[Split], device: torch.device, resident: str | bool
+    splits: dict[str, Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
-    """Return whether to keep the splits on the device, and why; `needed` lists the splits that the
-    run reads.
-    """
+    """Return whether to keep the splits on the device, and why."""
     if resident is False:
         return False, "as requested"
     for split in splits.values():
@@ -187,7 +181,9 @@ def _choose_place(
             return False, reason
     if resident is True:
         return True, "as requested"
-    if sum(map(bytes_to_decode, needed)) > MOST_DECODED:
+    # The test split is only counted if it is the only one, because a run might not read it.
+    read = [split for name, split in splits.items() if name != "test" or len(splits) == 1]
+    if sum(getattr(split, "undecoded", 0) for split in read) > MOST_DECODED:
         why = "because the images are not decoded yet; the next run keeps them if they fit"
         return False, why
     size = sum(split.nbytes for split in splits.values())
@@ -195,13 +191,6 @@ def _choose_place(
     # Processes on a machine share its memory, but each GPU belongs to one process.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
     return size <= free / 2 / sharing, f"{size_of(size)} ({size_of(free)} free)"
-
-
-def bytes_to_decode(split: Split) -> int:
-    """Return how many bytes of pixels are missing from a split's cache; 0 if it has no cache."""
-    if not isinstance(split, ImageSplit) or split.cache is None:
-        return 0
-    return split.nbytes * len(split.missing()) // len(split)
 
 
 def check_first(data: Data, name: str, split: Split) -> None:
