@@ -200,8 +200,9 @@ def warn_of_skipped(root: str, left_out: "Counter[str]") -> None:
     """Log how many files and folders below `root` were skipped, by reason."""
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
-        shown = first_few(reasons, 8)
-        log.warning("%s: some files or folders were skipped: %s", printable(root), shown)
+        log.warning(
+            "%s: some files or folders were skipped: %s", printable(root), first_few(reasons, 8)
+        )
 
 
 def _check_classes(files: "Paths", targets: Tensor, classes: list[str]) -> None:
@@ -257,9 +258,9 @@ def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Fil
     """
     images: list[tuple[str, int, int]] = []
     labels: list[int] = []
-    loose = [name for name in os.listdir(top) if name.lower().endswith(IMAGE_ENDINGS)]
-    if loose:
-        left_out["outside the class folders"] += len(loose)
+    for name in os.listdir(top):
+        if name.lower().endswith(IMAGE_ENDINGS):
+            left_out["outside the class folders"] += 1
     for name in _folders(top):
         folder = os.path.join(top, name)
         if name not in classes:
@@ -268,9 +269,9 @@ def _list_images(top: str, classes: list[str], left_out: "Counter[str]") -> "Fil
                 f"{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder. The classes are {first_few(classes, 10)}."
             )
-        below = images_below(folder, left_out)
-        images += sorted(below, key=lambda image: os.path.split(image[0]))
-        labels += [classes.index(name)] * (len(images) - len(labels))
+        below = sorted(images_below(folder, left_out), key=lambda image: os.path.split(image[0]))
+        images += below
+        labels += [classes.index(name)] * len(below)
     start = len(os.path.join(top, ""))
     rows = [(os.fsencode(path[start:]), size, time) for path, size, time in images]
     longest = max((len(name) for name, _, _ in rows), default=1)
@@ -329,9 +330,12 @@ def _without_broken(splits: "dict[str, ImageSplit]") -> "dict[str, ImageSplit]":
         broken += [split.files[int(i)] for i in (~is_readable).nonzero()]
         readable[name] = split.take(is_readable.nonzero().view(-1))
     if broken:
-        total = sum(map(len, splits.values()))
-        shown = first_few(broken, 3)
-        log.warning("Skipped %d of %d images that cannot be read: %s", len(broken), total, shown)
+        log.warning(
+            "Skipped %d of %d images that cannot be read: %s",
+            len(broken),
+            sum(map(len, splits.values())),
+            first_few(broken, 3),
+        )
     return readable
 
 
@@ -431,10 +435,12 @@ class ImageSplit:
 
     def take(self, indices: Tensor) -> "ImageSplit":
         """Return an ImageSplit with only these samples."""
-        files = self.files.take(indices)
-        targets = self.targets[indices]
-        slots = self.slots[indices]
-        return dataclasses.replace(self, files=files, targets=targets, slots=slots)
+        return dataclasses.replace(
+            self,
+            files=self.files.take(indices),
+            targets=self.targets[indices],
+            slots=self.slots[indices],
+        )
 
     def feed(self, state: "hashlib.blake2b") -> None:
         """Add the shape of the images and the names and sizes of the files to a fingerprint."""
@@ -494,8 +500,7 @@ class ImageSplit:
             return torch.stack(images)
         slots = self.slots[indices].tolist()
         pixels, todo = self.cache.read(slots)
-        decoded = map(self._decode, [indices[i] for i in todo])
-        for i, image in zip(todo, decoded, strict=True):
+        for i, image in zip(todo, map(self._decode, [indices[i] for i in todo]), strict=True):
             pixels[i] = image
             self.cache.write(slots[i], image)
         return pixels
