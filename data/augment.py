@@ -89,10 +89,10 @@ class Augment:
             self.mixing.append(item)
             self.rest.append(functools.partial(function, a=value, num_classes=self.num_classes))
             return
-        if item != "flip":
+        if item == "flip":
+            check_choice(key, value, (True, "alternate"))
+        else:
             check_number(key, value, whole=True, least=1)
-        elif value is not True and value != "alternate":
-            raise UserError(f"{key}={value}: type flip or {{flip: alternate}} in dataset.augment.")
         self.geometric[item] = value
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:

@@ -196,8 +196,8 @@ def test_beta_has_the_moments_of_beta(a):
         ([{"crop": 0}], "augment.crop"),
         ([{"shift": 1.5}], "augment.shift"),
         ([{"mixup": 0}], "augment.mixup"),
-        ([{"flip": 3}], "flip: alternate"),
-        ([{"flip": "sometimes"}], "flip: alternate"),
+        ([{"flip": 3}], "augment.flip=3: .*\nChoose one of: true, alternate"),
+        ([{"flip": "sometimes"}], "augment.flip=sometimes: not a valid choice"),
         ([3], "not a valid choice"),
     ],
 )
