@@ -38,16 +38,11 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
         )
     given = {key: part for key, part in parts.items() if part is not None}
     for key, part in given.items():
-        if isinstance(part, type):
+        is_wrong = isinstance(part, (str, bytes, Mapping, torch.Tensor, type))
+        if is_wrong or not (has_samples(part) or hasattr(part, "__iter__")):
             raise UserError(
-                f"dataset: {name} returns the class {part.__name__} as {key!r}. Return an "
-                f"instance of it: {part.__name__}(...)."
-            )
-        is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
-        if is_batch or not (has_samples(part) or hasattr(part, "__iter__")):
-            raise UserError(
-                f"dataset: {name} returns {kind_of(part)} as {key!r}. Return a torch Dataset, an "
-                "IterableDataset or a loader."
+                f"dataset: {name} returns {kind_of(part)} as {key!r}. Return an instance of a "
+                "torch Dataset, of an IterableDataset or of a loader."
             )
     facts: dict[str, Any] = {"kind": "other"}
     if all(map(is_labelled, given.values())):

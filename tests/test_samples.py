@@ -384,8 +384,8 @@ def test_samples_of_different_shapes_are_named(workers):
         next(iter(SampleLoader(Uneven(), "the val split of mine", 4, workers=workers)))
 
 
-def test_a_class_in_place_of_a_data_set_is_named():
-    with pytest.raises(UserError, match=r"Return an instance of it: Boxes\(...\)"):
+def test_a_class_in_place_of_a_data_set_is_refused():
+    with pytest.raises(UserError, match="returns a type as 'train'. Return an instance of a torch"):
         data_of("mine", {"train": Boxes})
 
 
