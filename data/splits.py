@@ -112,8 +112,10 @@ def check_fractions(**fractions: float) -> list[float]:
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
-        names = " + ".join(f"dataset.{key}" for key in fractions)
-        raise UserError(f"{names} is above 0.95, which leaves too few samples to train on.")
+        raise UserError(
+            "dataset.val_fraction + dataset.test_fraction is above 0.95, which leaves too few "
+            "samples to train on."
+        )
     return list(fractions.values())
 
 
@@ -201,10 +203,9 @@ def _check_sizes(parts: list[Tensor], fractions: Sequence[float]) -> None:
     """Raise UserError if a split with a nonzero fraction is empty."""
     for part, fraction in zip(parts, [1.0, *fractions], strict=True):
         if fraction > 0 and len(part) == 0:
-            given = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{sum(map(len, parts))} samples or groups cannot be split with the fractions "
-                f"{given}: a split would be empty.\n"
+                f"{sum(map(len, parts))} samples or groups cannot be split with these fractions: a "
+                "split would be empty.\n"
                 "Choose a different dataset.val_fraction or dataset.test_fraction (0: no split)."
             )
 
@@ -230,6 +231,6 @@ def tensor_splits(parts: Sequence[Tensor], *tensors: Tensor) -> list[Any]:
     """Return a TensorSplit for each list of indices in `parts`, or None if the list is empty."""
     splits: list[Any] = []
     for part in parts:
-        selected = [tensor[part] for tensor in tensors]
-        splits.append(TensorSplit(*selected) if len(part) else None)
+        split = TensorSplit(*(tensor[part] for tensor in tensors))
+        splits.append(split if len(part) else None)
     return splits

@@ -42,7 +42,7 @@ def test_splits_are_disjoint_complete_and_stratified(counts, val, test, seed):
         parts = split_indices(targets, fractions, seed)
     except UserError as error:
         assert (
-            f"{val:g} and {test:g}" in str(error)
+            "cannot be split with these fractions" in str(error)
             and max(counts) <= 1 / min([f for f in fractions if f] or [1]) + 2
         )
         return
@@ -67,7 +67,7 @@ def test_split_of_a_number_and_of_other_seeds():
     assert [len(part) for part in parts] == [700, 100, 200]
     assert not torch.equal(parts[1], split_indices(1000, [0.1, 0.2], 1)[1])
     with pytest.raises(
-        UserError, match=r"3 samples or groups cannot be split with the fractions 0.1"
+        UserError, match=r"3 samples or groups cannot be split with these fractions"
     ):
         split_indices(torch.tensor([0, 1, 2]), [0.1], 0)
 
