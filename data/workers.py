@@ -127,8 +127,8 @@ class Workers:
                 WORKERS.update(self.processes)
                 # Register this last, so that it runs first at exit: torch would wait 5 s for each
                 # worker, and multiprocessing would wait forever.
-                atexit.unregister(kill_all)
-                atexit.register(kill_all)
+                atexit.unregister(kill)
+                atexit.register(kill, WORKERS)
         except Exception as error:
             if self.processes:
                 raise self._lost(error) from None
@@ -305,11 +305,6 @@ def end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
-
-
-def kill_all() -> None:
-    """Kill the workers of all loaders."""
-    kill(list(WORKERS))
 
 
 def kill(workers: Iterable[BaseProcess]) -> None:
