@@ -164,15 +164,11 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
             return read(title, root)
         except Exception as error:
             reason = error
-    advice = (
-        "Delete damaged files and try again"
-        if download
-        else "Type dataset.download=true to fetch it"
-    )
     raise UserError(
         f"{title} cannot be read from {printable(os.path.join(root, folder))} "
         f"({printable(' '.join(str(reason).split()))[:300]}).\n"
-        f"{advice}, or type dataset.root=DIR if it is elsewhere."
+        "Type dataset.download=true to fetch it (delete damaged files first), or type "
+        "dataset.root=DIR if it is elsewhere."
     )
 
 

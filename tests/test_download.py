@@ -95,10 +95,8 @@ def test_what_is_missing_is_fetched_and_read(small_mnist, server, tmp_path):
     )
     damaged = folder / "train-labels-idx1-ubyte"
     damaged.write_bytes(b"damaged")
-    for download, advice in (
-        (False, "Type dataset.download=true to fetch it"),
-        (True, "Delete damaged files and try again"),
-    ):
+    advice = "Type dataset.download=true to fetch it (delete damaged files first)"
+    for download in (False, True):
         with pytest.raises(UserError, match="^MNIST cannot be read from ") as error:
             datasets.mnist(str(tmp_path / "data"), download=download)
         _, last = str(error.value).split("\n")
