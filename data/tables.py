@@ -130,7 +130,9 @@ def csv(
     groups = None
     times = None
     if split_group is not None:
-        groups = numbered(values[str(split_group)])[rows]
+        # Each distinct value is a group, and so are the missing ones.
+        numbers = values[str(split_group)].dictionary_encode().indices.fill_null(-1)
+        groups = tensor_of(numbers)[rows]
     if split_time is not None:
         times = table.times(str(split_time), values[str(split_time)])[rows]
     # For each split, sorted indices into `rows`.
@@ -329,10 +331,10 @@ class Table:
             if self.missing == "drop":
                 is_used &= ~gaps
             elif gaps.any() and (self.missing == "error" or name == self.target):
-                fill = "" if name == self.target else "dataset.missing=mean to fill it in, or "
                 raise UserError(
                     f"{self.shown}, line {line + int(gaps.int().argmax())}: the column {name!r} "
-                    f"has no value.\nType {fill}dataset.missing=drop to drop such rows."
+                    "has no value.\nType dataset.missing=drop to drop such rows, or "
+                    "dataset.missing=mean to fill in the inputs."
                 )
         return is_used.nonzero().view(-1)
 
@@ -441,11 +443,6 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
     """Return the texts with these words replaced by null, ignoring case."""
     is_word = compute.is_in(compute.utf8_lower(texts), pyarrow.array(words))
     return only(compute.invert(is_word), texts)
-
-
-def numbered(values: Any) -> Tensor:
-    """Number the distinct values, and return the number of each value (-1 if it is missing)."""
-    return tensor_of(values.dictionary_encode().indices.fill_null(-1))
 
 
 def is_count(numbers: Tensor) -> bool:

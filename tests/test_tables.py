@@ -566,7 +566,7 @@ def test_csv_missing_values(table):
     text = HEADER + "\n".join(lines)
     with pytest.raises(
         UserError,
-        match=r"line 2: the column 'age' .*\nType dataset.missing=mean .* dataset.missing=drop",
+        match=r"line 2: the column 'age' .*\nType dataset.missing=drop .* dataset.missing=mean",
     ):
         table(text, target="kind")
     parts = parts_of(table(text, target="kind", missing="drop"))
@@ -896,7 +896,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
     ):
         assert set(part.lines.tolist()) == set(expected)
     one_day = frame.assign(day="2020-01-01").to_csv(index=False)
-    with pytest.raises(UserError, match="200 samples or groups cannot be split with the fractions"):
+    with pytest.raises(UserError, match="200 samples or groups cannot be split with these fractions"):
         table(one_day, target="y", split_time="day")
 
 
