@@ -142,8 +142,7 @@ class Augment:
             for name in SLIDING:
                 if name in self.geometric:
                     k = self.geometric[name]
-                    offsets = torch.randint(-k, k + 1, column, generator=generator)
-                    draws[f"{name} {axis}"] = offsets
+                    draws[f"{name} {axis}"] = torch.randint(-k, k + 1, column, generator=generator)
         if "cutout" in self.geometric:
             # The center can be anywhere in the image, so the square can extend beyond the border.
             for axis, size in enumerate(shape[2:]):

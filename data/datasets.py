@@ -183,8 +183,7 @@ def _read_cifar(title: str, root: str) -> Known:
     for train in (True, False):
         samples = dataset(root, train)
         images = torch.as_tensor(samples.data).permute(0, 3, 1, 2).contiguous()
-        labels = torch.as_tensor(samples.targets, dtype=torch.int64)
-        splits.append(TensorSplit(images, labels))
+        splits.append(TensorSplit(images, torch.as_tensor(samples.targets, dtype=torch.int64)))
     return splits[0], splits[1], list(samples.classes)
 
 

@@ -496,8 +496,7 @@ class ImageSplit:
         To decode in threads, pass the `map` of a thread pool.
         """
         if self.cache is None:
-            images = list(map(self._decode, indices))
-            return torch.stack(images)
+            return torch.stack(list(map(self._decode, indices)))
         slots = self.slots[indices].tolist()
         pixels, todo = self.cache.read(slots)
         for i, image in zip(todo, map(self._decode, [indices[i] for i in todo]), strict=True):

@@ -184,8 +184,7 @@ def _choose_place(
     # The test split is only counted if it is the only one, because a run might not read it.
     read = [split for name, split in splits.items() if name != "test" or len(splits) == 1]
     if sum(getattr(split, "undecoded", 0) for split in read) > MOST_DECODED:
-        why = "because the images are not decoded yet; the next run keeps them if they fit"
-        return False, why
+        return False, "because the images are not decoded yet; the next run keeps them if they fit"
     size = sum(split.nbytes for split in splits.values())
     free = free_memory(device)
     # Processes on a machine share its memory, but each GPU belongs to one process.

@@ -192,8 +192,7 @@ class SampleLoader(Ordered):
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
         """Yield the batches of this epoch, starting at index `position`."""
         whole = self.whole_batches(epoch, position)
-        mine = list(map(self.mine, whole))
-        batches = self.workers.read(epoch if self.shuffle else 0, mine)
+        batches = self.workers.read(epoch if self.shuffle else 0, list(map(self.mine, whole)))
         for samples, batch in zip(whole, batches, strict=True):
             self.global_size = len(samples)
             yield batch

@@ -96,8 +96,7 @@ class DatasetSplit:
         return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        inputs = _stacked([self.dataset[i] for i in indices], 0)
-        return inputs, self.targets[indices]
+        return _stacked([self.dataset[i] for i in indices], 0), self.targets[indices]
 
 
 def _stacked(samples: Sequence[Any], part: int) -> Tensor:

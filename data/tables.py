@@ -131,8 +131,7 @@ def csv(
     times = None
     if split_group is not None:
         # Each distinct value is a group, and so are the missing ones.
-        numbers = values[str(split_group)].dictionary_encode().indices.fill_null(-1)
-        groups = tensor_of(numbers)[rows]
+        groups = tensor_of(values[str(split_group)].dictionary_encode().indices.fill_null(-1))[rows]
     if split_time is not None:
         times = table.times(str(split_time), values[str(split_time)])[rows]
     # For each split, sorted indices into `rows`.

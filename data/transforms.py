@@ -13,8 +13,7 @@ from stoker.trainer.seeding import CPU, mix_seed, random_states_kept, seed_gener
 
 def is_transform(item: Any) -> bool:
     """Return whether this is a transform of torchvision, without importing torchvision."""
-    bases = type(item).__mro__
-    return any(base.__module__.startswith("torchvision.transforms.") for base in bases)
+    return any(base.__module__.startswith("torchvision.transforms.") for base in type(item).__mro__)
 
 
 class PerSample:

@@ -896,7 +896,9 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
     ):
         assert set(part.lines.tolist()) == set(expected)
     one_day = frame.assign(day="2020-01-01").to_csv(index=False)
-    with pytest.raises(UserError, match="200 samples or groups cannot be split with these fractions"):
+    with pytest.raises(
+        UserError, match="200 samples or groups cannot be split with these fractions"
+    ):
         table(one_day, target="y", split_time="day")
 
 
