@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.data.cache import VERSION, PixelCache, open_cache
 from stoker.data.description import Description
 from stoker.data.record import Data
-from stoker.data.splits import check_fractions, split_indices
+from stoker.data.splits import check_fractions, shuffled, split_indices
 from stoker.trainer.errors import (
     UserError,
     check_choice,
@@ -32,7 +32,6 @@ from stoker.trainer.errors import (
 )
 from stoker.trainer.files import open_plain
 from stoker.trainer.memory import MIB
-from stoker.trainer.seeding import mix_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -343,9 +342,8 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
     """Measure each channel's mean and standard deviation on a sample of the images, with pixels
     scaled to 0..1.
     """
-    generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
     most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
-    chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
+    chosen = shuffled(len(split), seed, "mean and std")[:most].sort().values
     # Use histograms: 256 counts per channel are exact, and avoid a float copy of the images.
     counts = torch.zeros(split.channels, 256, dtype=torch.float64)
     for images in split.chunks(chosen):

@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from stoker.data import settings
+from stoker.data.splits import shuffled
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import Seekable
-from stoker.trainer.seeding import mix_seed
 
 Limit = int | float | None
 
 
 def permutation(n: int, seed: int, epoch: int) -> Tensor:
     """Return the order of n samples in this epoch, int64 on the CPU."""
-    generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
-    return torch.randperm(n, generator=generator)
+    return shuffled(n, seed, "order", epoch)
 
 
 def limited(n: int, limit: Limit, part: str) -> int:

@@ -104,6 +104,11 @@ def _stacked(samples: Sequence[Any], part: int) -> Tensor:
     return torch.stack([torch.as_tensor(sample[part]) for sample in samples])
 
 
+def shuffled(n: int, *parts: object) -> Tensor:
+    """Return the numbers from 0 to n - 1, int64 on the CPU, in an order that depends on `parts`."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(*parts)))
+
+
 def check_fractions(**fractions: float) -> list[float]:
     """Return the values of `val_fraction=` and `test_fraction=`; raise UserError if they leave
     too few samples to train on.
@@ -179,8 +184,7 @@ def divide(
             f"dataset.folds={folds}: there are {len(rest)} samples or groups to split. Type "
             f"a number from 2 to {len(rest)}."
         )
-    generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
-    order = torch.randperm(len(rest), generator=generator)
+    order = shuffled(len(rest), seed, "folds")
     if isinstance(targets, Tensor):
         order = order[targets[rest[order]].argsort(stable=True)]
     is_val = torch.zeros(len(rest), dtype=torch.bool)
