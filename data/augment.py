@@ -33,17 +33,17 @@ Pair = tuple[Tensor, Tensor]
 class Augment:
     """Augments batches according to a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`.
 
-    Augmentation has four steps. `draw` draws the random numbers that a batch needs in step 2,
-    `move` applies steps 2 and 3, and `mix` applies step 4.
+    Augmentation has three steps. `draw` draws the random numbers that a batch needs in step 2,
+    `move` applies step 2, and `mix` applies step 3.
 
     1. torchvision's v2 transforms, in the order of the list, when a sample is read: see PerSample.
     2. The geometric augmentations, in a single gather on the raw (uint8 or float) images: a random
        left-right `flip`, or `{flip: alternate}`, which flips each sample in every second epoch
        (Jordan 2024, arXiv 2404.00498, section 3.6); a `shift` by up to k pixels, filled with zeros;
        a random `crop` after k pixels of reflection padding; a `cutout` of a k x k square.
-    3. `normalize`.
-    4. `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
-       `(inputs, targets, generator) -> (inputs, targets)`, in the order of the list.
+    3. On normalized images, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv
+       1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`, in the order
+       of the list.
 
     `mixup` and `cutmix` turn class targets into soft targets of shape (N, num_classes). Masks
     (N, H, W) get the same geometric augmentations as their images. Mask pixels lost to a shift or
@@ -52,14 +52,8 @@ class Augment:
     The generator is always on the CPU, so every device produces the same images.
     """
 
-    def __init__(
-        self,
-        spec: Spec = (),
-        num_classes: int = 0,
-        normalize: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, spec: Spec = (), num_classes: int = 0) -> None:
         self.num_classes = num_classes
-        self.normalize = normalize
         self.transforms: list[Any] = []
         self.geometric: dict[str, Any] = {}
         self.mixing: list[str] = []
@@ -150,26 +144,20 @@ class Augment:
                 draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2
         return draws
 
-    def move(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
-        """Apply the draws to the pixels of one or more batches, then normalize the inputs."""
-        if draws:
-            inputs, targets = self._move_pixels(inputs, targets, draws)
-        if self.normalize is not None:
-            inputs = self.normalize(inputs)
-        return inputs, targets
-
     def mix(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
         """Apply the augmentations that need a whole batch: mixup, cutmix and callables."""
         for function in self.rest:
             inputs, targets = function(inputs, targets, generator)
         return inputs, targets
 
-    def _move_pixels(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
+    def move(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
         """Apply flip, shift, crop and cutout to images, and to their masks if they have any.
 
         Each of these operations maps rows and columns independently, so two small tables of source
         indices, (N, H) and (N, W), are enough for a single gather.
         """
+        if not draws:
+            return inputs, targets
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
         sources = []

@@ -261,11 +261,8 @@ class Loader(Ordered):
         super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
         self.targets_are_uniform = data.targets_are_uniform
-        # Not a method, because that would create the reference cycle self -> augment -> self. The
-        # loader would then be freed by the garbage collector, which stops the workers of a
-        # DataLoader in the wrong order and waits 5 s for each.
-        normalize = normalizer(data.mean, data.std, self.device)
-        self.augment = Augment(augment, data.num_classes, normalize)
+        self.normalize = normalizer(data.mean, data.std, self.device)
+        self.augment = Augment(augment, data.num_classes)
         self.augment.check(data.in_shape, data.target_shape)
         # Mixing needs the whole batch, so samples are divided among the processes afterward.
         self.dealt_late = bool(self.augment.rest)
@@ -291,6 +288,7 @@ class Loader(Ordered):
             drawn_for = whole[done : done + count]
             draws = self._draws(epoch, position + done, drawn_for, inputs.shape[1:])
             inputs, targets = self.augment.move(inputs, targets, draws)
+            inputs = self.normalize(inputs)
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
                 if self.dealt_late:
                     generator = self._seeded("mix", epoch, position + done)

@@ -9,7 +9,7 @@ import torch
 
 from stoker.data.augment import Augment, sample_beta
 from stoker.data.datasets import Data, TensorSplit
-from stoker.data.loader import make_loaders
+from stoker.data.loader import DeviceLoader, make_loaders
 from stoker.trainer.errors import UserError
 from stoker.trainer.seeding import mix_seed
 
@@ -132,13 +132,11 @@ def test_geometry_then_normalize_then_the_rest_in_the_order_of_the_list():
         torch.randint(1, 256, (6, 1, 8, 8), dtype=torch.uint8),
         torch.zeros(6, dtype=torch.int64),
     )
-    augment = Augment(
-        [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)],
-        3,
-        lambda x: x.float() / 255,
-    )
-    outputs, labels = augmented(augment, inputs, targets, generator(4))
-    assert torch.equal(seen[0], reference(inputs, {"shift": 1}, 4).float() / 255)
+    spec = [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)]
+    data = Data("mine", TensorSplit(inputs, targets), None, None, (1, 8, 8), 3)
+    [(outputs, labels)] = DeviceLoader(data, "train", 6, augment=spec)
+    shifted = reference(inputs, {"shift": 1}, mix_seed(0, "augment", 0, 0))
+    torch.testing.assert_close(seen[0], shifted.float() / 255)
     assert torch.equal(outputs, seen[0] * 2 + 1) and labels.tolist() == [1] * 6
 
 

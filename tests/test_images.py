@@ -401,15 +401,13 @@ def test_the_usual_pipeline_of_imagenet_is_that_of_torchvision(tmp_path):
         assert torch.equal(part[list(range(6))][0], expected)
         if split == "val":
             batches = torch.cat([inputs for inputs, _ in loader])
-            assert torch.equal(batches, loader.augment.normalize(expected))
+            assert torch.equal(batches, loader.normalize(expected))
             continue
         for index, given in zip(
             loader.order(0).tolist(), torch.cat([x for x, _ in loader]), strict=True
         ):
             torch.manual_seed(mix_seed("transform", 5, 0, index))
-            cropped = loader.augment.normalize(
-                crop(v2.functional.pil_to_tensor(original[index][0]))
-            )
+            cropped = loader.normalize(crop(v2.functional.pil_to_tensor(original[index][0])))
             assert torch.equal(given, cropped) or torch.equal(given, cropped.flip(2))
     # What cuts and does not resize gets what an evaluation sees.
     padded = v2.RandomCrop(24, padding=4)
@@ -417,7 +415,7 @@ def test_the_usual_pipeline_of_imagenet_is_that_of_torchvision(tmp_path):
     [(inputs, _)] = loader
     for index, given in zip(loader.order(0).tolist(), inputs, strict=True):
         torch.manual_seed(mix_seed("transform", 5, 0, index))
-        assert torch.equal(given, loader.augment.normalize(padded(data.train[index][0])))
+        assert torch.equal(given, loader.normalize(padded(data.train[index][0])))
     about = data.description()
     assert is_description(about) and about["resize"] == 28
     file = tmp_path / "val" / "a" / "0.jpg"
