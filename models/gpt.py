@@ -97,18 +97,15 @@ class GPT(nn.Module):
             generator: A CPU generator; tokens are always drawn on the CPU.
         """
         past: list[Past] = [[] for _ in self.blocks]
-        context = tokens[:, -self.length :]
-        new = context
+        new = tokens[:, -self.length :]
         for _ in range(count):
             # Do not call self(...): a compiled model would be recompiled for each length.
             logits = self.forward(new, past)[:, :, -1]
             new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat([tokens, new], 1)
-            context = torch.cat([context, new], 1)
-            if context.shape[1] > self.length:
-                context = context[:, -max(1, self.length // 2) :]
+            if past[0][0].shape[2] == self.length:
                 past = [[] for _ in self.blocks]
-                new = context
+                new = tokens[:, -max(1, self.length // 2) :]
         return tokens
 
 
