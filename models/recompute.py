@@ -65,8 +65,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     for name in names:
         block = model.get_submodule(name)
         if not isinstance(block, Recomputed):
-            kind: Any = type(block)
-            block.__class__ = recomputed(kind)
+            block.__class__ = recomputed(type(block))
     return names
 
 
@@ -78,11 +77,11 @@ def recomputed(kind: Any) -> Any:
 
 def block_names(prefix: str, module: torch.nn.Module) -> Iterator[str]:
     """Yield the dotted names of the blocks in a module."""
-    kinds = collections.Counter(type(child) for child in module.children())
+    kinds = collections.Counter(map(type, module.children()))
     for name, child in module.named_children():
         is_whole = not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
         is_repeated = isinstance(module, LISTS) and kinds[type(child)] > 1
-        if is_whole and is_repeated and any(True for _ in child.children()):
+        if is_whole and is_repeated and list(child.children()):
             yield f"{prefix}{name}"
         else:
             yield from block_names(f"{prefix}{name}.", child)
