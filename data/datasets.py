@@ -27,10 +27,20 @@ __all__ = [
     "synthetic",
 ]
 
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Class names of MNIST and of the data sets in its format.
 CLASSES = {
-    "MNIST": [f"{i} - {name}" for i, name in enumerate(NUMBERS)],
+    "MNIST": [
+        "0 - zero",
+        "1 - one",
+        "2 - two",
+        "3 - three",
+        "4 - four",
+        "5 - five",
+        "6 - six",
+        "7 - seven",
+        "8 - eight",
+        "9 - nine",
+    ],
     "FashionMNIST": [
         "T-shirt/top",
         "Trouser",
@@ -68,7 +78,7 @@ def digits(
     images = (levels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
     labels = rows[:, 64].contiguous()
     train, val, test = cut(images, labels, fractions, split_seed)
-    classes = [str(i) for i in range(10)]
+    classes = list("0123456789")
     return Data("digits", train, val, test, (1, 8, 8), 10, classes=classes, mean=mean, std=std)
 
 
@@ -269,9 +279,8 @@ def synthetic(
             values = (values * 40 + 128).round().clamp(0, 255)
         piece.copy_(values)
     train, val, test = cut(inputs, targets, fractions, split_seed)
-    mean = None
-    std = None
+    data = Data("synthetic", train, val, test, shape, num_classes, kind)
     if is_image:
-        mean = [128 / 255] * shape[0]
-        std = [40 * math.sqrt(1 + noise**2) / 255] * shape[0]
-    return Data("synthetic", train, val, test, shape, num_classes, kind, mean=mean, std=std)
+        data.mean = [128 / 255] * shape[0]
+        data.std = [40 * math.sqrt(1 + noise**2) / 255] * shape[0]
+    return data
