@@ -39,7 +39,9 @@ def open_cache(
     """
     if isinstance(place, bool):
         return None, ""
-    base = default_place() if place == "auto" else Path(place).expanduser().absolute()
+    base = Path(place).expanduser().absolute()
+    if place == "auto":
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker/images"
     path = base / f"{source}-{state}.pixels"
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -60,12 +62,6 @@ def open_cache(
             "Type dataset.cache=DIR for another folder, or dataset.cache=false."
         ) from None
     return cache, f"decoded pixels in {path} ({size_of(len(cache.map))})"
-
-
-def default_place() -> Path:
-    """Return $XDG_CACHE_HOME/stoker/images; $XDG_CACHE_HOME defaults to ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "stoker", "images")
 
 
 class PixelCache:
