@@ -17,11 +17,17 @@ from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 from stoker.trainer.transfer import to_device
 
-# Geometric augmentations with their default values; they are always applied in this order.
-GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
+# The default value of each augmentation. The geometric ones, which come first, are always applied
+# in this order.
+DEFAULTS: dict[str, Any] = {
+    "flip": True,
+    "shift": 2,
+    "crop": 4,
+    "cutout": 8,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+}
 SLIDING = ("crop", "shift")  # drawn in this order, first for rows and then for columns
-MIXING = {"mixup": 0.2, "cutmix": 1.0}
-DEFAULTS: dict[str, Any] = {**GEOMETRIC, **MIXING}
 
 # A list such as ["flip", {"crop": 4}, function], a single item of such a list, or None.
 Spec = Any
@@ -79,9 +85,9 @@ class Augment:
         value = DEFAULTS[item] if value is None else value
         if item in MIXING:
             check_number(key, value, above=0)
-            function = _mixup if item == "mixup" else _cutmix
+            mix = functools.partial(MIXING[item], a=value, num_classes=self.num_classes)
             self.mixing.append(item)
-            self.rest.append(functools.partial(function, a=value, num_classes=self.num_classes))
+            self.rest.append(mix)
             return
         if item == "flip":
             check_choice(key, value, (True, "alternate"))
@@ -263,3 +269,6 @@ def _cutmix(
     with random_stream(int(torch.randint(2**63 - 1, (), generator=generator))):
         mixed: Pair = CutMix(alpha=a)(inputs, targets)
     return mixed
+
+
+MIXING: dict[str, Callable[..., Pair]] = {"mixup": _mixup, "cutmix": _cutmix}
