@@ -124,8 +124,7 @@ def sample_counts(loaders: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of samples in each loader, except where it is unknown."""
     counts = {}
     for name, loader in loaders.items():
-        known = hasattr(loader, "samples")
-        count = loader.samples if known else length_of(getattr(loader, "dataset", None))
+        count = getattr(loader, "samples", length_of(getattr(loader, "dataset", None)))
         if count is not None:
             counts[name] = count
     return counts
