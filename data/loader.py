@@ -67,10 +67,14 @@ def make_loaders(
     """
     device = torch.device(device)
     reading: dict[str, Any] = {"workers": workers, "timeout": timeout}
-    for key, value in {"resident": resident, **reading}.items():
-        settings.check(f"dataset.{key}", value)
-    settings.check("limit_train", limit_train)
-    settings.check("limit_val", limit_val)
+    for key, value in {
+        "dataset.resident": resident,
+        "dataset.workers": workers,
+        "dataset.timeout": timeout,
+        "limit_train": limit_train,
+        "limit_val": limit_val,
+    }.items():
+        settings.check(key, value)
     splits = data.parts()
     if only is None:
         data.check_classes()
@@ -334,8 +338,8 @@ class DeviceLoader(Loader):
         try:
             with random_stream("read", self.seed, split):
                 inputs, targets = self.split.tensors()
-                self.inputs: Tensor | None = resident_view(inputs, self.device)
-                self.targets: Tensor | None = resident_view(targets, self.device)
+                self.inputs: Any = resident_view(inputs, self.device)
+                self.targets: Any = resident_view(targets, self.device)
         except UserError:
             raise
         except Exception as error:
@@ -352,7 +356,7 @@ class DeviceLoader(Loader):
         self.batches_at_once = max(1, min(16, most // (self.share * inputs[0].numel())))
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
-        if not batches or self.inputs is None or self.targets is None:
+        if not batches:
             return
         order = to_device(torch.cat(batches), self.device)
         for indices in order.split(self.batches_at_once * len(batches[0])):
