@@ -65,7 +65,8 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     for name in names:
         block = model.get_submodule(name)
         if not isinstance(block, Recomputed):
-            block.__class__ = recomputed(type(block))
+            kind: Any = type(block)
+            block.__class__ = recomputed(kind)
     return names
 
 
