@@ -156,7 +156,7 @@ class Workers:
     def _lost(self, error: Exception | None) -> TrainingError:
         """Stop all workers, and return the error that says why no batch arrived."""
         codes = [worker.exitcode for worker in self.processes]  # None if still running
-        readings = [self.reader.reading_of(number) for number in range(len(codes))]
+        readings = list(map(self.reader.reading_of, range(len(codes))))
         kill(self.processes)
         for code, reading in zip(codes, readings, strict=True):
             if code is not None:
