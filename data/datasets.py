@@ -273,8 +273,8 @@ def synthetic(
     inputs = torch.empty(n, *shape, dtype=torch.uint8 if is_image else torch.float32)
     for piece, wanted in zip(inputs.split(PIECE), targets.split(PIECE), strict=True):
         values = flat[wanted] if has_classes else wanted @ flat / math.sqrt(num_classes)
-        values = values.view(piece.shape)
-        values = values + noise * torch.randn(values.shape, generator=generator)
+        noises = torch.randn(piece.shape, generator=generator)
+        values = values.view(piece.shape) + noise * noises
         if is_image:
             values = (values * 40 + 128).round().clamp(0, 255)
         piece.copy_(values)
