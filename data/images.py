@@ -421,10 +421,8 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int | list[int]) -> tuple[Tensor, Tensor]:
-        if isinstance(index, int):
-            return self.read([index])[0], self.targets[index]
-        return self.read(index), self.targets[index]
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.read(indices), self.targets[indices]
 
     def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
         """Return these images at their original size, and their targets."""

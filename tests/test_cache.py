@@ -66,9 +66,8 @@ def test_an_image_is_decoded_once(folder, monkeypatch):
     monkeypatch.setattr(images, "decode_image", None)
     again = open_folder(folder)
     assert not len(again.train.missing()) and torch.equal(again.train.tensors()[0], expected)
-    assert (
-        torch.equal(again.train[7][0], expected[7]) and again.train[7][1] == again.train.targets[7]
-    )
+    [one], [label] = again.train[[7]]
+    assert torch.equal(one, expected[7]) and label == again.train.targets[7]
     assert torch.equal(
         again.test.tensors()[0], open_folder(folder).test.read(list(range(len(again.test))))
     )

@@ -90,7 +90,8 @@ def test_image_folder_with_its_own_parts(tmp_path):
         and inputs[:, 1, 4, 5].tolist() == [0, 1] * 3
     )
     for i in range(6):
-        assert torch.equal(data.test[i][0], inputs[i]) and data.test[i][1] == targets[i]
+        [one], [label] = data.test[[i]]
+        assert torch.equal(one, inputs[i]) and label == targets[i]
     assert torch.equal(data.test[[5, 0]][0], inputs[[5, 0]]) and data.test.nbytes == inputs.nbytes
     pixels = data.train.tensors()[0].double() / 255
     torch.testing.assert_close(data.mean, pixels.mean((0, 2, 3)).tolist())
@@ -150,7 +151,7 @@ def test_a_photograph_is_turned_as_the_camera_was_held(tmp_path):
         data = images.image_folder(
             str(folder), channels=1, cache=False, val_fraction=0, test_fraction=0
         )
-        assert data.in_shape == expected.shape and torch.equal(data.train[0][0], expected)
+        assert data.in_shape == expected.shape and torch.equal(data.train[[0]][0][0], expected)
         assert (shown.size == (5, 4)) == (orientation < 5)
 
 
@@ -415,7 +416,7 @@ def test_the_usual_pipeline_of_imagenet_is_that_of_torchvision(tmp_path):
     [(inputs, _)] = loader
     for index, given in zip(loader.order(0).tolist(), inputs, strict=True):
         torch.manual_seed(mix_seed("transform", 5, 0, index))
-        assert torch.equal(given, loader.normalize(padded(data.train[index][0])))
+        assert torch.equal(given, loader.normalize(padded(data.train[[index]][0][0])))
     about = data.description()
     assert is_description(about) and about["resize"] == 28
     file = tmp_path / "val" / "a" / "0.jpg"
