@@ -338,8 +338,8 @@ class DeviceLoader(Loader):
         try:
             with random_stream("read", self.seed, split):
                 inputs, targets = self.split.tensors()
-                self.inputs: Any = resident_view(inputs, self.device)
-                self.targets: Any = resident_view(targets, self.device)
+                self.inputs: Tensor | None = resident_view(inputs, self.device)
+                self.targets: Tensor | None = resident_view(targets, self.device)
         except UserError:
             raise
         except Exception as error:
@@ -356,7 +356,7 @@ class DeviceLoader(Loader):
         self.batches_at_once = max(1, min(16, most // (self.share * inputs[0].numel())))
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:
-        if not batches:
+        if not batches or self.inputs is None or self.targets is None:
             return
         order = to_device(torch.cat(batches), self.device)
         for indices in order.split(self.batches_at_once * len(batches[0])):

@@ -134,8 +134,10 @@ def test_geometry_then_normalize_then_the_rest_in_the_order_of_the_list():
     )
     spec = [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)]
     data = Data("mine", TensorSplit(inputs, targets), None, None, (1, 8, 8), 3)
-    [(outputs, labels)] = DeviceLoader(data, "train", 6, augment=spec)
+    loader = DeviceLoader(data, "train", 6, augment=spec)
+    [(outputs, labels)] = loader
     shifted = reference(inputs, {"shift": 1}, mix_seed(0, "augment", 0, 0))
+    assert torch.equal(seen[0], loader.normalize(shifted))
     torch.testing.assert_close(seen[0], shifted.float() / 255)
     assert torch.equal(outputs, seen[0] * 2 + 1) and labels.tolist() == [1] * 6
 
