@@ -64,29 +64,27 @@ class Mean:
         if parallel.process_count == 1:
             return self
         mean = Mean()
-        mean.total = parallel.add_up(float(self.total))
-        mean.weight = parallel.add_up(float(self.weight))
-        mean.samples = parallel.add_up(self.samples)
+        vars(mean).update(self.state_dict())
         return mean
 
     def state_dict(self) -> dict[str, Any]:
-        mean = self.over_ranks()
-        total = float(mean.total)
-        return {"total": total, "samples": mean.samples, "weight": float(mean.weight)}
+        """Return the sums across all processes; all processes must call this."""
+        sums = {"total": float(self.total), "samples": self.samples, "weight": float(self.weight)}
+        return {name: parallel.add_up(value) for name, value in sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total = float(state["total"])
-        self.samples = state["samples"]
-        self.weight = state["weight"]
-        if not launch.is_first():  # because the state is already the sum across all processes
-            self.reset()
+        self.reset()
+        if launch.is_first():  # because the state is already the sum across all processes
+            self.total = float(state["total"])
+            self.samples = state["samples"]
+            self.weight = state["weight"]
 
 
 class Sums:
     """A metric computed from sums over all samples, so that the batch size does not matter.
 
-    Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and `value(sums)`. The
-    sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
+    Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and may override
+    `value(sums)`. The sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
     counts. To select the best weights by the metric, set `higher_is_better` in the subclass. None
     means that neither direction is better.
     """
@@ -107,8 +105,9 @@ class Sums:
         raise NotImplementedError
 
     def value(self, sums: Tensor) -> Tensor:
-        """Return the value of the metric for these sums."""
-        raise NotImplementedError
+        """Return the value of the metric: by default, the first sum divided by the second."""
+        sums = wide(sums)
+        return sums[0] / sums[1]
 
     def compute(self) -> Tensor:
         """Return the metric, or NaN if there was no data. All processes must call this."""
@@ -175,12 +174,18 @@ class OfClasses(Sums):
         )
         super().__init__()
 
-    def counts(self, targets: Tensor, true: Tensor) -> Tensor:
-        """Return a mask of the targets that count: all except those of the ignored class."""
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        true = class_of(targets, outputs)
         ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
         if ignored is None or targets.is_floating_point():
-            return torch.ones_like(true, dtype=torch.bool)
-        return true != ignored
+            counts = torch.ones_like(true, dtype=torch.bool)
+        else:
+            counts = true != ignored
+        self.add(self.sums_of(outputs, true, counts))
+
+    def sums_of(self, outputs: Tensor, true: Tensor, counts: Tensor) -> Tensor:
+        """Return the sums of one batch: `true` classes, and a mask of those that count."""
+        raise NotImplementedError
 
 
 class Accuracy(OfClasses):
@@ -191,17 +196,11 @@ class Accuracy(OfClasses):
 
     higher_is_better = True
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        true = class_of(targets, outputs)
-        self.add_hits(true == outputs.argmax(1), self.counts(targets, true))
+    def sums_of(self, outputs: Tensor, true: Tensor, counts: Tensor) -> Tensor:
+        return torch.stack([(self.hits(outputs, true) & counts).sum(), counts.sum()])
 
-    def add_hits(self, hits: Tensor, counts: Tensor) -> None:
-        self.add(torch.stack([(hits & counts).sum(), counts.sum()]))
-
-    def value(self, sums: Tensor) -> Tensor:
-        hits, count = wide(sums)
-        fraction: Tensor = hits / count
-        return fraction
+    def hits(self, outputs: Tensor, true: Tensor) -> Tensor:
+        return true == outputs.argmax(1)
 
 
 class TopK(Accuracy):
@@ -214,10 +213,9 @@ class TopK(Accuracy):
         self.k: int = check_number("metrics.k", k, whole=True, least=1)
         super().__init__(ignore_index)
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        true = class_of(targets, outputs)
+    def hits(self, outputs: Tensor, true: Tensor) -> Tensor:
         best = outputs.topk(min(self.k, outputs.shape[1]), 1).indices
-        self.add_hits((best == true.unsqueeze(1)).any(1), self.counts(targets, true))
+        return (best == true.unsqueeze(1)).any(1)
 
 
 class Confusion(OfClasses):
@@ -229,18 +227,16 @@ class Confusion(OfClasses):
         )
         super().__init__(ignore_index)
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        true = class_of(targets, outputs)
+    def sums_of(self, outputs: Tensor, true: Tensor, counts: Tensor) -> Tensor:
         if outputs.shape[1] != self.num_classes:
             raise UserError(
                 f"metrics: num_classes={self.num_classes}, but the model's outputs have "
                 f"{outputs.shape[1]} classes."
             )
-        counts = self.counts(targets, true)
         cells = (true.where(counts, 0) * self.num_classes + outputs.argmax(1)).flatten()
         table = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
         # bincount would wait for the device.
-        self.add(table.scatter_add_(0, cells, counts.flatten().to(cells.dtype)))
+        return table.scatter_add_(0, cells, counts.flatten().to(cells.dtype))
 
     def value(self, sums: Tensor) -> Tensor:
         return sums.reshape(self.num_classes, self.num_classes)
@@ -269,17 +265,13 @@ class Perplexity(OfClasses):
 
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        true = class_of(targets, outputs)
-        counts = self.counts(targets, true)
+    def sums_of(self, outputs: Tensor, true: Tensor, counts: Tensor) -> Tensor:
         logits = outputs.float() if outputs.dtype.itemsize < 4 else outputs
         losses = functional.cross_entropy(logits, true.where(counts, 0), reduction="none")
-        self.add(torch.stack([wide(losses.where(counts, 0)).sum(), wide(counts).sum()]))
+        return torch.stack([wide(losses.where(counts, 0)).sum(), wide(counts).sum()])
 
     def value(self, sums: Tensor) -> Tensor:
-        total, count = sums
-        perplexity: Tensor = (total / count).exp()
-        return perplexity
+        return super().value(sums).exp()
 
 
 class MSE(Sums):
@@ -303,11 +295,6 @@ class MSE(Sums):
         total = ((errors * self.scale).abs() ** self.power).sum()
         self.add(torch.stack([total, torch.full_like(total, errors.numel())]))
 
-    def value(self, sums: Tensor) -> Tensor:
-        total, count = sums
-        mean: Tensor = total / count
-        return mean
-
 
 class MAE(MSE):
     """The mean absolute error over all targets, times `scale`."""
@@ -323,27 +310,25 @@ class R2(Sums):
     than two samples, the value is NaN.
     """
 
-    # Targets are summed relative to the first one. Relative to 0, sums of squares would suffer from
-    # cancellation; relative to a rounded mean, those of a constant target would not be 0.
-    origin: Tensor
+    # Targets are summed relative to the first one, which is row 0 of the sums. Relative to 0, sums
+    # of squares would suffer from cancellation; relative to a rounded mean, those of a constant
+    # target would not be 0.
     higher_is_better = True
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         check_same_shape(outputs, targets)
+        targets = wide(targets)
         if self.sums is None:
-            self.origin = wide(targets)[0]
-        offsets = wide(targets) - self.origin
-        errors = wide(outputs) - wide(targets)
-        samples = torch.full_like(self.origin, len(targets))
+            self.sums = targets.new_zeros(5, *targets.shape[1:])
+            self.sums[0] = targets[0]
+        offsets = targets - self.sums[0]
         squares = offsets**2
-        residual = errors**2
-        self.add(torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples]))
+        residual = (wide(outputs) - targets) ** 2
+        samples = torch.full_like(offsets[0], len(targets))
+        self.sums[1:] += torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples])
 
     def compute(self) -> Tensor:
-        given = None
-        if self.sums is not None:
-            given = torch.cat([self.origin[None], self.sums])
-        parts = [part for part in parallel.from_all(given) if part is not None]
+        parts = [part for part in parallel.from_all(self.sums) if part is not None]
         if not parts:
             return torch.tensor(torch.nan)
         # Each process has its own origin: shift all sums to the origin of the first process.
