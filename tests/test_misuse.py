@@ -24,7 +24,6 @@ from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import TrainingError, UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
 
-STILL = Callback()
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -69,7 +68,6 @@ class Endless(IterableDataset):
         ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
         ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
         ({"callbacks": [Callback]}, "Callback: pass an instance"),
-        ({"callbacks": [STILL, STILL]}, "callbacks: the list contains the same callback twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -400,7 +398,10 @@ def test_a_name_is_no_loader():
         ),
         (TensorDataset(torch.ones(8, 6)), "this TensorDataset is not a loader"),
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "not a list of length 3"),
-        ([[torch.ones(3, 6), torch.ones(4, 6)]], "not a list of length 2"),
+        (
+            [[torch.ones(3, 6), torch.ones(4, 6)]],
+            "outputs is a Tensor of length 3, not one value for each of the 4 samples",
+        ),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):

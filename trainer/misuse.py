@@ -86,8 +86,6 @@ def check_parts(
     check_optimizer(trainer, optimizer, groups)
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
-    if len(set(map(id, callbacks))) < len(callbacks):
-        raise UserError("callbacks: the list contains the same callback twice.")
 
 
 def check_methods(kind: type, called: Collection[str]) -> None:
@@ -237,18 +235,13 @@ def check_epoch(expected: int, batches: int) -> None:
         )
 
 
-def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -> Any:
+def inputs_of(batch: Any) -> Any:
     """Return the inputs of a batch that is either inputs or (inputs, targets)."""
     if not batches.is_list(batch):
         return batch
-    lengths: set[int] = set()
-    for i, part in enumerate(batch):
-        dim = sample_dim(f"batch[{i}]", part)
-        if isinstance(part, Tensor) and isinstance(dim, int):
-            lengths.add(part.shape[dim])
-    if len(batch) > 2 or len(lengths) > 1:
+    if len(batch) > 2:
         raise UserError(
-            "predict: a batch must be inputs or (inputs, targets) with as many targets as inputs, "
+            "predict: a batch must be inputs or (inputs, targets), "
             f"not {kind_of(batch)} of length {len(batch)}.\n"
             f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )

@@ -79,7 +79,7 @@ class Predicting(Batching):
 
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs for a batch: (nested) tensors (N, ...) and lists of length N."""
-        return self.model(misuse.inputs_of(batch, self.sample_dims))
+        return self.model(misuse.inputs_of(batch))
 
 
 def combined(nestings: list[Any], combine: Combine) -> Any:
