@@ -54,11 +54,10 @@ def walk(
         return walked
     if isinstance(batch, (list, tuple)):
         is_named = hasattr(batch, "_fields")
-        if not is_named:
-            if name != "batch" and list_dim(name, batch) is not None:
-                return function(name, batch)
-            if all(isinstance(value, PLAIN) for value in batch):
-                return batch
+        if not is_named and name != "batch" and list_dim(name, batch) is not None:
+            return function(name, batch)
+        if all(isinstance(value, PLAIN) for value in batch):
+            return batch
         items = []
         for i, value in enumerate(batch):
             items.append(walk(function, value, f"{name}[{i}]", list_dim))
@@ -74,11 +73,16 @@ def walk(
     return batch
 
 
-def entries(batch: Any, name: str = "batch") -> list[tuple[str, Tensor]]:
+def entries(batch: Any) -> list[tuple[str, Tensor]]:
     """Return [(name, tensor)] for all tensors in the batch."""
-    leaves: list[tuple[str, Any]] = []
-    walk(lambda name, leaf: leaves.append((name, leaf)), batch, name)
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+    tensors: list[tuple[str, Tensor]] = []
+
+    def note(name: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            tensors.append((name, leaf))
+
+    walk(note, batch)
+    return tensors
 
 
 def is_list(value: Any) -> bool:
