@@ -31,7 +31,6 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         UserError: A rule matches no parameter, or only parameters that earlier rules match.
     """
     names = named(module)
-    free = {parameter for parameter in names if parameter.ndim <= 1}
     rest = list(names)
     groups: Groups = []
     for rule in rules:
@@ -43,9 +42,9 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
                 "matches. Put this rule first, because only the first match applies to a parameter."
             )
         rest = [p for p in rest if p not in matched]
-        groups += by_layer(names, parameters, rule, free)
+        groups += by_layer(names, parameters, rule)
     options = {"name": REST} if rules else {}
-    return by_decay(rest, options, free) + groups
+    return by_decay(rest, options) + groups
 
 
 def named(module: torch.nn.Module) -> Names:
@@ -69,7 +68,7 @@ def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
     )
 
 
-def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set[Any]) -> Groups:
+def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule) -> Groups:
     """Return the groups of one rule, with a group per layer if it has an `lr_decay`.
 
     The last layer has the rule's learning rate; each earlier layer has `lr_decay` times the rate of
@@ -78,7 +77,7 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
     """
     options = {key: value for key, value in rule.items() if key not in RULE}
     if "lr_decay" not in rule:
-        return by_decay(parameters, options | {"name": rule["match"]}, free)
+        return by_decay(parameters, options | {"name": rule["match"]})
 
     def block(parameter: torch.Tensor) -> str:
         match = BLOCK.match(names[parameter][0])
@@ -89,16 +88,16 @@ def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set
     for depth, layer in enumerate(layers):
         scale = rule["lr_decay"] ** (len(layers) - 1 - depth)
         settings = {**options, "name": f"{rule['match']} {depth}", "lr_scale": scale}
-        groups += by_decay(layer, settings, free)
+        groups += by_decay(layer, settings)
     return groups
 
 
-def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> Groups:
+def by_decay(parameters: list[torch.Tensor], options: Rule) -> Groups:
     """Return a group with weight decay and one without, or one group if the rule sets the decay."""
     group = {**options, "params": parameters}
     if "weight_decay" in options:
         return [group]
-    others, decayed = divided(group, free.__contains__)
+    others, decayed = divided(group, lambda parameter: parameter.ndim <= 1)
     return decayed + [{**other, "weight_decay": 0.0} for other in others]
 
 
@@ -162,12 +161,11 @@ def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     The two groups of a rule have one name. If another rule has it, the number of the group follows.
     """
     result = []
-    taken: dict[str, str] = {}  # label -> name of the group
+    known: dict[str, str] = {}  # name of the group -> label
     for i, group in enumerate(groups):
-        name = group.get("name", "")
-        label = re.sub(r"\W+", "_", name).strip("_") or (REST if name else str(i))
-        if taken.setdefault(label, name) != name:
-            label = next((old for old in taken if taken[old] == name), f"{label}_{i}")
-            taken[label] = name
-        result.append(label)
+        name = group.get("name", str(i))
+        if name not in known:
+            label = re.sub(r"\W+", "_", name).strip("_") or REST
+            known[name] = f"{label}_{i}" if label in known.values() else label
+        result.append(known[name])
     return result

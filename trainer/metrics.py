@@ -84,9 +84,9 @@ class Sums:
     """A metric computed from sums over all samples, so that the batch size does not matter.
 
     Subclasses define `update(outputs, targets)`, which calls `add(sums)`, and may override
-    `value(sums)`. The sums are a single tensor on the device of the outputs: float64 (float32 on mps), or int64 for
-    counts. To select the best weights by the metric, set `higher_is_better` in the subclass. None
-    means that neither direction is better.
+    `value(sums)`. The sums are a single tensor on the device of the outputs: float64 (float32 on
+    mps), or int64 for counts. To select the best weights by the metric, set `higher_is_better` in
+    the subclass. None means that neither direction is better.
     """
 
     higher_is_better: bool | None = None
