@@ -110,8 +110,9 @@ def connect() -> "Store":
             timeout=timedelta(seconds=timeout),
         )
     except (OSError, RuntimeError) as error:
-        place = f"rank 0 at {address}:{port}"
-        raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
+        raise LostContact(
+            f"rank 0 at {address}:{port} cannot be reached ({first_line(error)})."
+        ) from None
 
 
 def wait_for_port(address: str, port: int) -> None:
@@ -124,9 +125,14 @@ def wait_for_port(address: str, port: int) -> None:
         except OSError:
             if time.monotonic() > end:
                 raise
-        if stopping.received is not None:  # a library has swallowed the signal's exception
-            raise stopping.Interrupted
-        time.sleep(0.02)
+        pause()
+
+
+def pause() -> None:
+    """Wait 20 ms; raise Interrupted if a library has swallowed the exception of a signal."""
+    if stopping.received is not None:
+        raise stopping.Interrupted
+    time.sleep(0.02)
 
 
 def store_is_torchruns() -> bool:
@@ -147,13 +153,11 @@ def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
     """
     end = time.monotonic() + (timeout if limit is None else limit)
     while not store().check([key]):
-        if stopping.received is not None:  # a library has swallowed the signal's exception
-            raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has exited.")
         if time.monotonic() > end:
             raise LostContact(f"rank {by} did not respond: timed out after {timeout:g} s.")
-        time.sleep(0.02)
+        pause()
     return json.loads(store().get(key))
 
 
