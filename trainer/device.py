@@ -54,8 +54,8 @@ def choose(name: object = "auto") -> torch.device:
         name = names[1] if len(names) > 1 else "cpu"
     kind, _, number = name.partition(":")
     processes = launch.local_world_size()
-    is_only_one = kind in names and number == "0"  # "cuda:0" on a machine with one GPU
-    if name not in names and not is_only_one:
+    # On a machine with one GPU, "cuda:0" is valid too.
+    if name not in names and name.removesuffix(":0") not in names:
         reason = f": {no_cuda()}" if kind == "cuda" and kind not in names else ""
         raise UserError(
             f"device={name}: this machine has no such device{reason}.\n"
