@@ -7,6 +7,7 @@ a SHA-256 of the tensors and the JSON.
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel, stopping, transfer
+from stoker.trainer.callback import State
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
 from stoker.trainer.errors import TrainingError, UserError, first_line, kind_of, log, printable
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
-State = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 FORMAT = "stoker-1"
@@ -153,16 +154,13 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
     """
     weights = {}
     for name, weight in module.named_parameters():
-        # torch.isfinite does not support float8
-        if weight.is_floating_point() and weight.itemsize > 1:
+        if weight.itemsize > 1:  # torch.isfinite does not support float8
             weights[name] = weight
     if not weights:
         return None
     counts = [(~part.isfinite()).sum() for part in parallel.local(weights.values())]
-    for name, count in zip(weights, parallel.add_up(torch.stack(counts)).tolist(), strict=True):
-        if count:
-            return name
-    return None
+    totals = parallel.add_up(torch.stack(counts)).tolist()
+    return next(itertools.compress(weights, totals), None)
 
 
 def pack(value: Any, tensors: Tensors, name: str) -> Any:

@@ -1,8 +1,6 @@
 """The logged rows that `fit` returns."""
 
-from typing import Any
-
-Row = dict[str, Any]
+from stoker.trainer.callback import Row
 
 # The numbers that are logged for a window of steps. If parameter groups have different learning
 # rates, there are also entries such as train/lr/1 or train/lr/NAME.
