@@ -77,8 +77,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
         return values
-    name = f"{split}/loss"
-    return {name: misuse.number(name, loss_mean.compute()), **values}
+    return {f"{split}/loss": float(loss_mean.compute()), **values}
 
 
 def validate(trainer: "Trainer") -> dict[str, Any]:
