@@ -194,12 +194,13 @@ def fractions(weights: Sequence[float | Tensor], device: torch.device) -> Sequen
     return list(fraction(stacked, stacked.sum()))
 
 
-def on_device(weight: float | Tensor, device: torch.device) -> Tensor:
-    """Return a weight as a 0-dim tensor (float64 if supported), without waiting for the device."""
+def on_device(number: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a 0-dim tensor (float64 if supported), without waiting for the device."""
     dtype = wide_type(device.type)
-    if isinstance(weight, Tensor):
-        return weight.detach().to(device, dtype).reshape(())
-    return torch.full((), float(weight), dtype=dtype, device=device)
+    if isinstance(number, Tensor):
+        return number.detach().to(device, dtype).reshape(())
+    # Copying from the host would wait for the device.
+    return torch.full((), float(number), dtype=dtype, device=device)
 
 
 def fraction(weight: Tensor, total: Tensor) -> Tensor:

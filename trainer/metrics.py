@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.trainer import launch, parallel
+from stoker.trainer import launch, losses, parallel
 from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError, check_number
 
@@ -35,9 +35,7 @@ class Mean:
 
     def update(self, value: Tensor, samples: int = 1, weight: float | Tensor | None = None) -> None:
         if not isinstance(self.total, Tensor):
-            # torch.full, because copying from the host would wait for the device.
-            dtype = wide_type(value.device.type)
-            self.total = torch.full((), self.total, dtype=dtype, device=value.device)
+            self.total = losses.on_device(self.total, value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
         if weight is None:
             weight = samples
@@ -267,8 +265,8 @@ class Perplexity(OfClasses):
 
     def sums_of(self, outputs: Tensor, true: Tensor, counts: Tensor) -> Tensor:
         logits = outputs.float() if outputs.dtype.itemsize < 4 else outputs
-        losses = functional.cross_entropy(logits, true.where(counts, 0), reduction="none")
-        return torch.stack([wide(losses.where(counts, 0)).sum(), wide(counts).sum()])
+        nats = functional.cross_entropy(logits, true.where(counts, 0), reduction="none")
+        return torch.stack([wide(nats.where(counts, 0)).sum(), wide(counts).sum()])
 
     def value(self, sums: Tensor) -> Tensor:
         return super().value(sums).exp()
