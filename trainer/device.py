@@ -194,21 +194,21 @@ def place(
         message = f"{name} does not fit into the memory of {device}.\nChoose a smaller model."
         raise TrainingError(message) from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
-    if channels_last is True and not convolutions:
+    is_unsafe = device.type == "cpu" and any(map(overruns_memory, convolutions))
+    if channels_last == "auto":
+        is_possible = bool(convolutions) and device.type != "mps" and not is_unsafe
+        channels_last = is_possible and not any(map(calls_view, module.modules()))
+    elif channels_last and not convolutions:
         raise UserError(
             f"channels_last=true: {name} has no 2-D convolution. Type channels_last=auto."
         )
-    is_unsafe = device.type == "cpu" and any(map(overruns_memory, convolutions))
-    if channels_last is True and is_unsafe:
+    elif channels_last and is_unsafe:
         raise UserError(
             f"channels_last=true: {name} has a strided 1x1 convolution with fewer than 16 "
             "channels, for which torch computes incorrect gradients on a CPU.\n"
             "Type channels_last=auto."
         )
-    if channels_last == "auto" and convolutions:
-        has_view = any(map(calls_view, module.modules()))
-        channels_last = device.type != "mps" and not has_view and not is_unsafe
-    if channels_last is True:
+    if channels_last:
         for convolution in convolutions:
             convolution.to(memory_format=torch.channels_last)
     return module
@@ -234,7 +234,7 @@ def calls_view(module: torch.nn.Module) -> bool:
         if not kind.__module__.startswith("torch."):
             functions += vars(kind).values()
     codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
-    return any("view" in code.co_names for code in codes if code is not None)
+    return any("view" in getattr(code, "co_names", ()) for code in codes)
 
 
 def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:

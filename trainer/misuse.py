@@ -165,15 +165,16 @@ def check_whole_batches(trainer: "Trainer", loader: Any) -> None:
     """Raise UserError for a setting that splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
-    accumulates = getattr(loader, "accumulate", 1) > 1
+    reasons = [f"{kind.__name__}.{name}" for name in carried]
     setting = trainer.splitter.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
     if carried and (parallel.process_count > 1 or trainer.replica_indices):
         setting = f"strategy={trainer.strategy}"
-    if setting is not None and (carried or accumulates):
-        reason = f"{kind.__name__}.{carried[0]}" if carried else f"accumulate={loader.accumulate}"
-        raise UserError(f"{setting} cannot be used with {reason}, which needs whole batches.")
+    if getattr(loader, "accumulate", 1) > 1:
+        reasons.append(f"accumulate={loader.accumulate}")
+    if setting is not None and reasons:
+        raise UserError(f"{setting} cannot be used with {reasons[0]}, which needs whole batches.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
