@@ -37,7 +37,6 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         EvaluationInterrupted: A fit was interrupted during an evaluation.
     """
     misuse.check_loader(trainer, loader, "evaluate")
-    misuse.check_loss(trainer, "evaluate")
     loader = seekable(loader, trainer.seed, trainer.sample_dims)
     loss_mean = Mean()
     batch = None

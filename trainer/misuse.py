@@ -83,7 +83,13 @@ def check_parts(
             "stoker.trainer.combined.Combined([first, second])."
         )
     settings.check("groups", groups)
-    check_optimizer(trainer, optimizer, groups)
+    has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
+    if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
+        raise UserError(
+            "optimizer: groups= and parameter_groups() cannot change the parameter groups of an "
+            f"optimizer instance ({type(optimizer).__name__}).\n"
+            "Pass a factory: optimizer=functools.partial(torch.optim.SGD, lr=...)."
+        )
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
 
@@ -98,17 +104,6 @@ def check_methods(kind: type, called: Collection[str]) -> None:
                 f"The hooks of a callback are {', '.join(HOOKS)}. To change what happens inside a "
                 "step, override Trainer.train_step or compute_loss."
             )
-
-
-def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
-    """Raise UserError for parameter group rules that an optimizer instance would ignore."""
-    has_rules = bool(groups) or not is_usual(type(trainer), "parameter_groups")
-    if isinstance(optimizer, torch.optim.Optimizer) and has_rules:
-        raise UserError(
-            "optimizer: groups= and parameter_groups() cannot change the parameter groups of an "
-            f"optimizer instance ({type(optimizer).__name__}).\n"
-            "Pass a factory: optimizer=functools.partial(torch.optim.SGD, lr=...)."
-        )
 
 
 def check_loss_function(trainer: "Trainer", loss: Any) -> None:
@@ -149,16 +144,6 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
             "fit needs an optimizer. Pass one, as in "
             "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
         )
-    check_loss(trainer, "fit")
-
-
-def check_loss(trainer: "Trainer", use: str) -> None:
-    """Raise UserError if the Trainer has no loss and `compute_loss` is not overridden."""
-    if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
-        raise UserError(
-            f"{use} needs a loss. Pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
-            "override compute_loss."
-        )
 
 
 def check_whole_batches(trainer: "Trainer", loader: Any) -> None:
@@ -183,12 +168,18 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     Warn if predictions would be in shuffled order.
 
     Raises:
-        UserError: This is not a single loader of batches, or the Trainer is closed.
+        UserError: This is not a single loader of batches, or the Trainer is closed, or has no loss.
     """
     check_built(trainer)
     if trainer.module is None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
+        )
+    needs_loss = use != "predict" and is_usual(type(trainer), "compute_loss")
+    if needs_loss and trainer.loss is None:
+        raise UserError(
+            f"{use} needs a loss. Pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
+            "override compute_loss."
         )
     first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
     takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")
