@@ -72,11 +72,7 @@ def run(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         raise
     if batch is None:
         raise UserError(f"The {split} loader is empty.")
-    values = metric_values(trainer, split)
-    loss_mean = loss_mean.over_ranks()
-    if not loss_mean.samples:
-        return values
-    return {f"{split}/loss": float(loss_mean.compute()), **values}
+    return logged_values(trainer, split, loss_mean.over_ranks())
 
 
 def validate(trainer: "Trainer") -> dict[str, Any]:
@@ -87,9 +83,11 @@ def validate(trainer: "Trainer") -> dict[str, Any]:
     return results
 
 
-def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
-    """Compute the metrics; return {"val/acc": ...}."""
-    values = {}
+def logged_values(trainer: "Trainer", split: str, loss_mean: Mean) -> dict[str, Any]:
+    """Compute the metrics; return {"val/loss": ..., "val/acc": ...}."""
+    values: dict[str, Any] = {}
+    if loss_mean.samples:
+        values[f"{split}/loss"] = float(loss_mean.compute())
     for name, metric in trainer.metrics.items():
         full_name = f"{split}/{name}"
         with step_errors.naming_metric(name):
