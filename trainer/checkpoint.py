@@ -152,10 +152,8 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
 
     This waits for the device once.
     """
-    weights = {}
-    for name, weight in module.named_parameters():
-        if weight.itemsize > 1:  # torch.isfinite does not support float8
-            weights[name] = weight
+    # torch.isfinite does not support float8
+    weights = {name: p for name, p in module.named_parameters() if p.itemsize > 1}
     if not weights:
         return None
     counts = [(~part.isfinite()).sum() for part in parallel.local(weights.values())]
@@ -174,10 +172,7 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, dict):
         if MARK in value or not all(isinstance(key, str) for key in value):
             return {MARK: "dict", "items": pack([*map(list, value.items())], tensors, name)}
-        packed = {}
-        for key, item in value.items():
-            packed[key] = pack(item, tensors, f"{name}/{escaped(key)}")
-        return packed
+        return {key: pack(x, tensors, f"{name}/{escaped(key)}") for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
@@ -258,8 +253,8 @@ def check_options(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
             saved = group.get(key)
             is_option = isinstance(value, (bool, str)) or isinstance(saved, (bool, str))
             must_match = is_option or key == "param_names"
-            is_like = key in group and not (must_match and saved != value)
-            if key not in WAYS and not is_like:
+            differs = key not in group or (must_match and saved != value)
+            if differs and key not in WAYS:
                 raise UserError(
                     f"The checkpoint does not match this Trainer: {name}.param_groups.{i}.{key} "
                     f"is {saved!r:.60}, not {value!r:.60}."

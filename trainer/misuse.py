@@ -113,7 +113,7 @@ def check_loss_function(trainer: "Trainer", loss: Any) -> None:
     is_fine = reduction == "batchmean" and is_usual(type(trainer), "sample_dim")
     if reduction != "mean" and not is_fine:
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+    if isinstance(loss, nn.Module) and list(loss.parameters()):
         raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
 
@@ -150,16 +150,16 @@ def check_whole_batches(trainer: "Trainer", loader: Any) -> None:
     """Raise UserError for a setting that splits or captures batches that must stay whole."""
     kind = type(trainer)
     carried = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
-    reasons = [f"{kind.__name__}.{name}" for name in carried]
+    whole = [f"{kind.__name__}.{name}" for name in carried]
     setting = trainer.splitter.cut_by()
     if steps.captures(trainer):
         setting = "compile=graph"
-    if carried and (parallel.process_count > 1 or trainer.replica_indices):
+    if whole and (parallel.process_count > 1 or trainer.replica_indices):
         setting = f"strategy={trainer.strategy}"
     if getattr(loader, "accumulate", 1) > 1:
-        reasons.append(f"accumulate={loader.accumulate}")
-    if setting is not None and reasons:
-        raise UserError(f"{setting} cannot be used with {reasons[0]}, which needs whole batches.")
+        whole.append(f"accumulate={loader.accumulate}")
+    if setting is not None and whole:
+        raise UserError(f"{setting} cannot be used with {whole[0]}, which needs whole batches.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
