@@ -58,7 +58,7 @@ def walk(
             return function(name, batch)
         if all(isinstance(value, PLAIN) for value in batch):
             return batch
-        items = [walk(function, x, f"{name}[{i}]", list_dim) for i, x in enumerate(batch)]
+        items = [walk(function, value, f"{name}[{i}]", list_dim) for i, value in enumerate(batch)]
         return type(batch)(*items) if is_named else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)

@@ -172,7 +172,7 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, dict):
         if MARK in value or not all(isinstance(key, str) for key in value):
             return {MARK: "dict", "items": pack([*map(list, value.items())], tensors, name)}
-        return {key: pack(x, tensors, f"{name}/{escaped(key)}") for key, x in value.items()}
+        return {key: pack(item, tensors, f"{name}/{escaped(key)}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
