@@ -80,9 +80,8 @@ def release(device: torch.device) -> None:
         libc.malloc_trim(0)  # also releases the pages that `tuning.keep_pages` has kept
     if device.type != "cpu":
         backend = torch.get_device_module(device)  # torch.accelerator.empty_cache fails on mps
-        # Once a kernel has failed, every call to the device raises an error.
+        # Not every torch version and device has these caches. Once a kernel has failed, every call
+        # to the device raises an error.
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.empty_cache()
-        # Pinned memory; not every torch version and device has this cache.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch.accelerator.empty_host_cache()
+            torch.accelerator.empty_host_cache()  # pinned memory
