@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,6 @@ Tensors = dict[str, Tensor]
 FORMAT = "stoker-1"
 # This key marks JSON objects that represent tensors, tuples, or dicts with keys other than strings.
 MARK = "$"
-# First bytes of the two formats of torch.save: a zip file, and a pickle.
-TORCH_FORMATS = (b"PK\3\4", b"\x80\2\x8a\n")
 
 
 class DamagedCheckpoint(TrainingError):
@@ -105,8 +104,7 @@ def load(path: str | Path) -> Any:
 def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
     """Return (metadata, tensors) of a safetensors file."""
     try:
-        with open_plain(path) as file:
-            start = file.read(4)
+        open_plain(path).close()
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
@@ -120,7 +118,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
         reason = first_line(error)
-        if isinstance(error, SafetensorError) and start in TORCH_FORMATS:
+        if isinstance(error, SafetensorError) and zipfile.is_zipfile(path):
             reason = (
                 "it was written by torch.save. In Python, call "
                 "model.load_state_dict(torch.load(FILE))"
