@@ -21,9 +21,7 @@ GRAPHS = ("cuda",)  # devices that can capture a whole step
 # Messages of errors caused by the device or by torch itself, not by a batch.
 NOT_OF_A_BATCH = re.compile("CUDA|cuDNN|CUBLAS|NCCL|INTERNAL ASSERT|^Caught ")
 # precision -> dtype of autocast, or None for fp32, which needs no autocast
-DTYPES = {
-    name: getattr(torch, dtype) if dtype else None for name, dtype in settings.PRECISIONS.items()
-}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPLICAS = ("cuda",)  # devices that torch.nn.DataParallel supports
 
 

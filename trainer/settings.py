@@ -15,8 +15,7 @@ from stoker.trainer.errors import UserError, as_typed, check_choice, check_numbe
 T = TypeVar("T")
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
-# precision -> torch's name for the dtype of autocast
-PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class Limit(Protocol):
