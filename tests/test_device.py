@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_trainer
 from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
@@ -145,10 +146,11 @@ def test_precision_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "enabled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)]
+    ("precision", "enabled"), [("fp32", False), ("bf16", False), ("fp16", True)]
 )
-def test_the_scaler_and_autocast_do_nothing_where_they_are_not_wanted(dtype, enabled):
-    assert devices.grad_scaler(CPU, dtype).is_enabled() is enabled
+def test_the_scaler_and_autocast_do_nothing_where_they_are_not_wanted(precision, enabled):
+    assert make_trainer(precision=precision).scaler.is_enabled() is enabled
+    dtype = devices.DTYPES[precision]
     context = devices.autocast(CPU, dtype)
     inputs = torch.randn(3, 4)
     for _ in range(3):  # entered again and again

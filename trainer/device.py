@@ -137,11 +137,6 @@ def has_fused(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 
 
-def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
-    """Return a GradScaler, enabled only for fp16."""
-    return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-
-
 def autocast(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:

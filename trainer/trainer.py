@@ -111,7 +111,7 @@ class Trainer(Predicting, Stoppable, Reporting):
         self.precision = precision
         self.dtype = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
-        self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
+        self.scaler: Any = torch.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
         self.splitter = Splitter(self.device, self.sample_dims, micro_batch, grad_accum_steps)
         self.eval_splitter = self.splitter.for_evaluation()  # needs less memory: adapts separately
         self.agreement = parallel.Agreement()  # of all processes, on interruptions and the time
