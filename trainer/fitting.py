@@ -50,7 +50,6 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     steps_per_epoch = epoch_length(loader, trainer.max_steps)
     if isinstance(loader, IterableLoader):
         loader.steps = steps_per_epoch
-    trainer.steps_per_epoch = steps_per_epoch
     trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * steps_per_epoch
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps, trainer.scheduler
@@ -64,7 +63,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
     if resume is not None:
         trainer.resume_from(checkpoint.loaded(resume), loader)
-        trainer.steps_per_epoch = steps_per_epoch  # keep this loader's value, not the checkpoint's
+    trainer.steps_per_epoch = steps_per_epoch  # this loader's value, not the checkpoint's
     if isinstance(trainer.special_step, steps.GraphStep):
         trainer.special_step.begin_fit(trainer)
     trainer.rates = trainer.scheduler.get_last_lr()
