@@ -20,7 +20,7 @@ CHANGES = ("params", "lr", "initial_lr")
 # Attributes of a Trainer that change at each step, but would be constant in a graph.
 CLOCKS = ("step", "rates")
 Work = Callable[[Any], Any]  # maps a batch to tensors
-Kind = tuple[Hashable, Hashable, Hashable]
+Kind = tuple[Hashable, Hashable]
 
 
 class Captured:
@@ -45,7 +45,7 @@ class Captured:
     def __call__(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)`. The next replay overwrites the returned tensors."""
         form, tensors = form_of(batch)
-        kind = (form, *self.settings())
+        kind = (form, self.settings())
         captured = self.graphs.get(kind)
         if captured is None:
             self.steps += 1
@@ -61,19 +61,18 @@ class Captured:
             recorded.copy_(given)
         return replay()
 
-    def settings(self) -> tuple[Hashable, Hashable]:
-        """Return (which parameters are trained, the optimizer's settings).
+    def settings(self) -> Hashable:
+        """Return which parameters are trained, and the optimizer's settings.
 
         Tensors are compared by identity, because a graph reads their memory.
         """
-        trained = []
-        settings = []
+        settings: list[Hashable] = []
         for group in self.optimizer.param_groups:
-            trained += [parameter.requires_grad for parameter in group["params"]]
+            settings += [parameter.requires_grad for parameter in group["params"]]
             for name, value in group.items():
                 if name not in CHANGES:
                     settings.append(str(value) if value.__hash__ is None else value)
-        return tuple(trained), tuple(settings)
+        return tuple(settings)
 
     def eager(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)` without a graph; raise an error if it could not be captured."""
