@@ -119,8 +119,7 @@ def divided(
 
 def rule_of(group: Mapping[str, Any]) -> str:
     """Return the pattern of the rule that a group comes from, without the number of the layer."""
-    rule: str = group.get("name", REST).partition(" ")[0]
-    return rule
+    return str(group.get("name", REST)).partition(" ")[0]
 
 
 def check_options(groups: Groups, known: Collection[str]) -> None:
