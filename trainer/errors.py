@@ -159,9 +159,9 @@ def check_number(
         wanted = f"auto, or {wanted}"
     if optional:
         wanted += ", or null"
-    is_text = isinstance(value, str) and value.isdecimal()
-    typed = repr(value) if is_text else as_typed(value)
-    raise UserError(f"{key}={typed}: expected {wanted}.")
+    if isinstance(value, str) and value.isdecimal():
+        value = repr(value)  # shows that it is a string
+    raise UserError(f"{key}={as_typed(value)}: expected {wanted}.")
 
 
 def kind_of(value: object) -> str:
