@@ -19,7 +19,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = Fals
             is opened for writing.
     """
     writes = bool(flags & os.O_RDWR)
-    options = ["O_NONBLOCK", "O_CLOEXEC", "O_BINARY"]
+    options = ["O_NONBLOCK", "O_BINARY"]
     if not links:
         options.append("O_NOFOLLOW")
     for name in options:
