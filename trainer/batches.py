@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_few
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 HOW = (
@@ -182,13 +182,13 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, Di
     counted, dim_of, is_clear = reading(batch, sample_dim)
     numbers = set(counted.values())
     if not is_clear or None in numbers:
-        shown = ", ".join(
+        shown = [
             f"{'unknown' if length is None else length} in {name}"
-            for name, length in list(counted.items())[:4]
-        )
+            for name, length in counted.items()
+        ]
         raise UserError(
-            f"{use}: it is unclear how to split this batch. The number of samples is {shown}.\n"
-            f"{HOW}"
+            f"{use}: it is unclear how to split this batch. The number of samples is "
+            f"{first_few(shown, 4)}.\n{HOW}"
         )
     return next(iter(numbers), None), dim_of
 
