@@ -291,7 +291,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
     with pytest.raises(
         TrainingError,
-        match=r"train/loss is nan at step 5. First non-finite value: in step 1, the loss is nan, and batch",
+        match=r"train/loss is nan at step 5. First non-finite value: in step 1, the loss is nan \(learning rate .*\), and batch",
     ):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
     assert not checkpoint.files(tmp_path)

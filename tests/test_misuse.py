@@ -23,6 +23,7 @@ from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import TrainingError, UserError, explanation_of, first_line
 from stoker.trainer.metrics import Accuracy, Mean
 
+STILL = Callback()
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -67,6 +68,7 @@ class Endless(IterableDataset):
         ({"loss": torch.nn.CrossEntropyLoss}, "CrossEntropyLoss: pass an instance"),
         ({"metrics": {"acc": Accuracy}}, "Accuracy: pass an instance"),
         ({"callbacks": [Callback]}, "Callback: pass an instance"),
+        ({"callbacks": [STILL, STILL]}, "callbacks: the list contains the same callback twice."),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):

@@ -92,6 +92,8 @@ def check_parts(
         )
     for callback in callbacks:
         check_methods(type(callback), HOOKS)
+    if len(set(map(id, callbacks))) < len(callbacks):
+        raise UserError("callbacks: the list contains the same callback twice.")
 
 
 def check_methods(kind: type, called: Collection[str]) -> None:
