@@ -65,7 +65,7 @@ def plots(sweep: Sweep) -> dict[str, Any]:
     choices = {key: values_of(sweep, key) for key in sweep.keys[:MOST_SETTINGS]}
     most = MOST_POINTS // max(1, len(sweep.jobs))
     records = []
-    for row, group in enumerate([*sweep.groups, *([job] for job in sweep.unfinished)]):
+    for row, group in enumerate(sweep.rows):
         for job in group:
             if job.status not in ("done", "pruned", "failed"):
                 continue

@@ -4,10 +4,10 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from stoker.sweeps.jobs import Job
+from stoker.sweeps.jobs import STATUSES, Job
 
 REPEATS = ("seed", "dataset.fold")  # jobs that differ only in these settings form one group
 
@@ -25,22 +25,27 @@ def monitored(jobs: Iterable[Job]) -> tuple[str, bool]:
     return name, mode == "max"
 
 
-def ranked(done: Iterable[Job], keys: Sequence[str], name: str, high: bool) -> list[list[Job]]:
-    """Return the finished jobs in groups, the best mean of the metric `name` first.
+def ranked(jobs: Iterable[Job], name: str, high: bool) -> list[list[Job]]:
+    """Return the jobs as the rows of a table, sorted by status and by the metric `name`.
 
-    The jobs of a group have the same settings, except for their seed or fold. Groups without a
-    value come last, and equal groups keep the order of their jobs. `keys` are the settings in
-    which the jobs of the sweep differ.
+    Finished jobs whose settings differ only in their seed or fold form one row, which is sorted by
+    the mean of the metric. Rows without a value come last, and equal rows keep the order of their
+    jobs.
     """
-    groups: dict[tuple[Any, ...], list[Job]] = {}
-    for job in done:
-        settings = [job.settings.get(key) for key in keys if key not in REPEATS]
-        groups.setdefault(tuple(settings), []).append(job)
+    rows: dict[Any, list[Job]] = {}
+    for job in jobs:
+        settings = frozenset((key, job.settings[key]) for key in job.settings if key not in REPEATS)
+        rows.setdefault(settings if job.status == "done" else job.name, []).append(job)
 
-    def rank(group: list[Job]) -> float:
-        values = [job.best.value for job in group if job.best and job.best.name == name]
-        if not values:
-            return math.inf
-        return statistics.fmean(values) * (-1 if high else 1)
+    def rank(row: list[Job]) -> tuple[int, float]:
+        values = values_of(row, name)
+        sign = -1 if high else 1
+        mean = sign * statistics.fmean(values) if values else math.inf
+        return STATUSES.index(row[0].status), mean
 
-    return sorted(groups.values(), key=rank)
+    return sorted(rows.values(), key=rank)
+
+
+def values_of(jobs: Iterable[Job], name: str) -> list[float]:
+    """Return the values of a metric in the jobs that have it."""
+    return [job.numbers[name] for job in jobs if name in job.numbers]

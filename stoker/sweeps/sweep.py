@@ -187,10 +187,10 @@ def best_command(sweep: Sweep) -> str | None:
 
     None if no job has a value.
     """
-    if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
+    if not sweep.best:
         return None
     left_out = {"run_dir", *sweep.left_out}
-    overrides = sweep.groups[0][0].overrides
+    overrides = sweep.best[0].overrides
     return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
 
 

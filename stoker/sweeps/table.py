@@ -2,9 +2,7 @@
 
 import contextlib
 import csv
-import itertools
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,8 @@ from stoker.runs import index
 from stoker.runs.readable import aligned
 from stoker.runs.result import Best, tests_in
 from stoker.runs.sweep_record import SweepRecord
-from stoker.sweeps.jobs import (
-    STATUSES,
-    Job,
-    read_jobs,
-    typed_for,
-)
-from stoker.sweeps.ranking import REPEATS, monitored, ranked, varied
+from stoker.sweeps.jobs import Job, read_jobs, typed_for
+from stoker.sweeps.ranking import REPEATS, monitored, ranked, values_of, varied
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.number_format import number
@@ -32,9 +25,9 @@ class Sweep:
     """The jobs in the directory of a sweep.
 
     `keys` are the settings in which the jobs differ. `name` is the metric that most jobs monitor,
-    and `high` says whether higher is better. `groups` are the finished jobs, best first: jobs that
-    differ only in their seed or fold form one group, and jobs without the metric come last.
-    `unfinished` are the pruned jobs, best first, and then the other jobs.
+    and `high` says whether higher is better. `rows` are the rows of the table: first the `groups`
+    of finished jobs, best first (jobs that differ only in their seed or fold form one group, and
+    jobs without the metric come last), then the pruned jobs, best first, and then the other jobs.
     `group_keys` are the settings in which the groups differ.
     """
 
@@ -48,10 +41,8 @@ class Sweep:
         self.left_out = [key for key in self.keys if key in REPEATS]
         self.group_keys = [key for key in self.keys if key not in REPEATS]
         self.name, self.high = monitored(self.jobs)
-        self.groups = ranked(self.of("done"), self.keys, self.name, self.high)
-        pruned = ranked(self.of("pruned"), self.keys, self.name, self.high)
-        others = [self.of(status) for status in STATUSES[2:]]
-        self.unfinished = list(itertools.chain(*pruned, *others))
+        self.rows = ranked(self.jobs, self.name, self.high)
+        self.groups = [row for row in self.rows if row[0].status == "done"]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -60,10 +51,10 @@ class Sweep:
         """Return the job's value of the monitored metric; None if it has none."""
         return job.numbers.get(self.name)
 
-
-def values_of(jobs: Iterable[Job], name: str) -> list[float]:
-    """Return the values of a metric in the jobs that have it."""
-    return [job.numbers[name] for job in jobs if name in job.numbers]
+    @property
+    def best(self) -> list[Job]:
+        """The jobs of the best group that have a value of the monitored metric."""
+        return [job for job in next(iter(self.groups), []) if self.name in job.numbers]
 
 
 def short(setting: str) -> str:
@@ -121,13 +112,13 @@ def list_in_index(sweep: Sweep) -> None:
     record.ended = sum(job.status in ENDED for job in sweep.jobs)
     record.failed = len(sweep.of("failed"))
     record.seconds = sum(job.seconds or 0.0 for job in sweep.jobs) or None
-    best = [job for job in next(iter(sweep.groups), []) if sweep.value(job) is not None]
-    if best:
+    if sweep.best:
         mode = "max" if sweep.high else "min"
-        record.best_jobs = [job.name for job in best]
-        record.best = Best(sweep.name, mode, None, statistics.fmean(values_of(best, sweep.name)))
-        for test in list(best[0].test)[:1]:
-            record.test = {test: statistics.fmean(values_of(best, test))}
+        value = statistics.fmean(values_of(sweep.best, sweep.name))
+        record.best_jobs = [job.name for job in sweep.best]
+        record.best = Best(sweep.name, mode, None, value)
+        for test in list(sweep.best[0].test)[:1]:
+            record.test = {test: statistics.fmean(values_of(sweep.best, test))}
     record.write(sweep.folder)
     index.update(sweep.folder)
 
@@ -140,25 +131,21 @@ def lines(sweep: Sweep) -> list[str]:
     tests = tests_of(sweep)
     test = tests[0] if tests else "test"
     rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
-    for group in sweep.groups:
-        typed = typed_for(group[0], sweep.group_keys, short)
-        others = len(group) - 1
-        row = [
-            f"{group[0].name} (+{others})" if others else group[0].name,
-            mean_of(group, sweep.name),
-            mean_of(group, test),
-            seconds_of(group),
-            " ".join(typed),
-        ]
-        rows.append(row)
-    for job in sweep.unfinished:
+    for row in sweep.rows:
+        job = row[0]
+        if job.status == "done":
+            others = len(row) - 1
+            name = f"{job.name} (+{others})" if others else job.name
+            cells = [name, mean_of(row, sweep.name), mean_of(row, test), seconds_of(row)]
+            rows.append([*cells, " ".join(typed_for(job, sweep.group_keys, short))])
+            continue
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
         parts = filter(None, [settings, job.reason])
         rows.append([job.name, job.status, "", "", ": ".join(parts)])
     if not tests:
-        for row in rows:
-            del row[2]
+        for cells in rows:
+            del cells[2]
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
         empty = [""] * (len(rows[0]) - 2)
