@@ -122,15 +122,16 @@ class Local(BasicLauncher):
             if self.lifeline.closed:
                 return
             self.run_job(Path(self.sweep.hydra.sweep.dir, str(number)), typed, slot)
-            failed = progress.show_ends(self.sweep.sweep.on_error)
-            if failed and not self.failed:
-                self.failed = failed
-                self.stop(f"job {failed.name} failed (sweep.on_error=stop)")
+            failed = progress.show_ends()
+            if failed and self.sweep.sweep.on_error == "stop" and not self.failed:
+                self.failed = failed[0]
+                self.stop(f"job {self.failed.name} failed (sweep.on_error=stop)")
 
     def run_job(self, folder: Path, typed: Sequence[str], slot: int) -> None:
         """Run a job in its own process. If the process fails, ensure that the job has a result."""
         job = {"folder": str(folder), "slot": slot, "threads": self.threads}
         of_hydra = arguments.settings_of_hydra(sys.argv[1:])
+        reason = None
         with progress.open_output(folder) as file:
             start = file.tell()
             code = subprocess.run(
@@ -141,17 +142,17 @@ class Local(BasicLauncher):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # leaves Ctrl-C to the sweep
             ).returncode
-        if has_failed(folder, code):
             is_known = code in exit_codes.FAILED
+            if is_known:
+                file.seek(start)
+                reason = progress.last_error(file)
+        if has_failed(folder, code):
             # The job may have failed after it wrote its result.
             exit_codes.codes.append(code if is_known else exit_codes.TRAINING_ERROR)
             make(folder)
-            reason = f"the process ended with exit code {code}."
-            if is_known:
-                reason = progress.last_error(folder, start) or reason
-            error = processes.JobFailed(reason, code)
+            reason = reason or f"the process ended with exit code {code}."
             overrides = [arguments.with_one_plus(override) for override in typed]
-            write_failure(folder, error, code, overrides=overrides)
+            write_failure(folder, processes.JobFailed(reason, code), code, overrides=overrides)
 
 
 def has_failed(folder: Path, code: int) -> bool:

@@ -108,30 +108,22 @@ def announce(
     terminal.show(f"sweep    {counted(count, 'job')}{done}; output in {folder / OUTPUT}")
 
 
-def show_ends(on_error: str = "continue") -> Job | None:
-    """Print a line for each new result. Return the failed job that stops the sweep, if any."""
+def show_ends() -> list[Job]:
+    """Print a line for each new result. Return the jobs that have failed."""
     ended = ends.show_new() if ends else []
-    failed = [job for job in ended if job.status == "failed"]
-    return failed[0] if failed and on_error == "stop" else None
-
-
-def output_file(folder: Path) -> Path:
-    """Return the file for the output of the job in a folder."""
-    return folder.parent / OUTPUT / f"{folder.name}.txt"
+    return [job for job in ended if job.status == "failed"]
 
 
 def open_output(folder: Path) -> TextIO:
-    """Open the file for the output of the job in a folder."""
-    path = output_file(folder)
+    """Open the file for the output of the job in a folder, at its end."""
+    path = folder.parent / OUTPUT / f"{folder.name}.txt"
     path.parent.mkdir(exist_ok=True)
-    return path.open("a", buffering=1, encoding="utf-8")
+    return path.open("a+", buffering=1, encoding="utf-8", errors="replace")
 
 
-def last_error(folder: Path, start: int) -> str | None:
-    """Return the last error message in a job's output from byte `start` on, or None."""
-    with output_file(folder).open(encoding="utf-8", errors="replace") as file:
-        file.seek(start)
-        errors = [line for line in file if line.startswith("error: ")]
+def last_error(output: TextIO) -> str | None:
+    """Return the last error message in the rest of a job's output, or None."""
+    errors = [line for line in output if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ").rstrip() if errors else None
 
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from stoker import project
 from stoker.command import signals
 from stoker.sweeps import progress
+from stoker.sweeps.jobs import Job
 from stoker.sweeps.launchers import SLURM
 from stoker.trainer import stopping
 
@@ -44,17 +45,17 @@ class Slurm(Callback):
 
     def watch(self) -> None:
         """Show the results. With sweep.on_error=stop, the first failure ends the sweep."""
-        failed = None
-        while not failed:
+        failed: list[Job] = []
+        while not (failed and self.on_error == "stop"):
             time.sleep(POLL)
-            failed = progress.show_ends(self.on_error)
-        signals.code = failed.code
+            failed = progress.show_ends()
+        signals.code = failed[0].code
         os.kill(os.getpid(), signal.SIGTERM)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if not self.is_used:
             return
-        progress.show_ends(self.on_error)
+        progress.show_ends()
         if stopping.received is not None:
             print("Remove queued jobs with: scancel --name=stoker", file=sys.stderr, flush=True)
 
