@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -80,8 +81,6 @@ def name_of(cfg: DictConfig, group: str) -> str:
     """Return the option chosen for a group, or the class name if another `_target_` was set."""
     choice = str(HydraConfig.get().runtime.choices[group])
     target = str(cfg[group]._target_)
-    built_in = configs.FOLDER / group / f"{choice}.yaml"
-    is_replaced = built_in.is_file() and OmegaConf.load(built_in)._target_ != target
-    if is_replaced or f"{group}._target_" in arguments.typed_keys():
-        return target.rpartition(".")[2]
-    return choice
+    file: Any = configs.file_of(f"{group}/{choice}")
+    usual = OmegaConf.select(OmegaConf.load(file), "_target_", default=target)
+    return choice if target == usual else target.rpartition(".")[2]
