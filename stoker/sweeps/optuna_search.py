@@ -62,7 +62,6 @@ class OptunaSearch(Sweeper):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.config = config
-        self.hydra_context = hydra_context
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -76,14 +75,19 @@ class OptunaSearch(Sweeper):
         ranges = [*space, *arguments]
         parsed = OverridesParser.create().parse_overrides(ranges)
         last = {override.key_or_group: override for override in parsed}  # typed overrides win
-        searched = {key: one for key, one in last.items() if one.is_sweep_override()}
-        self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
-        example = self.define(searched)
-        if not example:
+        self.space: dict[str, BaseDistribution] = {}
+        self.fixed: list[str] = []
+        for override in last.values():
+            if override.is_sweep_override():
+                self.space[override.get_key_element()] = distribution_of(override)
+            else:
+                self.fixed.append(str(override.input_line))
+        if not self.space:
             raise UserError(
                 "sweep=optuna: there is nothing to search. Type a key and its range, "
                 "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
+        example = typed(self.draw(optuna.create_study()))
         check_first(cfg, [*example, *self.fixed])
         varied = list(settings_of(example))
         with held(self.folder):
@@ -109,24 +113,12 @@ class OptunaSearch(Sweeper):
                 sign = -1 if result.best.mode == "max" else 1  # the study minimizes
                 self.study.tell(trial.number, sign * result.best.value)
 
-    def define(self, searched: dict[str, Override]) -> list[str]:
-        """Set the search space from these overrides; return the overrides of an example trial."""
-        self.space: dict[str, BaseDistribution] = {}
-        for override in searched.values():
-            try:
-                distribution = create_optuna_distribution_from_override(override)
-            except (ValueError, AssertionError, NotImplementedError) as error:
-                raise UserError(f"{override.input_line}: {first_line(error)}") from None
-            self.space[override.get_key_element()] = distribution
-        return typed(self.draw(optuna.create_study()))
-
     def next_trials(self, count: int) -> list[FrozenTrial]:
         """Return consecutive trials that an earlier process did not finish or, if there are none,
         up to `count` new ones; [] at the end of the search. A failed trial is not repeated.
         """
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
-            folder = self.folder / str(trial.number)
-            if folder.is_dir() and read_job(folder).status == "failed":
+            if read_job(self.folder / str(trial.number)).status == "failed":
                 self.study.tell(trial.number, state=TrialState.FAIL)
         begun = self.study.get_trials(states=(TrialState.RUNNING,))
         if begun:
@@ -184,6 +176,15 @@ class OptunaSearch(Sweeper):
                     "Choose a different hydra.sweep.dir."
                 )
         return study
+
+
+def distribution_of(override: Override) -> BaseDistribution:
+    """Return the distribution of a range; raise UserError if it is invalid."""
+    try:
+        distribution: BaseDistribution = create_optuna_distribution_from_override(override)
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"{override.input_line}: {first_line(error)}") from None
+    return distribution
 
 
 def typed(trial: optuna.Trial | FrozenTrial) -> list[str]:
