@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 
 def train(cfg: DictConfig) -> None:
     """Lock the run directory, and train in it."""
-    collects = gc.isenabled()
     gc.disable()  # speeds up importing torch, as in __main__
     try:
         from stoker.command import tuning
 
         tuning.freeze_imports()
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     versions = provenance.versions()
     del versions["platform"]  # the machines of a run may have different platforms
     config = dotted.flat(dotted.plain(cfg, resolve=True))
