@@ -183,13 +183,15 @@ class Run:
         data = self.parts.data
         loaders = by_split(self.parts.loaders)
         trainer.data_bytes = resident_bytes(*loaders.values())  # including the test split
-        result = of_fit(trainer, self.saver)
-        measured = {**timing.result_of(trainer), **doctor.result_of(trainer)}
-        result = dataclasses.replace(result, **measured)
-        result.git = self.code.revision()
-        result.versions = versions()
-        result.script = self.script
-        result.samples = self.samples()
+        result = dataclasses.replace(
+            of_fit(trainer, self.saver),
+            **timing.result_of(trainer),
+            **doctor.result_of(trainer),
+            git=self.code.revision(),
+            versions=versions(),
+            script=self.script,
+            samples=self.samples(),
+        )
         if not self.load_best():
             result.best = None
         usual = examine.is_usual(trainer, data)
