@@ -150,11 +150,10 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     """Return the data set, and the loader settings from the config group `dataset`."""
     dataset = plain(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
-    augmentations = []
-    for item in loading.get("augment") or ():
+    augmentations = loading.get("augment") or []
+    for i, item in enumerate(augmentations):
         if isinstance(item, dict) and "_target_" in item:  # the user's own function
-            item = build("dataset.augment", item)
-        augmentations.append(item)
+            augmentations[i] = build("dataset.augment", item)
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
     with ranks.one_first("data"):  # fills the caches that the other processes use
@@ -171,7 +170,7 @@ def build_loaders(
     """Return the (train, val, test) loaders, and a phrase that says where the data is held."""
     from stoker.data.loader import make_loaders
 
-    (train, val, test), why = make_loaders(
+    loaders, why = make_loaders(
         data,
         batch_size=cfg.batch_size,
         eval_batch_size=cfg.eval_batch_size,
@@ -184,8 +183,8 @@ def build_loaders(
         **loading,
     )
     if only is None and cfg.steps_per_epoch is not None:
-        train = in_epochs(train, cfg.steps_per_epoch)
-    return (train, val, test), why
+        loaders = (in_epochs(loaders[0], cfg.steps_per_epoch), *loaders[1:])
+    return loaders, why
 
 
 def in_epochs(loader: Any, steps: int) -> Any:
@@ -249,10 +248,9 @@ def build_metrics(
     metrics: dict[str, Any] = {}
     if is_known and is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
         dims = len(data.target_shape)
-        usual = default_metrics(
+        metrics = default_metrics(
             data.kind, data.target_scale, target_dims=dims, num_classes=data.num_classes
         )
-        metrics.update(usual)
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
         metrics[name] = build(key, node, **sizes(data))

@@ -73,12 +73,9 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
 def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     """Return the typed options for reading a table; raise UserError for options of other inputs."""
     typed = arguments.typed_keys()
-    takes_table = model.columns is not None
-    options = {}
-    for key in ("missing", "delimiter", "decimal", "marks"):
-        if f"dataset.{key}" in typed:
-            options[key] = config.dataset[key]
-    unused = "on_bad_sample" if takes_table else next(iter(options), "")
+    keys = ("missing", "delimiter", "decimal", "marks")
+    options = {key: config.dataset[key] for key in keys if f"dataset.{key}" in typed}
+    unused = "on_bad_sample" if model.columns is not None else next(iter(options), "")
     if f"dataset.{unused}" in typed:
         raise UserError(
             f"dataset.{unused}: this key does not apply to this kind of input. Remove it."

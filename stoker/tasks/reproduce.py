@@ -42,7 +42,7 @@ def compare(before: Path, now: Path) -> None:
     new = outcome(now)
     differences = list(differing(outcome(before), new))
     if not differences:
-        weights = str(new[directory.WEIGHTS])[:12]
+        weights = new[directory.WEIGHTS][:12]
         count = len(read_rows(now / directory.METRICS))
         print(f"same     bit for bit: {directory.WEIGHTS} (SHA-256 {weights}...) and {count} rows")
         return
@@ -61,8 +61,7 @@ def print_lines(name: str, lines: list[str]) -> None:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Return {name: value} for the weights, the logged rows and the test results of a run."""
-    path = folder / directory.WEIGHTS
-    weights = path.read_bytes() if path.is_file() else b""
+    weights = (folder / directory.WEIGHTS).read_bytes()
     values: dict[str, Any] = {directory.WEIGHTS: hashlib.sha256(weights).hexdigest()}
     for number, row in enumerate(read_rows(folder / directory.METRICS), 1):
         values[f"{directory.METRICS}, line {number}"] = {
@@ -82,11 +81,9 @@ def facts(folder: Path) -> dict[str, Any]:
     packages = dict(line.split("==", 1) for line in lines if "==" in line)
     diff = read_text(folder / directory.CHANGES)
     values = saved_config.for_reading(about.get("config", {}))
-    for key in list(values):
-        if settings.may_differ(key) or is_interpolation(values[key]):
-            del values[key]
+    fixed = [key for key in values if not settings.may_differ(key)]
     return {
-        **values,
+        **{key: values[key] for key in fixed if not is_interpolation(values[key])},
         "fingerprint of the data": about.get("data"),
         "processes": about.get("processes"),
         "device": result.device,

@@ -174,10 +174,9 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
     defaults = {key: plain(value) for key, value in optimizer.defaults.items() if key not in WAYS}
     groups = []
     for group in optimizer.param_groups:
-        values = {key: plain(group.get(key)) for key in defaults}
-        if "initial_lr" in group:  # a schedule has changed `lr`
-            values["lr"] = plain(group["initial_lr"])
-        groups.append({key: value for key, value in values.items() if value != defaults[key]})
+        values = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # before the schedule
+        typed = {key: plain(values.get(key)) for key in defaults}
+        groups.append({key: typed[key] for key in defaults if typed[key] != defaults[key]})
     return {**settings, **defaults, "groups": groups}
 
 
