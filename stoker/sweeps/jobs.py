@@ -19,7 +19,7 @@ from stoker.runs.json_files import read_record, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.result import Best, RunResult
 from stoker.runs.sweep_record import SweepRecord
-from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.errors import UserError
 
 DEFAULT = "(default)"  # shown for a setting that was not typed
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
@@ -114,10 +114,8 @@ def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) 
     """Return a job's settings for these keys as they were typed. `shown` formats the values."""
     typed = []
     for key in keys:
-        value = job.settings.get(key)
-        if value is not None:
-            # `~key` removes a setting and needs no value
-            typed.append(key if key.startswith("~") else f"{key}={shown(value)}")
+        if key in job.settings:
+            typed.append(f"{key}={shown(job.settings[key])}")
     return typed
 
 
@@ -146,10 +144,10 @@ def check_command(folder: Path, varied: list[str]) -> None:
     now = settings_of(command_line(), ignored)
     differences = []
     for key in now | before:
-        is_now = now.get(key, DEFAULT)
+        value = now.get(key, DEFAULT)
         was = before.get(key, DEFAULT)
-        if is_now != was:
-            differences.append(f"{key}={was}, not {as_typed(is_now)}")
+        if value != was:
+            differences.append(f"{key}={was}, not {value}")
     order_before = [key for key in before if key in varied]
     order_now = [key for key in now if key in varied]
     if order_before != order_now:

@@ -26,8 +26,8 @@ from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
-from stoker.trainer import files, launch, stopping, terminal
-from stoker.trainer.errors import UserError, printable
+from stoker.trainer import files, launch, terminal
+from stoker.trainer.errors import UserError, check_choice, printable
 
 PLACE = "hydra.sweep.dir"
 
@@ -52,16 +52,12 @@ class SweepCallback(Callback):
                 f"Type {program} -m ... strategy=ddp devices=N."
             )
         launchers.check(config)
-        planned = jobs_of_grid(config)
-        if planned:
-            check_first(config, planned[0])
         is_search = "trials" in config.sweep
         sweeper = config.hydra.runtime.choices["hydra/sweeper"]
-        if sweeper != ("stoker_optuna" if is_search else "basic"):
-            kind = "optuna" if is_search else "grid"
-            raise UserError(
-                f"hydra/sweeper={sweeper}: sweep={kind} has its own sweeper. Remove this setting."
-            )
+        check_choice("hydra/sweeper", sweeper, ["stoker_optuna" if is_search else "basic"])
+        planned = [] if is_search else jobs_of_grid(config)
+        if planned:
+            check_first(config, planned[0])
         folder = Path(config.hydra.sweep.dir)
         varied = ranking.varied([jobs.settings_of(typed) for typed in planned])
         jobs.check_command(folder, varied)
@@ -96,14 +92,12 @@ class SweepCallback(Callback):
         sweep = Sweep(folder)
         exit_codes.codes += [job.code for job in sweep.jobs if job.code]
         if not sweep.jobs:  # interrupted early, or a task that writes no results
-            if stopping.received is not None and is_training(config):
-                remove_untrained(folder)
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)
-            return
         is_refused = all(job.code == exit_codes.USER_ERROR for job in sweep.jobs)
         if is_refused and not any(folder.glob(f"*/{CONFIG}")):
-            remove_untrained(folder)
+            if sweep.jobs or is_training(config):
+                remove_untrained(folder)
             return
         print()
         exit_codes.has_summary = True
@@ -119,9 +113,7 @@ def is_training(config: DictConfig) -> bool:
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]]:
-    """Return the overrides of each job of a grid, in order; [] for a search."""
-    if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
-        return []
+    """Return the overrides of each job of a grid, in order."""
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = config.hydra.sweeper.params or {}
     more = [f"{key}={value}" for key, value in params.items()]
@@ -189,9 +181,8 @@ def best_command(sweep: Sweep) -> str | None:
     """
     if not sweep.best:
         return None
-    left_out = {"run_dir", *sweep.left_out}
     overrides = sweep.best[0].overrides
-    return command([typed for typed in overrides if typed.partition("=")[0] not in left_out])
+    return command([typed for typed in overrides if typed.partition("=")[0] not in sweep.left_out])
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
