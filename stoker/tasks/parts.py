@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.runs import directory
 from stoker.sweeps import launchers
-from stoker.trainer import terminal
+from stoker.trainer import launch, terminal
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -112,19 +112,15 @@ def building(
 
         in_shape = sizes(data).get("in_shape")
         print("\n".join(layers.lines(model, in_shape, data.tokens is not None)))
-    metrics = build_metrics(cfg, model, loss, data)
-    callbacks = build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks])
-    optimizer = build("optimizer", cfg.optimizer)
-    scheduler = build("scheduler", cfg.scheduler)
     trainer = build(
         "trainer",
         cfg.trainer,
         model=model,
         loss=loss,
-        metrics=metrics,
-        callbacks=callbacks,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        metrics=build_metrics(cfg, model, loss, data),
+        callbacks=build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks]),
+        optimizer=build("optimizer", cfg.optimizer),
+        scheduler=build("scheduler", cfg.scheduler),
         **{**settings_of_trainer(cfg), "device": str(device)},
     )
     misuse.check_built(trainer)
@@ -268,9 +264,7 @@ def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Ca
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the config's enabled callbacks, then `more`, then Timing, which measures them."""
-    from stoker.diagnostics.timing import Timing
-
+    """Return the config's enabled callbacks, and then `more`."""
     callbacks = []
     for name, node in cfg.callbacks.items():
         key = f"callbacks.{name}"
@@ -278,5 +272,12 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
             callbacks.append(build(key, node))
         elif node is not None:
             check_node(key, plain(node))  # a misspelled key may have turned it off
-    callbacks += more
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Timing))
+    return in_order([*callbacks, *more])
+
+
+def in_order(callbacks: Iterable["Callback"]) -> list["Callback"]:
+    """Return the callbacks for this rank; Timing comes last, to measure the others."""
+    from stoker.diagnostics.timing import Timing
+
+    here = [one for one in callbacks if launch.is_first() or not one.first_rank_only]
+    return sorted(here, key=lambda callback: isinstance(callback, Timing))

@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import yaml
 import __main__
 from stoker.command import exit_codes, invocation, signals
 from stoker.data.record import Data
-from stoker.diagnostics.timing import Timing
 from stoker.runs import directory, index, rows
 from stoker.runs.loggers import JSONL
 from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
-from stoker.tasks.parts import Parts
+from stoker.tasks.parts import Parts, in_order
 from stoker.trainer import launch, misuse
-from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.callbacks import EMA, Checkpoint
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import length_of
@@ -71,7 +69,7 @@ def fit(
         try:
             train(trainer, (train_loader, val_loader, test_loader), folder, started)
         except Exception as error:
-            is_begun = running.begun == folder and (folder / directory.CONFIG).is_file()
+            is_begun = running.begun and (folder / directory.CONFIG).is_file()
             if launch.is_first() and is_begun:
                 code = exit_codes.code_of(error)
                 running.leave_reason(folder, error, code, draws=True, script=command())
@@ -127,19 +125,13 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
     return saver
 
 
-def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks for this rank; Timing comes last, to measure the others."""
-    here = [one for one in callbacks if launch.is_first() or not one.first_rank_only]
-    return sorted(here, key=lambda callback: isinstance(callback, Timing))
-
-
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
     """Return the settings for config.yaml. A resumed run must have the same settings.
 
     A setting that the command also has gets the same key. The shapes of the model are not included,
     because the Trainer compares them.
     """
-    averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
+    averages = (callback.decay for callback in trainer.callbacks if isinstance(callback, EMA))
     settings = {
         SCRIPT: command(),
         "model": part(trainer.module),
@@ -154,7 +146,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "micro_batch": "auto" if trainer.splitter.adapts else trainer.splitter.size,
         "max_grad_norm": trainer.max_grad_norm,
         "precision": trainer.precision,
-        "ema": averages[0] if averages else None,
+        "ema": next(averages, None),
         "seed": trainer.seed,
         "device": str(trainer.device),
         "strategy": trainer.strategy,
