@@ -198,9 +198,9 @@ class Run:
         numbers: dict[str, Any] = {}
         evaluation = None
         split = "test" if "test" in loaders else "val"
-        if split == "test" or (split in loaders and self.draws and data.kind != "other"):
+        if split == "test" or (split in loaders and self.draws and usual):
             numbers, evaluation = examine.evaluate(trainer, loaders[split], split, data)
-            usual = usual and evaluation is not None
+            usual = evaluation is not None
         weights = card.weights(trainer)
         if not launch.is_first():
             return None
