@@ -4,6 +4,7 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -11,7 +12,7 @@ from stoker.runs.directory import RESULT
 from stoker.runs.readable import seconds
 from stoker.runs.sweep_record import SweepRecord
 from stoker.sweeps import ranking
-from stoker.sweeps.jobs import Job, command_line, read_job, read_jobs, typed_for
+from stoker.sweeps.jobs import Job, command_line, read_job, typed_for
 from stoker.sweeps.table import Sweep, list_in_index, short
 from stoker.trainer import terminal
 from stoker.trainer.errors import printable
@@ -35,25 +36,26 @@ class Ends:
         self.keys = keys
         self.lock = threading.Lock()
         self.start = time.monotonic()
-        self.times = {path: path.stat().st_mtime_ns for path in self.results()}
-        jobs = [job for job in read_jobs(folder) if job.status in ("done", "pruned")]
+        self.times: dict[Path, int] = {}  # when each result was written
+        jobs = [job for job in self.new() if job.status in ("done", "pruned")]
         self.jobs = {job.name: job for job in jobs}
         self.earlier = len(jobs)
 
-    def results(self) -> list[Path]:
-        return sorted(self.folder.glob(f"*/{RESULT}"))
+    def new(self) -> Iterator[Job]:
+        """Yield each job that has ended since the last call."""
+        for path in sorted(self.folder.glob(f"*/{RESULT}")):
+            with contextlib.suppress(OSError):  # the job may be replacing the file
+                time_ns = path.stat().st_mtime_ns
+                if time_ns != self.times.get(path):
+                    self.times[path] = time_ns
+                    yield read_job(path.parent)
 
     def show_new(self) -> list[Job]:
         """Print a line for each job that has ended since the last call, and return these jobs."""
-        ended = []
         with self.lock:
-            for path in self.results():
-                with contextlib.suppress(OSError):  # the job may be replacing the file
-                    time_ns = path.stat().st_mtime_ns
-                    if time_ns != self.times.get(path):
-                        self.times[path] = time_ns
-                        ended.append(read_job(path.parent))
-                        terminal.show(self.line(ended[-1]))
+            ended = list(self.new())
+            for job in ended:
+                terminal.show(self.line(job))
         return ended
 
     @property
