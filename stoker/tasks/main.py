@@ -64,17 +64,16 @@ def main(cfg: DictConfig) -> None:
 def do_job(cfg: DictConfig) -> None:
     """Run a job of a sweep, unless it is already finished."""
     folder = current_job.run_directory(cfg)
-    is_finished = current_job.is_finished(cfg)
-    if not is_finished:
-        print(f"\njob {Path(folder).name}    {' '.join(arguments.typed())}", flush=True)
-    prepare(cfg)
-    if is_finished:
+    if current_job.is_finished(cfg):
+        prepare(cfg)
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
-    else:
-        if not current_job.task_typed(cfg):
-            jobs.begin(folder)
-        launchers.limit_threads()
-        do(cfg)
+        return
+    print(f"\njob {Path(folder).name}    {' '.join(arguments.typed())}", flush=True)
+    prepare(cfg)
+    if not current_job.task_typed(cfg):
+        jobs.begin(folder)
+    launchers.limit_threads()
+    do(cfg)
 
 
 def prepare(cfg: DictConfig) -> None:
@@ -153,14 +152,14 @@ def start_processes(several: int, cfg: DictConfig) -> None:
     task = current_job.in_one_process(cfg)
     if task:
         raise UserError(f"{task} runs in one process. Remove strategy and devices.")
-    if not current_job.in_sweep():
-        code = processes.start(several, sys.argv[1:])
-        if code:
-            raise SystemExit(code)
-        return
-    folder = current_job.run_directory(cfg)
-    typed = [*arguments.settings_of_hydra(sys.argv[1:]), *HydraConfig.get().overrides.task]
-    code = processes.start(several, typed, {"folder": folder})
+    typed = sys.argv[1:]
+    job = None
+    if current_job.in_sweep():
+        typed = [*arguments.settings_of_hydra(typed), *HydraConfig.get().overrides.task]
+        job = {"folder": current_job.run_directory(cfg)}
+    code = processes.start(several, typed, job)
+    if code and job is None:
+        raise SystemExit(code)
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
