@@ -241,7 +241,7 @@ class Pruning(Callback):
         if now > self.reported and launch.is_first():
             value = -self.watched.sign * row[self.watched.name]  # the study minimizes
             self.trial.report(value if math.isfinite(value) else math.nan, now)
-        self.reported = max(now, self.reported)
+        self.reported = now
         self.stop_if_hopeless(trainer)
 
     def stop_if_hopeless(self, trainer: Trainer) -> None:

@@ -188,7 +188,7 @@ def best_command(sweep: Sweep) -> str | None:
 def command_for_the_rest(sweep: Sweep) -> str | None:
     """Return the command that runs the remaining jobs; None if none remain or some are running."""
     repeats = sweep.of("failed") and not sweep.is_search  # a search does not repeat failed trials
-    is_over = not (sweep.missing or sweep.of("unfinished") or repeats)
-    if is_over or sweep.of("running"):
-        return None
-    return jobs.command_to_continue(sweep.folder)
+    remains = sweep.missing or sweep.of("unfinished") or repeats
+    if remains and not sweep.of("running"):
+        return jobs.command_to_continue(sweep.folder)
+    return None

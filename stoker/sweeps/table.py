@@ -128,28 +128,25 @@ def lines(sweep: Sweep) -> list[str]:
 
     The table shows the settings that differ, without the seeds and folds of a group.
     """
-    tests = tests_of(sweep)
-    test = tests[0] if tests else "test"
-    rows = [["job", sweep.name or "best", test, "seconds", "settings"]]
+    tests = tests_of(sweep)[:1]
+    rows = [["job", sweep.name or "best", *tests, "seconds", "settings"]]
+    empty = [""] * (1 + len(tests))
     for row in sweep.rows:
         job = row[0]
         if job.status == "done":
             others = len(row) - 1
             name = f"{job.name} (+{others})" if others else job.name
-            cells = [name, mean_of(row, sweep.name), mean_of(row, test), seconds_of(row)]
-            rows.append([*cells, " ".join(typed_for(job, sweep.group_keys, short))])
+            means = [mean_of(row, metric) for metric in (sweep.name, *tests)]
+            settings = " ".join(typed_for(job, sweep.group_keys, short))
+            rows.append([name, *means, seconds_of(row), settings])
             continue
         typed = typed_for(job, sweep.keys, short)
         settings = " ".join(one for one in typed if not job.reason.startswith(f"{one}:"))
         parts = filter(None, [settings, job.reason])
-        rows.append([job.name, job.status, "", "", ": ".join(parts)])
-    if not tests:
-        for cells in rows:
-            del cells[2]
+        rows.append([job.name, job.status, *empty, ": ".join(parts)])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:
-        empty = [""] * (len(rows[0]) - 2)
-        rows[MOST_ROWS + 1 :] = [["...", *empty, f"{hidden} more: see sweep.csv"]]
+        rows[MOST_ROWS + 1 :] = [["...", "", *empty, f"{hidden} more: see sweep.csv"]]
     return list(aligned(rows, slice(1, -1)))
 
 

@@ -33,9 +33,7 @@ def export(cfg: DictConfig) -> None:
     if model.about["table"] is not None:
         columns = model.about["table"]["columns"]
         names = [item_as_typed(name) for column in columns for name in names_of(column)]
-        how = "unscaled"
-        if any("categories" in column for column in columns):
-            how += ", with 1 for a row's category and 0 for the others"
+        how = "unscaled; for a category, 1 in its column and 0 in the others"
         terminal.show(f"columns  {first_few(names, 20)}; {how}")
     values = "logits" if model.about["kind"] == "classification" else "predicted values"
     terminal.show(f"returns  outputs: {values}, {exporting.describe(outputs)}")
