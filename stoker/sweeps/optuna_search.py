@@ -193,7 +193,10 @@ def typed(trial: optuna.Trial | FrozenTrial) -> list[str]:
 
 
 def cut_last_line(path: Path) -> None:
-    """Remove an incomplete last line, which a full disk or a crash of the machine can leave."""
+    """Remove an incomplete last line, which a full disk or a crash of the machine can leave.
+
+    Raise OSError for a link.
+    """
     with files.open_plain(path, os.O_RDWR | os.O_CREAT) as file:
         end = file.read().rfind(b"\n") + 1
         file.truncate(end)
@@ -202,7 +205,6 @@ def cut_last_line(path: Path) -> None:
 def open_storage(folder: Path) -> BaseStorage:
     """Open the file with the study of a search. Several processes can use it, also over NFS."""
     path = str(folder / STUDY)
-    files.open_plain(path, os.O_RDWR | os.O_CREAT).close()  # raises an error for a link
     return JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
 
 
