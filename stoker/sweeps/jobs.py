@@ -165,5 +165,4 @@ def begin(folder: str) -> None:
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
-    if overrides_in(path) != arguments.typed():
-        write_json(path / JOB, {"overrides": arguments.typed()})
+    write_json(path / JOB, {"overrides": arguments.typed()})
