@@ -84,13 +84,13 @@ class SweepCallback(Callback):
         progress.show_ends()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        progress.output.close()
+        self.on_job_end(config, None)  # an interrupted job
         holding.close()
         if progress.ends is None:  # the sweep was rejected
             return
         folder = Path(config.hydra.sweep.dir)
         sweep = Sweep(folder)
-        exit_codes.codes += [job.code for job in sweep.jobs if job.code]
+        exit_codes.codes += [job.code for job in sweep.jobs]
         if not sweep.jobs:  # interrupted early, or a task that writes no results
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)

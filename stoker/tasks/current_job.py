@@ -55,9 +55,8 @@ def in_one_process(cfg: DictConfig) -> str:
 
 def is_finished(cfg: DictConfig) -> bool:
     """Return whether an earlier process of the same sweep finished this job."""
-    if task_typed(cfg) or cfg.resume == "never":
-        return False
-    return finished(folder_in_sweep()) is not None
+    may_be_finished = not task_typed(cfg) and cfg.resume != "never"
+    return may_be_finished and finished(folder_in_sweep()) is not None
 
 
 def typed_for_run() -> list[str]:

@@ -232,7 +232,7 @@ class Run:
         if not launch.is_first():
             return
         text = f"\ninterrupted at step {self.saver.saved:,}."
-        if current_job.sweep_name() is None:
+        if not current_job.in_sweep():
             text += f" To resume:\n{signals.resume_command}"
         signals.print_advice(text)
         if self.draws and (self.folder / directory.CONFIG).is_file():
