@@ -177,19 +177,18 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this Trainer is closed. Call {use} before close(), or inside the `with` block."
         )
-    needs_loss = use != "predict" and is_usual(type(trainer), "compute_loss")
-    if needs_loss and trainer.loss is None:
+    uses_loss = use != "predict" and is_usual(type(trainer), "compute_loss")
+    if uses_loss and trainer.loss is None:
         raise UserError(
             f"{use} needs a loss. Pass one, as in Trainer(loss=torch.nn.CrossEntropyLoss()), or "
             "override compute_loss."
         )
     first = loader[0] if isinstance(loader, (list, tuple)) and loader else None
-    takes_pairs = use != "predict" and is_usual(type(trainer), "compute_loss")
     if (
         not hasattr(loader, "__iter__")
         or isinstance(loader, (Tensor, Mapping, str))
         or isinstance(first, torch.utils.data.DataLoader)
-        or (takes_pairs and isinstance(first, Tensor))
+        or (uses_loss and isinstance(first, Tensor))  # a pair (inputs, targets)
     ):
         raise UserError(
             f"{use}: this {type(loader).__name__} is not a loader. Pass one loader, such as "
