@@ -11,7 +11,7 @@ from stoker.command import arguments, build, trust
 from stoker.command.defaults import files_of
 from stoker.tasks import parts, unused_settings
 from stoker.tasks.overfit import overfit
-from stoker.tasks.unused_settings import check_decided, check_unused
+from stoker.tasks.unused_settings import check_unused, without_effect
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
 
@@ -72,7 +72,7 @@ def test_what_would_change_nothing_is_refused(processed, typed, message):
 
 def test_a_data_function_without_val_fraction_is_told_to_add_a_split(monkeypatch):
     monkeypatch.setattr(arguments, "typed_keys", lambda: {"eval_every"})
-    monkeypatch.setattr(unused_settings, "check_length", lambda *_: None)
+    monkeypatch.setattr(unused_settings, "beyond_the_end", lambda *_: ())
     cfg = OmegaConf.create({"eval_every": 3, "dataset": {}})
 
     with pytest.raises(UserError, match="Remove eval_every, or add a val split to the data."):
@@ -86,14 +86,18 @@ def test_a_data_function_without_val_fraction_is_told_to_add_a_split(monkeypatch
         ("dataset.val_fraction", 0.3, "dataset.folds", 5),
     ],
 )
-def test_of_two_settings_for_one_thing_one_is_refused(key, value, by, other):
-    cfg = OmegaConf.create({"dataset": {}})
+def test_of_two_settings_for_one_thing_one_is_refused(monkeypatch, key, value, by, other):
+    monkeypatch.setattr(unused_settings, "beyond_the_end", lambda *_: ())
+    built = SimpleNamespace(loaders=([1], [1], None), data=SimpleNamespace(kind="table"))
+    cfg = OmegaConf.create({"dataset": {}, "groups": []})
     OmegaConf.update(cfg, key, value)
-    check_decided(cfg, {key})
+    assert dict(without_effect(cfg, built)) == {}
     OmegaConf.update(cfg, by, other)
-    check_decided(cfg, {by})  # `key` is a default
+    [(refused, reason)] = without_effect(cfg, built)
+    assert refused == key and reason.startswith(f"{by}={other} overrides this setting")
+    monkeypatch.setattr(arguments, "typed_keys", lambda: {key, by})
     with pytest.raises(UserError, match=f"{key}={value}: {by}={other} overrides this"):
-        check_decided(cfg, {key, by})
+        check_unused(cfg, built)
 
 
 def test_what_changes_something_is_allowed(processed):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,43 +29,12 @@ DECIDED_BY = {
 def check_unused(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
     typed = arguments.typed_keys()
-    check_length(cfg, parts, typed)
-    if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
-        has_fraction = "val_fraction" in cfg.dataset
-        advice = "type dataset.val_fraction=0.1" if has_fraction else "add a val split to the data"
-        raise UserError(
-            f"eval_every={cfg.eval_every}: there is no validation split to evaluate. Remove "
-            f"eval_every, or {advice}."
-        )
-    check_rate(cfg, parts, typed)
+    for key, reason in without_effect(cfg, parts):
+        value = OmegaConf.select(cfg, key)
+        if key in typed and value is not None:
+            raise UserError(f"{key}={value}: {reason}")
     check_own_function(cfg)
-    check_own_loaders(cfg, parts, typed)
-    check_decided(cfg, typed)
     warn_of_own_loss(type(parts.trainer))
-
-
-def check_rate(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed learning rate if each parameter group has its own."""
-    from stoker.trainer.groups import rule_of
-
-    own = {rule["match"] for rule in cfg.groups if "lr" in rule}
-    groups = parts.trainer.optimizer.param_groups
-    if "optimizer.lr" in typed and all(rule_of(group) in own for group in groups):
-        raise UserError(
-            f"optimizer.lr={cfg.optimizer.lr}: every parameter gets its learning rate from a rule "
-            "in groups, so this setting has no effect. Remove it."
-        )
-
-
-def check_decided(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed setting that another setting overrides."""
-    for key, other in DECIDED_BY.items():
-        deciding = OmegaConf.select(cfg, other)
-        if key in typed and deciding:
-            raise UserError(
-                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} overrides this setting. "
-                "Remove one of the two."
-            )
 
 
 def check_own_function(cfg: DictConfig) -> None:
@@ -100,8 +70,29 @@ def warn_of_own_loss(kind: type) -> None:
         )
 
 
-def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that the user's own loader ignores."""
+def without_effect(cfg: DictConfig, parts: "Parts") -> Iterator[tuple[str, str]]:
+    """Yield the keys that would change nothing in this run, with the reason and what to type."""
+    from stoker.trainer.groups import rule_of
+
+    yield from beyond_the_end(cfg, parts)
+    if parts.loaders[1] is None:
+        has_fraction = "val_fraction" in cfg.dataset
+        advice = "type dataset.val_fraction=0.1" if has_fraction else "add a val split to the data"
+        reason = f"there is no validation split to evaluate. Remove eval_every, or {advice}."
+        yield "eval_every", reason
+    own = {rule["match"] for rule in cfg.groups if "lr" in rule}
+    if own and all(rule_of(group) in own for group in parts.trainer.optimizer.param_groups):
+        reason = "every parameter gets its learning rate from a rule in groups. Remove this key."
+        yield "optimizer.lr", reason
+    yield from ignored_by_own_loaders(parts)
+    for key, other in DECIDED_BY.items():
+        deciding = OmegaConf.select(cfg, other)
+        if deciding:
+            yield key, f"{other}={deciding} overrides this setting. Remove one of the two."
+
+
+def ignored_by_own_loaders(parts: "Parts") -> Iterator[tuple[str, str]]:
+    """Yield the settings that the user's own loaders ignore."""
     from stoker.data.samples import has_samples, is_stream
 
     if parts.data.kind != "other":
@@ -111,19 +102,17 @@ def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         given = parts.data.parts().get(part)
         if given is None or has_samples(given) or is_stream(given):
             continue
+        reason = (
+            f"the {part} split is your own {type(given).__name__}, which ignores this key. "
+            "Remove this key, or return a data set instead of a loader."
+        )
         for key in (*for_part, "dataset.workers", "dataset.timeout"):
-            if key in typed:
-                raise UserError(
-                    f"{key}={OmegaConf.select(cfg, key)}: the {part} split is your own "
-                    f"{type(given).__name__}, which ignores this key. "
-                    "Remove this key, or return a data set instead of a loader."
-                )
+            yield key, reason
 
 
-def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
-    """Raise UserError for a typed setting that would only take effect after the end of the run."""
+def beyond_the_end(cfg: DictConfig, parts: "Parts") -> Iterator[tuple[str, str]]:
+    """Yield the settings that would only take effect after the end of the run."""
     from stoker.trainer.loading import epoch_length
-    from stoker.trainer.settings import check_thaw_at
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
     steps = cfg.max_steps or cfg.epochs * per_epoch
@@ -144,11 +133,6 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         del beyond["eval_every"]
     for key, (most, length) in beyond.items():
         value = OmegaConf.select(cfg, key)
-        if key not in typed or value is None:
-            continue
-        count = check_thaw_at(value) if key.endswith("thaw_at") else value
-        if most < count < math.inf:
-            raise UserError(
-                f"{key}={value}: this run has only {length}, so this setting would have no effect. "
-                "Lower the value, train longer, or remove the key."
-            )
+        if isinstance(value, int) and value > most:  # thaw_at may be "never"
+            reason = f"this run has only {length}, so this setting would have no effect."
+            yield key, f"{reason} Lower the value, train longer, or remove the key."
