@@ -8,7 +8,6 @@ of the run's files. These files are untrusted, and are read again only if their 
 """
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -99,12 +98,12 @@ def updated(folder: Path, lines: str) -> Iterator[str]:
     for line in lines.splitlines(keepends=True):
         if "<" not in line:
             known[line.partition("\t")[0]] = line
-    for path, names in runs_in(str(folder)):
-        name = Path(path).relative_to(folder).as_posix()
+    for path in runs_in(folder):
+        name = path.relative_to(folder).as_posix()
         try:
             name.encode()
-            start = f"[{escaped([name, *state_of(path, names)])},"
-            yield known.get(start) or f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
+            start = f"[{escaped([name, *state_of(path)])},"
+            yield known.get(start) or f"{start}\t{escaped(entry_of(path))}]\n"
         except (OSError, UnicodeError):  # the run was just removed, or its name is not Unicode
             continue
 
@@ -114,38 +113,34 @@ def escaped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", r"\u003c")
 
 
-def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
-    """Yield the path of each run and sweep below the folder, with the names of its files.
-
-    Links are not followed.
-    """
+def runs_in(folder: Path, level: int = 0) -> Iterator[Path]:
+    """Yield the path of each run and sweep below the folder. Links are not followed."""
     try:
-        names = set(os.listdir(folder))
+        names = sorted(os.listdir(folder), reverse=True)  # by default, names start with the date
     except OSError:  # a file, or a folder that cannot be read
         return
-    if level > 0 and names & {SWEEP, directory.CONFIG, directory.RESULT}:
-        yield folder, names
+    if level > 0 and not {SWEEP, directory.CONFIG, directory.RESULT}.isdisjoint(names):
+        yield folder
     elif level < LEVELS:
-        for name in sorted(names, reverse=True):  # by default, names start with the date
-            path = os.path.join(folder, name)
-            if not name.startswith(".") and not os.path.islink(path):
+        for name in names:
+            path = folder / name
+            if not name.startswith(".") and not path.is_symlink():
                 yield from runs_in(path, level + 1)
 
 
-def state_of(path: str, names: set[str]) -> list[Any]:
+def state_of(path: Path) -> list[Any]:
     """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
-    kept = [name for name in STATE if name in names]
-    times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
-    is_running = directory.RESULT not in names and lock.is_held(path)
-    return [times, directory.REPORT in names, is_running]
+    paths = [path / name for name in STATE]
+    times = [file.stat().st_mtime_ns for file in paths if file.exists()]
+    return [times, (path / directory.REPORT).exists(), lock.is_held(path)]
 
 
-def entry_of(path: Path, names: set[str]) -> Entry:
+def entry_of(path: Path) -> Entry:
     """Return what the page shows for a run or sweep."""
-    return entry_of_sweep(path) if SWEEP in names else entry_of_run(path, names)
+    return entry_of_sweep(path) if (path / SWEEP).exists() else entry_of_run(path)
 
 
-def entry_of_run(path: Path, names: set[str]) -> Entry:
+def entry_of_run(path: Path) -> Entry:
     """Return what the page shows for a run; templates/index.js turns it into columns."""
     from stoker.runs.report import inputs, summary
 
@@ -163,7 +158,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.overrides),
-        "report": directory.REPORT if directory.REPORT in names else None,
+        "report": directory.REPORT if (path / directory.REPORT).exists() else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "curves": curves_of(run.rows, best.name if best else "val/loss"),
         **numbers_of(best, run.result.tests()),
@@ -173,11 +168,11 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
 def settings_of(overrides: list[str] | None) -> dict[str, str]:
     """Return {key: value} for the typed settings."""
     pairs = {}
-    for override in overrides or []:
+    for override in (overrides or [])[:MOST_SETTINGS]:
         key, equals, value = override.lstrip("+").partition("=")
         if equals and key not in ("run_dir", "hydra.sweep.dir"):
             pairs[shown(key)] = shown(value)
-    return dict(itertools.islice(pairs.items(), MOST_SETTINGS))
+    return pairs
 
 
 def shown(value: object) -> str:
@@ -194,12 +189,8 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
         points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
             steps = [step for step, _ in points]
-            curves[shown(key)] = [steps, [four_digits(value) for _, value in points]]
+            curves[shown(key)] = [steps, [float(f"{value:.4g}") for _, value in points]]
     return curves
-
-
-def four_digits(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def entry_of_sweep(path: Path) -> Entry:
@@ -215,7 +206,7 @@ def entry_of_sweep(path: Path) -> Entry:
         status = "stopped"
     folders = {job.name: job for job in path.iterdir() if not job.is_symlink()}
     best = [name for name in sweep.best_jobs if name in folders]
-    entry = entry_of_run(folders[best[0]] if best else path, set())
+    entry = entry_of_run(folders[best[0]] if best else path)
     return entry | {
         "sweep": True,
         "status": status,
