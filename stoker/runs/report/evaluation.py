@@ -14,8 +14,7 @@ MOST_TARGETS = 4  # maximum number of regression targets drawn
 MOST_DOTS = 800  # maximum dots in a scatter plot
 BARS = 24  # of a histogram
 MOST_NUMBERS = 8  # maximum target values shown per sample
-MOST_PICTURES = 200_000  # maximum characters of all pictures together
-MOST_PNG = 40_000  # maximum characters of a picture
+MOST_PNG = 20_000  # maximum characters of a picture; the largest that a run writes has 16,500
 MOST_TOKENS = 200  # maximum tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
@@ -35,18 +34,12 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
     }
     most = MOST_SHOWN[evaluation.unit]
     groups = []
-    room = MOST_PICTURES
     for title, samples in lists.items():
         if not samples:
             continue
         described = [shown(sample, evaluation) for sample in samples[:most]]
         names = list(described[0]["cells"])
-        rows = []
-        for facts in described:
-            rows.append([facts["cells"].get(name, "") for name in names])
-            room -= sum(map(len, facts["pictures"]))
-            if room < 0:
-                facts["pictures"] = []
+        rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
         group = {
             "title": title,
             "samples": described,
@@ -110,7 +103,7 @@ def probabilities(evaluation: Evaluation) -> list[Figure]:
     if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         false_positives, recall = roc.T
-        area = numpy.diff(false_positives) @ (recall[1:] + recall[:-1]) / 2
+        area = numpy.trapezoid(recall, false_positives)
         note = f"for class {evaluation.classes[1]}, AUC {area:.3f}; gray: guessing"
         square = {"y": "recall", "unit": True, "ideal": True}
         lines = {"recall": roc.tolist()}
