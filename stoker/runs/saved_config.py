@@ -28,9 +28,6 @@ from stoker.trainer.errors import UserError, printable
 MOST_YAML = 2**17
 MOST_LEVELS = 20
 MOST_TEXT = 1000
-# Maximum number of digits in a number. Python refuses to print an integer of more than 4,300
-# digits, but parses a hexadecimal one (0x...) of any length.
-MOST_DIGITS = 1000
 SCRIPT = "script"  # marks the config of a script's run; its other keys are only informative
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger that every run has
@@ -219,8 +216,9 @@ def load_config(key: str, folder: str | Path) -> Config:
         text = files.read(path, MOST_YAML).decode()
         if not is_plain(text):
             raise ValueError
-        config = yaml.load(text, Loader=LOADER)
-        return typed(config, Config)
+        config: Config = typed(yaml.load(text, Loader=LOADER), Config)
+        str(config)  # raises ValueError for a hexadecimal number with too many digits to print
+        return config
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
         raise UserError(
             f"{key}={folder}: its config.yaml is damaged or unreadable, or was not written by a "
@@ -257,8 +255,7 @@ def is_plain(text: str) -> bool:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         # An alias also has an anchor, so this rejects aliases.
         has_more = getattr(event, "anchor", None) or getattr(event, "tag", None)
-        is_long = re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", ""))
-        if depth > MOST_LEVELS or has_more or is_long:
+        if depth > MOST_LEVELS or has_more:
             return False
     return True
 
