@@ -136,21 +136,18 @@ def check_typed(cfg: DictConfig, saved: Config) -> None:
 def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
     """Return a saved config with the changes for a task and the settings typed for the task."""
     typed = arguments.typed_keys()
-    of_the_task = [
-        key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
-    ]
-    config = {
-        **defaults.defaults(),
-        **saved,
-        **dict.fromkeys(of_the_task),
-        **changes,
-    }
+    config = {**defaults.defaults(), **saved}
+    for key, setting in settings.SETTINGS.items():
+        if "train" not in setting.tasks:  # a key of another task, such as `split`
+            config[key] = None
+    config |= changes
     if {"dataset", "dataset._target_"} & typed:
         config["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
         typed = {key for key in typed if not key.startswith("dataset")}
-    everywhere = {key for key in typed if settings.record(key).tasks == settings.TASKS}
-    typed = typed.difference(of_the_task, everywhere, changes)
-    dotted.put(config, {key: OmegaConf.select(cfg, key) for key in typed})
+    for key in typed - changes.keys():
+        tasks = settings.record(key).tasks
+        if "train" in tasks and tasks != settings.TASKS:
+            dotted.put(config, {key: OmegaConf.select(cfg, key)})
     return config
 
 
@@ -195,10 +192,7 @@ def naming_run(folder: str | Path) -> Iterator[None]:
 
 
 def is_logger(node: Any) -> bool:
-    if not isinstance(node, dict):
-        return False
-    target = str(node.get("_target_"))
-    return target.startswith(LOGGERS)
+    return isinstance(node, dict) and str(node.get("_target_")).startswith(LOGGERS)
 
 
 def load_config(key: str, folder: str | Path) -> Config:
