@@ -9,6 +9,7 @@ import torch
 
 from stoker.command.shell import command, command_for
 from stoker.command.trust import of_project, own_packages
+from stoker.data.description import Description
 from stoker.runs import directory
 from stoker.runs.confusion import classes_of
 from stoker.runs.evaluation import Evaluation
@@ -18,9 +19,6 @@ from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
 from stoker.trainer.trainer import Trainer
-
-# The inputs and outputs of a model, from `data.description()` of its training data.
-Description = dict[str, Any]
 
 MOST_CLASSES = 40  # maximum rows in the card's table of classes
 
@@ -49,7 +47,10 @@ def write(
     # weights could give different files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
-    split = tested_split(result)
+    metrics = result.best_metrics()
+    texts = {split: numbers(metrics, split) for split in ("val", "test")}
+    tested = [split for split, text in texts.items() if text]
+    split = tested[-1] if tested else None
     unit = "samples"
     classes = []
     if evaluation is not None:
@@ -64,7 +65,7 @@ def write(
         about=about,
         is_image=is_image(about),
         step=result.steps if result.best is None else result.best.step,
-        results=results(result),
+        results="; ".join(f"{name} {texts[name]}" for name in tested) or "none",
         usual=usual,
         date=datetime.date.today(),
         split=split,
@@ -99,16 +100,3 @@ def is_image(about: Description) -> bool:
     """Return whether the inputs are 8-bit gray or RGB images, like those in image files."""
     shape = about["in_shape"]
     return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
-
-
-def results(result: RunResult) -> str:
-    """Return the metrics of the shared weights, like 'val acc 0.9; test loss 0.1  acc 0.9'."""
-    metrics = result.best_metrics()
-    texts = {split: numbers(metrics, split) for split in ("val", "test")}
-    return "; ".join(f"{split} {text}" for split, text in texts.items() if text) or "none"
-
-
-def tested_split(result: RunResult) -> str | None:
-    """Return the split that the results come from, or None if there are no results."""
-    splits = {name.partition("/")[0] for name in result.best_metrics()}
-    return next((split for split in ("test", "val") if split in splits), None)
