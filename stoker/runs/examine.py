@@ -145,8 +145,7 @@ class Highest:
 
     def update(self, columns: Columns) -> None:
         """Keep the highest of the samples kept so far and those of a batch."""
-        parts = [self.kept, columns] if self.kept else [columns]
-        self.kept = self.highest(joined(parts))
+        self.kept = self.highest(joined([self.kept, columns]))
 
     def highest(self, columns: Columns) -> Columns:
         order = columns[self.column].argsort(descending=True, stable=True)
@@ -155,7 +154,7 @@ class Highest:
     def over_ranks(self) -> Columns:
         """Return the top samples of all processes, on the CPU. All processes must call this."""
         kept = {name: values.cpu() for name, values in self.kept.items()}
-        columns = joined([part for part in parallel.from_all(kept) if part])
+        columns = joined(parallel.from_all(kept))
         columns = self.highest(rows_of(columns, columns["index"].argsort()))
         del columns["order"]
         return columns
@@ -173,6 +172,8 @@ def scrambled(indices: Tensor) -> Tensor:
 
 
 def joined(parts: list[Columns]) -> Columns:
+    """Concatenate the rows of these parts. A part that has no rows yet has no columns either."""
+    parts = [part for part in parts if part]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
