@@ -43,7 +43,8 @@ FORMATS = [
 def run(tmp_path):
     """A run directory, as far as an export looks into it."""
     (tmp_path / "result.json").write_text(
-        '{"test/acc": 0.5, "steps": 9, "best": {"name": "val/acc", "step": 7, "value": 0.25}}',
+        '{"test/acc": 0.5, "steps": 9, "best": {"name": "val/acc", "step": 7, "value": 0.25},'
+        ' "overrides": [], "seconds": 1.0}',
         encoding="utf-8",
     )
     return tmp_path

@@ -133,7 +133,7 @@ def check_tested(model: Trained, folder: Path) -> None:
     """If the run has finished, raise TrainingError unless the model has the tested weights."""
     path = folder / directory.WEIGHTS
     result = RunResult.read(folder)
-    if result is None or result.has_failed or not path.is_file():
+    if not result.is_finished or not path.is_file():
         return
     _, tested = checkpoint.read_tensors(path)
     for name, weight in model.module.state_dict().items():

@@ -19,7 +19,7 @@ from stoker.runs import status
 from stoker.runs.directory import ENDING, WRITTEN
 from stoker.runs.json_files import finite, read_text
 from stoker.runs.lock import wait_for
-from stoker.runs.result import has_failed
+from stoker.runs.result import RunResult
 from stoker.runs.rows import Row, lines_of
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, first_line, log, printable
@@ -413,7 +413,8 @@ class ConfigFile(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         outdated: tuple[str, ...] = WRITTEN
         if trainer.step:
-            continues = trainer.step < trainer.total_steps or has_failed(folder)
+            has_failed = RunResult.read(folder).has_failed
+            continues = trainer.step < trainer.total_steps or has_failed
             outdated = ENDING if continues else ()
         for name in outdated:
             (folder / name).unlink(missing_ok=True)

@@ -76,14 +76,12 @@ class RunResult:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: str | Path) -> "RunResult | None":
-        """Read the result of an untrusted run directory, or return None if there is none.
+    def read(cls, folder: str | Path) -> "RunResult":
+        """Read the result of an untrusted run directory; without one, all its entries are unknown.
 
         If an entry has the wrong type, the file is treated as the result of a failed run.
         """
-        contents = json_files.read_json(Path(folder) / RESULT)
-        if contents is None:
-            return None
+        contents = json_files.read_json(Path(folder) / RESULT) or {}
         try:
             result: RunResult = typed(contents, cls)
         except TypeError:
@@ -106,6 +104,11 @@ class RunResult:
     def is_finished(self) -> bool:
         """Whether the run finished."""
         return self.error is None and self.overrides is not None and self.seconds is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run finished or recorded a failure."""
+        return self.is_finished or self.has_failed
 
     def stopped_by(self, kind: str) -> bool:
         """Return whether the run stopped early for a reason of this kind, such as "pruned"."""
@@ -145,12 +148,12 @@ class RunResult:
         self.numbers.update(last_values(rows))
         self.samples_per_second = training_speed(rows)
 
-    def evaluated_again(self, before: "RunResult | None") -> "RunResult":
+    def evaluated_again(self, before: "RunResult") -> "RunResult":
         """Return this result, or `before` with the new numbers if the run had already ended.
 
         A run that resumes at its last step only evaluates, so its times do not describe training.
         """
-        if before is None or before.seconds is None:
+        if before.seconds is None:
             return self
         if before.steps == self.steps == self.total_steps:
             return dataclasses.replace(before, numbers=self.numbers, best=self.best)
@@ -192,13 +195,7 @@ def best_of(saver: "Checkpoint") -> Best | None:
 def finished(folder: str | Path) -> RunResult | None:
     """Return the result of a run, or None if the run has not finished."""
     result = RunResult.read(folder)
-    return result if result is not None and result.is_finished else None
-
-
-def has_failed(folder: str | Path) -> bool:
-    """Return whether the run in a folder recorded a failure."""
-    result = RunResult.read(folder)
-    return result is not None and result.has_failed
+    return result if result.is_finished else None
 
 
 def write_failure(
@@ -214,8 +211,7 @@ def write_failure(
     `warnings` come from the doctor. `overrides` are the typed settings of the run, and default to
     those of this process. An existing result or failure is not overwritten.
     """
-    before = RunResult.read(folder)
-    if before is not None and (before.is_finished or before.has_failed):
+    if RunResult.read(folder).has_ended:
         return False
     text = exit_codes.failure_text(error)
     replay = getattr(error, "replay", None)

@@ -80,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 def check_beginning(folder: Path, cfg: Any) -> None:
     """Check a folder without checkpoints, which may hold a run that stopped very early."""
-    result = RunResult.read(folder) or RunResult()
+    result = RunResult.read(folder)
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
         if result.steps is not None:

@@ -89,9 +89,9 @@ def end(folder: Path, seconds: float, doctor: list[str] | None = None) -> None:
         write(folder, status)
 
 
-def state_of(folder: Path, result: RunResult | None) -> str:
+def state_of(folder: Path, result: RunResult) -> str:
     """Return the state of a run: "running", "stopped", "failed" or "done"."""
-    if result is None:
+    if not result.has_ended:
         return "running" if lock.is_held(folder) else "stopped"
     if result.has_failed:
         return "failed"

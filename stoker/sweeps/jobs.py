@@ -13,7 +13,6 @@ from pathlib import Path
 
 from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import setting
-from stoker.runs import result as results
 from stoker.runs.directory import JOB, RESULT
 from stoker.runs.json_files import read_record, write_json
 from stoker.runs.lock import is_held
@@ -86,7 +85,7 @@ def read_jobs(folder: Path) -> list[Job]:
 def read_job(folder: Path) -> Job:
     # Check this before reading the result: a job that has ended by now has written its result.
     is_running = is_held(folder)
-    result = RunResult.read(folder) or RunResult()
+    result = RunResult.read(folder)
     job = Job(folder.name, overrides_in(folder) or result.overrides or [])
     if result.is_finished:
         job.best = result.best
@@ -163,6 +162,6 @@ def check_command(folder: Path, varied: list[str]) -> None:
 def begin(folder: str) -> None:
     """Write the job.json of this process's job, and remove the result of an earlier failure."""
     path = Path(folder)
-    if results.has_failed(path):
+    if RunResult.read(path).has_failed:
         (path / RESULT).unlink()
     write_json(path / JOB, {"overrides": arguments.typed()})

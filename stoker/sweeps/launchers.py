@@ -147,7 +147,7 @@ def has_failed(folder: Path, code: int) -> bool:
     User code may end the process with any code, even with 0 in the middle of a run.
     """
     if code == exit_codes.OK:
-        return overrides_in(folder) is not None and RunResult.read(folder) is None
+        return overrides_in(folder) is not None and not RunResult.read(folder).has_ended
     return code not in (exit_codes.IN_USE, *(128 + number for number in stopping.SIGNALS))
 
 

@@ -67,7 +67,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         values[f"{directory.METRICS}, line {number}"] = {
             name: value for name, value in row.items() if not name.endswith(OF_TIME)
         }
-    return {**values, **result_of(folder).tests()}
+    return {**values, **RunResult.read(folder).tests()}
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
     newest = checkpoint.newest(folder / "checkpoints")
     about = {} if newest is None else resume.about(newest[1])
-    result = result_of(folder)
+    result = RunResult.read(folder)
     lines = read_text(folder / directory.PACKAGES).splitlines()
     packages = dict(line.split("==", 1) for line in lines if "==" in line)
     diff = read_text(folder / directory.CHANGES)
@@ -100,8 +100,3 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             yield f"{key}={now.get(key)} (was {before.get(key)})"
-
-
-def result_of(folder: Path) -> RunResult:
-    """Return the result of a run; if there is none, return an empty result."""
-    return RunResult.read(folder) or RunResult()

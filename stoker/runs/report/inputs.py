@@ -36,7 +36,7 @@ class Run:
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
-    has_ended: bool = False  # whether result.json exists
+    has_ended: bool = False  # whether the run finished or failed
     state: str = "stopped"  # or "running", "failed", "done"
     status: Status = field(default_factory=Status)
     overrides: list[str] | None = None
@@ -81,14 +81,14 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
     config = saved_config.load_config("run_dir", folder)
     result = RunResult.read(folder)
     before = status.Status.read(folder)
-    overrides = before.overrides if result is None else result.overrides
+    overrides = result.overrides if result.has_ended else before.overrides
     if sum(map(len, overrides or [])) > MOST_TYPED:
         overrides = None
     return Run(
         folder=folder,
         config=dotted.flat(config),
-        result=result or RunResult(),
-        has_ended=result is not None,
+        result=result,
+        has_ended=result.has_ended,
         state=state or status.state_of(folder, result),
         status=before,
         overrides=overrides,
