@@ -277,13 +277,15 @@ def test_a_run_that_begins_anew_is_another_run(tmp_path):
         for record in records_of(tmp_path)
         if record.WhichOneof("record_type") == "run"
     }
-    assert len(ids) == 2 and loggers.read_id(tmp_path / "wandb-id.txt") in ids
+    assert len(ids) == 2 and (tmp_path / "wandb-id.txt").read_text() in ids
 
 
 @pytest.mark.parametrize("text", ["", "../x", "a/b", "a b", "x" * 101, "é", "a\n"])
 def test_an_id_that_no_run_has_is_none(tmp_path, text):
     (tmp_path / "id").write_text(text, encoding="utf-8")
-    assert loggers.read_id(tmp_path / "id") is None and loggers.read_id(tmp_path / "no") is None
+    logger = loggers.Logger()
+    logger.begun_at = 1
+    assert logger.kept_id(tmp_path / "id") is None and logger.kept_id(tmp_path / "no") is None
 
 
 def test_tensorboards_hparams_tab_has_the_settings_and_compares_unlike_runs(told):

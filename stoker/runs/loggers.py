@@ -128,6 +128,11 @@ class Logger(Callback):
         self.group = group
         self.awaits_result = True
 
+    def kept_id(self, path: Path) -> str | None:
+        """If the fit resumes, return the id that `write_id` saved, or None if there is none."""
+        text = read_text(path, 100) if self.begun_at else ""
+        return text if re.fullmatch(r"[A-Za-z0-9-]+", text) else None
+
     def on_fit_start(self, trainer: Trainer) -> None:
         self.begun = False
         self.failed = False
@@ -181,11 +186,11 @@ class Logger(Callback):
 
 def charted(row: Row) -> dict[str, float]:
     """Return the numbers in a row to plot against the step. The epoch is left out."""
-    numbers = {}
-    for name, value in row.items():
-        if isinstance(value, float) and name != "epoch":
-            numbers[chart_of(name)] = value
-    return numbers
+    return {
+        chart_of(name): value
+        for name, value in row.items()
+        if isinstance(value, float) and name != "epoch"
+    }
 
 
 def chart_of(name: str) -> str:
@@ -255,9 +260,8 @@ class WandB(Logger):
             if mode is None:
                 mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         path = self.folder / "wandb-id.txt"
-        known = read_id(path) if self.begun_at else None
         self.run = wandb.init(
-            id=known or write_id(path, secrets.token_hex(4)),
+            id=self.kept_id(path) or write_id(path, secrets.token_hex(4)),
             resume="allow",
             reinit="create_new",
             mode=mode,
@@ -313,10 +317,8 @@ class MLflow(Logger):
         self.client, experiment = open_experiment(uri, self.experiment)
         self.where = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
         path = self.folder / "mlflow-id.txt"
-        known = read_id(path) if self.begun_at else None
-        if known:
-            self.client.update_run(known, status="RUNNING")
-        self.id = known or write_id(path, self.create_run(experiment))
+        self.id = self.kept_id(path) or write_id(path, self.create_run(experiment))
+        self.client.update_run(self.id, status="RUNNING")
 
     def create_run(self, experiment: str) -> str:
         """Create an MLflow run with the settings of this run, and return its id."""
@@ -372,12 +374,6 @@ def name_of(folder: Path, group: str | None) -> str:
     """Return a run's display name: FOLDER, or SWEEP/FOLDER in a sweep."""
     name = folder.absolute().name
     return f"{group}/{name}" if group else name
-
-
-def read_id(path: Path) -> str | None:
-    """Return the id that `write_id` saved, or None if there is none."""
-    text = read_text(path, 100)
-    return text if re.fullmatch(r"[A-Za-z0-9-]+", text) else None
 
 
 def write_id(path: Path, name: str) -> str:
