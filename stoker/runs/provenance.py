@@ -5,7 +5,6 @@ packages) and, if the project has uncommitted changes, in `provenance/changes.di
 """
 
 import dataclasses
-import os
 import platform
 import re
 import subprocess
@@ -49,14 +48,10 @@ def packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for place in sys.path:
-        try:
-            names = os.listdir(place)
-        except OSError:  # an archive or an unreadable folder
-            continue
-        for name in names:
-            match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
-            if match is not None:  # Python imports the first one on sys.path
-                versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
+        for path in Path(place).glob("*-*.dist-info"):
+            name, _, version = path.stem.partition("-")
+            # Python imports the first one on sys.path.
+            versions.setdefault(re.sub(r"[_.]+", "-", name).lower(), version)
     return dict(sorted(versions.items()))
 
 
