@@ -38,16 +38,11 @@ def claim(model: str, dataset: str) -> str:
     """
     runs = project.current().runs
     name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
-    return str(make_new(Path(name)))
-
-
-def make_new(folder: Path) -> Path:
-    """Create the folder, appending a number to its name if it exists, and return its path."""
-    path = folder
+    path = name
     number = 1
-    while not make(path):
+    while not make(Path(path)):
         number += 1
-        path = folder.with_name(f"{folder.name}-{number}")
+        path = f"{name}-{number}"
     return path
 
 

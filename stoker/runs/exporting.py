@@ -60,11 +60,8 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
         else:
             data = build_dataset(dataset)
             data.prepare_as(about)
-            name = "test"
-            split = data.test
-            if split is None:
-                name = "training"
-                split = data.train
+            name = "training" if data.test is None else "test"
+            split = data.train if data.test is None else data.test
             count = min(SAMPLES, len(split))
             inputs, _ = split[list(range(count))]
             source = f"{name} samples of {data.name}"

@@ -41,11 +41,10 @@ def frames(run: Run) -> list[plots.Figure]:
 
 def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
     """Draw the curves of a metric over the steps, and mark the best step."""
-    step = None
-    points = []
+    best = None
     if run.best is not None:
-        step = run.best.step
         points = lines.get(run.best.name.partition("/")[0], [])
+        best = next((point for point in points if point[0] == run.best.step), None)
     last = run.rows[-1]
     drawn = {}
     for split in itertools.islice(lines, MOST_CURVES):
@@ -57,7 +56,7 @@ def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
         end=run.step,
         epochs=last["epoch"] / max(1, last["step"]),
         warmup=warmup_of(run),
-        best=next((point for point in points if point[0] == step), None),
+        best=best,
         log=metric in LOGARITHMIC,
     )
 

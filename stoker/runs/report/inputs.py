@@ -112,10 +112,8 @@ def read_texts(path: Path) -> list[tuple[Row, str]]:
         row = numbers_in(entries)
         if row and isinstance(entries.get("text"), str):
             texts.append((row, shortened(entries["text"], MOST_SAMPLE)))
-    if len(texts) <= MOST_TEXTS:
-        return texts
-    every = (len(texts) - 1) / (MOST_TEXTS - 1)
-    return [texts[round(i * every)] for i in range(MOST_TEXTS)]
+    every = max(1, (len(texts) - 1) / (MOST_TEXTS - 1))
+    return [texts[round(i * every)] for i in range(min(len(texts), MOST_TEXTS))]
 
 
 def numbers_in(entries: dict[str, Any]) -> Row:

@@ -23,11 +23,11 @@ OF_TEXT = "stoker.data.text."
 def settings(run: Run) -> list[tuple[str, Any, bool]]:
     """Return (key, value, whether it was typed) for each setting."""
     typed = {override.lstrip("+").partition("=")[0] for override in run.overrides or []}
-    rows = []
-    for key, value in itertools.islice(run.config.items(), MOST_ENTRIES):
-        if not re.fullmatch(r"\$\{\w+\}", str(value)):  # refers to another key
-            rows.append((key, value, key in typed))
-    return rows
+    return [
+        (key, value, key in typed)
+        for key, value in itertools.islice(run.config.items(), MOST_ENTRIES)
+        if not re.fullmatch(r"\$\{\w+\}", str(value))  # refers to another key
+    ]
 
 
 def origin(run: Run) -> list[tuple[str, str]]:

@@ -17,10 +17,7 @@ def about(run: Run) -> str:
     """Return a line such as 'MLP on digits, cpu, fp32, 1,258 training samples'."""
     known = run.result if run.result.device else run.status
     samples = known.samples or {}
-    counts = []
-    for name, word in SPLITS.items():
-        if name in samples:
-            counts.append(f"{samples[name]:,} {word}")
+    counts = [f"{samples[name]:,} {word}" for name, word in SPLITS.items() if name in samples]
     names = [target_name(run, "model"), data_name(run)]
     parts = [" on ".join(filter(None, names))]
     if run.evaluation is not None and run.evaluation.target:
@@ -52,12 +49,11 @@ def progress(run: Run, now: float) -> str:
 def times(run: Run) -> str:
     """Return 'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
     known = {
-        "started": date(run.status.started),
+        "Started": date(run.status.started),
         "ended": date(run.status.ended),
         "on": one_line(run.status.machine),
     }
-    text = ", ".join(f"{name} {value}" for name, value in known.items() if value)
-    return text[:1].upper() + text[1:]
+    return ", ".join(f"{name} {value}" for name, value in known.items() if value)
 
 
 def date(moment: float | None) -> str:
