@@ -21,27 +21,24 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
         return ""
 
 
-def read_json(path: str | Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing or contains no object."""
-    try:
-        return parsed(files.read(path, MOST_BYTES))
-    except OSError:
-        return None
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if the file is missing or contains no object."""
+    return parsed(read_text(path))
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the object in a JSON text, or None if the text is not a JSON object."""
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """Return the object in a JSON text, or {} if the text is not a JSON object."""
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return contents if isinstance(contents, dict) else None
+        return {}
+    return contents if isinstance(contents, dict) else {}
 
 
 def read_record(path: str | Path, record: type[T]) -> T:
     """Read a JSON file into this dataclass; return the defaults if the file is malformed."""
     with contextlib.suppress(TypeError):
-        return cast(T, typed(read_json(path) or {}, record))
+        return cast(T, typed(read_json(path), record))
     return record()
 
 

@@ -81,7 +81,7 @@ class RunResult:
 
         If an entry has the wrong type, the file is treated as the result of a failed run.
         """
-        contents = json_files.read_json(Path(folder) / RESULT) or {}
+        contents = json_files.read_json(Path(folder) / RESULT)
         try:
             result: RunResult = typed(contents, cls)
         except TypeError:

@@ -15,8 +15,8 @@ def lines_of(path: str | Path) -> Iterator[tuple[Row, bytes]]:
     with open_plain(path) as file:
         lines = file.read().splitlines(keepends=True)
     for line in lines:
-        row = parsed(line) if line.endswith(b"\n") else None
-        if row is None or not isinstance(row.get("step"), int):
+        row = parsed(line) if line.endswith(b"\n") else {}
+        if not isinstance(row.get("step"), int):
             return
         yield row, line
 
