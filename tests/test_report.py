@@ -1183,7 +1183,7 @@ def test_many_classes_are_tables(run, tmp_path, monkeypatch, size):
         if tag == "th" and "title" in attributes
     ]
     assert "Most confused" in shown.all("h3")
-    samples = "From the 359 test samples; the index counts from 0 within this split."
+    samples = "From the 359 test samples."
     assert shown.all("p").count(samples) == 1
     if size == 50:
         assert len(heads) == 20  # the bars of the lowest ones

@@ -25,7 +25,7 @@ MOST_SHOWN = {"samples": 16, "pixels": 12, "tokens": 5}
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return the worst samples and a random selection of samples, as two groups.
 
-    Each group is {"title", "samples", "table", "has_index"}.
+    Each group is {"title", "samples", "table"}.
     """
     worst = "largest error" if evaluation.kind == "regression" else "highest loss"
     lists = {
@@ -40,13 +40,7 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
         described = [shown(sample, evaluation) for sample in samples[:most]]
         names = list(described[0]["cells"])
         rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
-        group = {
-            "title": title,
-            "samples": described,
-            "table": (names, rows),
-            "has_index": any(not one.file and one.line is None for one in samples),
-        }
-        groups.append(group)
+        groups.append({"title": title, "samples": described, "table": (names, rows)})
     return groups
 
 
