@@ -321,9 +321,9 @@ def image_batches(
         images.warn_of_skipped(path, skipped)
     broken: list[str] = []
 
-    def decode(file: str) -> Tensor | None:
+    def decode(file: str) -> tuple[str, Tensor] | None:
         try:
-            return images.decode_image(file, shape, channels, resize)
+            return file, images.decode_image(file, shape, channels, resize)
         except images.BrokenImage:
             if not skip:
                 raise
@@ -332,11 +332,10 @@ def image_batches(
 
     with ThreadPoolExecutor(images.decoding_threads(shape)) as pool:
         for start in range(0, len(files), size):
-            batch = files[start : start + size]
-            decoded = dict(zip(batch, pool.map(decode, batch), strict=True))
-            readable = {file: pixels for file, pixels in decoded.items() if pixels is not None}
+            readable = list(filter(None, pool.map(decode, files[start : start + size])))
             if readable:
-                yield list(readable), torch.stack(list(readable.values()))
+                names, pixels = zip(*readable, strict=True)
+                yield names, torch.stack(pixels)
 
     if len(broken) == len(files):
         raise UserError(
