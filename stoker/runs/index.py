@@ -48,8 +48,8 @@ def update(run: str | Path) -> None:
     """Update every index that lists this run or sweep. Errors are ignored."""
     run = Path(run).absolute()
     names = {name for name in (directory.CONFIG, SWEEP, SWEEP_PAGE) if (run / name).exists()}
-    if (run / JOB).exists() or (run.exists() and not names):
-        return  # the jobs of a sweep, and runs that have not started, are not listed
+    if (run / JOB).exists():
+        return  # the jobs of a sweep are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
         # Do not create an index for a sweep that has no page yet: it may turn out to be invalid,
