@@ -92,7 +92,7 @@ def test_curves_can_be_read_and_commands_copied(live, open_page, serve):
     assert process.wait(90) == 0
     opened = open_page(f"{serve(path.parent)}/report.html")
     page = opened.page
-    rows = report.inputs.read_numbers(path.parent / "metrics.jsonl")
+    rows = report.inputs.read_run(path.parent).rows
     [row] = [row for row in rows if row["step"] == 240 and "val/loss" in row]
     plot = page.locator("svg.plot").first
     box = plot.bounding_box()

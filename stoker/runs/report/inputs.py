@@ -43,7 +43,8 @@ class Run:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        return read_numbers(self.folder / directory.METRICS)
+        """The numbers in each row of metrics.jsonl that has a step and an epoch."""
+        return list(filter(None, map(numbers_in, read_rows(self.folder / directory.METRICS))))
 
     @functools.cached_property
     def texts(self) -> list[tuple[Row, str]]:
@@ -98,11 +99,6 @@ def read_run(folder: str | Path, state: str | None = None) -> Run:
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Return {step: path} for the checkpoints of a run."""
     return checkpoint_names.files(folder / "checkpoints")
-
-
-def read_numbers(path: Path) -> list[Row]:
-    """Return the numbers in each row of a metrics.jsonl that has a step and an epoch."""
-    return [row for row in map(numbers_in, read_rows(path)) if row]
 
 
 def read_texts(path: Path) -> list[tuple[Row, str]]:
