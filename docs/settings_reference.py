@@ -182,8 +182,8 @@ class Settings(SphinxDirective):
             anchor = "setting-" + nodes.make_id(row.key)
             domain.anonlabels[row.key] = (self.env.docname, anchor)
             domain.labels[row.key] = (self.env.docname, anchor, row.key)
-            record = settings.SETTINGS.get(row.key, settings.Setting())
-            names = {row.key, *record.aliases}
+            names = {alias for alias, key in settings.ALIASES.items() if key == row.key}
+            names.add(row.key)
             names |= {re.sub(r"[._]", " ", name) for name in names}
             index = addnodes.index(
                 entries=[("single", name, anchor, "main", None) for name in names]

@@ -20,7 +20,6 @@ from stoker.trainer.errors import (
     did_you_mean,
     explanation_of,
     first_line,
-    nearest,
     printable,
 )
 
@@ -130,13 +129,12 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     if configs.options(key):  # such as experiment
         hint = f" {FOR_EXPERIMENT}"
     group = key.rpartition(".")[0]
-    names = [name for name, value in flat(config).items() if not is_interpolation(value)]
-    siblings = (name.rpartition(".") for name in names)
-    keys = sorted(end for place, _, end in siblings if place == group and end[0] != "_")
-    is_known = group and keys and not is_replaced(group)
-    if is_known and "Did you mean" not in hint:
-        return f"{key}: no such key.{hint}\nThe keys of {group}: {', '.join(keys)}."
-    return f"{key}: no such key.{hint}\nType --help to see the keys."
+    node = settings.value_of(config, group)
+    keys = []
+    if isinstance(node, dict) and not is_replaced(group) and "Did you mean" not in hint:
+        keys = [one for one in sorted(node) if one[0] != "_" and not is_interpolation(node[one])]
+    advice = f"The keys of {group}: {', '.join(keys)}." if keys else "Type --help to see the keys."
+    return f"{key}: no such key.{hint}\n{advice}"
 
 
 def is_replaced(group: str) -> bool:
@@ -151,37 +149,26 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     if is_replaced(group):
         return to_add
     keys = flat(config)
-    is_own = not str(keys.get(f"{group}._target_", "torch.")).startswith(("stoker.", "torch."))
-    aliases: dict[str, str] = {}
-    for name, setting in settings.SETTINGS.items():
-        aliases |= dict.fromkeys(setting.aliases, name)
-    siblings = dict(aliases)
-    anywhere = dict(aliases)
+    target = str(keys.get(f"{group}._target_", ""))
+    is_own = target != "" and not target.startswith(("stoker.", "torch."))
+    takes_more = group in ("metrics", settings.GROUP_OF_MANY)
+    is_apart = is_own or takes_more or group.startswith("hydra")
+    similar = dict(settings.ALIASES)
     for name in (*keys, *config):
         place, _, end = name.rpartition(".")
         if place == group:
-            siblings[end] = name
-        if not place.startswith("callbacks."):  # rarely what was meant
-            anywhere.setdefault(end, name)
-    takes_more = group in ("metrics", settings.GROUP_OF_MANY)
-    if is_own:
-        anywhere = siblings
-    elif takes_more:
+            similar[end] = name
+        elif is_apart or place.startswith("callbacks."):  # rarely what was meant
+            continue
+        elif not target or end == last:
+            similar.setdefault(end, name)
+    if last not in similar and not is_own:
+        for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
+            if last in list(OmegaConf.load(path)):
+                option = f"{path.parent.name}={path.stem}"
+                return f" This is a key of {option}: type {option} {path.parent.name}.{last}=..."
+    if takes_more:
         to_add = f" Type +{key}._target_=... to add your own."
-        anywhere = siblings
-    elif group.startswith("hydra"):
-        anywhere = {end: name for end, name in anywhere.items() if name.startswith("sweep.")}
-    for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
-        is_there = not is_own and last in list(OmegaConf.load(path))
-        if is_there and (group or last not in anywhere):
-            option = f"{path.parent.name}={path.stem}"
-            return f" This is a key of {option}: type {option} {path.parent.name}.{last}=..."
-    near = nearest(last, siblings)
-    if near is None and f"{group}._target_" in keys:  # elsewhere, only the same name can be meant
-        near = last if last in anywhere else None
-    elif near is None:
-        near = nearest(last, anywhere)
-    if near is not None:
-        return f" Did you mean {(anywhere | siblings)[near]!r}?"
-    is_complete = str(keys.get(f"{group}._target_", "stoker.")).startswith("stoker.")
-    return "" if is_complete and not takes_more else to_add
+    elif target.startswith("stoker.") or not target:
+        to_add = ""
+    return did_you_mean(last, similar, shown=similar.__getitem__) or to_add

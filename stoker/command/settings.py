@@ -64,7 +64,6 @@ class Setting:
         loader: Whether the key configures the loader instead of the data set.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run omits it.
-        aliases: Other names that people type for the key.
     """
 
     limit: Limit | None = None
@@ -73,7 +72,6 @@ class Setting:
     local: bool = False
     loader: bool = False
     once: bool = False
-    aliases: tuple[str, ...] = ()
 
 
 def check_tune(parts: Any) -> Any:
@@ -114,7 +112,7 @@ SETTINGS: Mapping[str, Setting] = {
     "overfit": Setting(COUNT_OR_NONE, ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
     # training
-    "epochs": Setting(resume="longer", aliases=("max_epochs",)),
+    "epochs": Setting(resume="longer"),
     "max_steps": Setting(resume="longer"),
     "steps_per_epoch": Setting(),
     "max_minutes": Setting(resume="any"),
@@ -130,7 +128,7 @@ SETTINGS: Mapping[str, Setting] = {
     "groups": Setting(),
     "freeze": Setting(),
     "ema": Setting(),
-    "patience": Setting(resume="longer", aliases=("early_stopping",)),
+    "patience": Setting(resume="longer"),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(),
     "seed": Setting(tasks=(*TRAINING, "generate")),
@@ -176,7 +174,6 @@ SETTINGS: Mapping[str, Setting] = {
     "model": Setting(),
     "loss": Setting(),
     "optimizer": Setting(),
-    "optimizer.lr": Setting(aliases=("learning_rate",)),
     "scheduler": Setting(),
     "trainer": Setting(),
     "metrics": Setting(),
@@ -186,6 +183,13 @@ SETTINGS: Mapping[str, Setting] = {
     **{f"callbacks.{name}": Setting(resume="any") for name in OBSERVERS},
 }
 GROUP_OF_MANY = "callbacks"  # the group that takes several options, as a list
+# Other names that people type for a key.
+ALIASES = {
+    "max_epochs": "epochs",
+    "early_stopping": "patience",
+    "learning_rate": "optimizer.lr",
+    "n_trials": "sweep.trials",
+}
 LOADER_KEYS = tuple(
     key.removeprefix("dataset.") for key, setting in SETTINGS.items() if setting.loader
 )
