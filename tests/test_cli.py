@@ -129,7 +129,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "checkpoint=false",
         "error: checkpoint=false: expected a group of keys",
-        "as in 'checkpoint={every:null}'.",
+        "as in 'checkpoint={every:null,",
     ),
     (
         "checkpoint.evry=3",

@@ -184,8 +184,6 @@ def check_type(name: str, value: Any, default: Any) -> None:
             check_types(f"{name}.", value, default)
     elif not is_like(value, default):
         sample = [value] if default == [] else default
-        if isinstance(sample, dict):
-            sample = dict(list(sample.items())[:1])
         raise UserError(
             f"{name}={as_typed(value)}: expected {KINDS[type(default)]}, as in "
             f"{shlex.quote(f'{name}={as_typed(sample)}')}."

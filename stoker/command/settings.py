@@ -42,10 +42,8 @@ class Text:
     """A string, kept exactly as typed: run_dir=1e3 names a folder."""
 
     def check(self, key: str, value: Any) -> Any:
-        if not isinstance(value, str):
+        if not isinstance(value, str) or value == "":
             raise UserError(f"{key}={as_typed(value)}: expected a string.")
-        if value == "":
-            raise UserError(f"{key}=: type a string after the =, or remove {key}.")
         return value
 
 
@@ -92,8 +90,11 @@ def check_resume(resume: Any) -> Any:
     raise UserError(f"resume={as_typed(resume)}: expected auto, never, or a checkpoint file.")
 
 
-FLAG = Choice((False, True))
 TEXT = Text()
+
+COUNT_OR_AUTO = Number(whole=True, least=1, auto=True)
+SAME = Setting()
+FREE = Setting(resume="any")
 
 SETTINGS: Mapping[str, Setting] = {
     # what the command does
@@ -107,49 +108,49 @@ SETTINGS: Mapping[str, Setting] = {
     "tokens": Setting(COUNT_OR_NONE, ("generate",), "any"),
     "temperature": Setting(Number(least=0, optional=True), ("generate",), "any"),
     "top_k": Setting(COUNT_OR_NONE, ("generate",), "any"),
-    "model_summary": Setting(FLAG, TRAINING, "any"),
-    "profile": Setting(FLAG, ("train",), "any"),
+    "model_summary": FREE,
+    "profile": Setting(tasks=("train",), resume="any"),
     "overfit": Setting(COUNT_OR_NONE, ("train",), "any"),
-    "debug": Setting(FLAG, TASKS, "any"),
+    "debug": Setting(tasks=TASKS, resume="any"),
     # training
     "epochs": Setting(resume="longer"),
     "max_steps": Setting(resume="longer"),
-    "steps_per_epoch": Setting(),
-    "max_minutes": Setting(resume="any"),
-    "batch_size": Setting(),
+    "steps_per_epoch": SAME,
+    "max_minutes": FREE,
+    "batch_size": SAME,
     "eval_batch_size": Setting(tasks=READERS, resume="any"),
-    "drop_last": Setting(),
-    "limit_train": Setting(),
-    "limit_val": Setting(),
-    "grad_accum_steps": Setting(),
-    "micro_batch": Setting(),
-    "activation_checkpointing": Setting(resume="any"),
-    "max_grad_norm": Setting(),
-    "groups": Setting(),
-    "freeze": Setting(),
-    "ema": Setting(),
+    "drop_last": SAME,
+    "limit_train": SAME,
+    "limit_val": SAME,
+    "grad_accum_steps": SAME,
+    "micro_batch": SAME,
+    "activation_checkpointing": FREE,
+    "max_grad_norm": SAME,
+    "groups": SAME,
+    "freeze": SAME,
+    "ema": SAME,
     "patience": Setting(resume="longer"),
     "monitor": Setting(TEXT),
-    "monitor_mode": Setting(),
+    "monitor_mode": SAME,
     "seed": Setting(tasks=(*TRAINING, "generate")),
     # the machine
     "device": Setting(tasks=TASKS, resume="any", local=True),
-    "strategy": Setting(resume="any"),
-    "devices": Setting(Number(whole=True, least=1, auto=True), resume="any"),
+    "strategy": FREE,
+    "devices": Setting(COUNT_OR_AUTO, resume="any"),
     "rank_timeout": Setting(Number(above=0, most=86400), resume="any"),
-    "precision": Setting(),
-    "compile": Setting(),
-    "channels_last": Setting(),
+    "precision": SAME,
+    "compile": SAME,
+    "channels_last": SAME,
     "tune": Setting(Checked(check_tune)),
-    "deterministic": Setting(),
+    "deterministic": SAME,
     # logging, evaluation and checkpoints
-    "log_every": Setting(resume="any"),
-    "eval_every": Setting(resume="any"),
-    "checkpoint.every": Setting(resume="any"),
-    "checkpoint.epochs": Setting(resume="any"),
-    "checkpoint.minutes": Setting(resume="any"),
-    "checkpoint.keep": Setting(resume="any"),
-    "report": Setting(FLAG, (*TRAINING, "reproduce"), "any"),
+    "log_every": FREE,
+    "eval_every": FREE,
+    "checkpoint.every": FREE,
+    "checkpoint.epochs": FREE,
+    "checkpoint.minutes": FREE,
+    "checkpoint.keep": FREE,
+    "report": Setting(tasks=(*TRAINING, "reproduce"), resume="any"),
     "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any"),
     "init_from": Setting(TEXT),
     "resume": Setting(Checked(check_resume), resume="any", once=True),
@@ -157,7 +158,7 @@ SETTINGS: Mapping[str, Setting] = {
     "trusted": Setting(tasks=TASKS, resume="any"),
     # sweeps
     "sweep": Setting(resume="any", once=True),
-    "sweep.at_once": Setting(Number(whole=True, least=1, auto=True), resume="any", once=True),
+    "sweep.at_once": Setting(COUNT_OR_AUTO, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
     # groups; the other keys in a group are arguments of its _target_
@@ -171,16 +172,16 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.resident": Setting(tasks=TESTING, resume="any", loader=True),
     "dataset.workers": Setting(tasks=TESTING, resume="any", local=True, loader=True),
     "dataset.timeout": Setting(tasks=TESTING, resume="any", loader=True),
-    "model": Setting(),
-    "loss": Setting(),
-    "optimizer": Setting(),
-    "scheduler": Setting(),
-    "trainer": Setting(),
-    "metrics": Setting(),
-    "callbacks": Setting(),
-    "callbacks.freeze.thaw_at": Setting(),
-    "callbacks.lookahead.every": Setting(),
-    **{f"callbacks.{name}": Setting(resume="any") for name in OBSERVERS},
+    "model": SAME,
+    "loss": SAME,
+    "optimizer": SAME,
+    "scheduler": SAME,
+    "trainer": SAME,
+    "metrics": SAME,
+    "callbacks": SAME,
+    "callbacks.freeze.thaw_at": SAME,
+    "callbacks.lookahead.every": SAME,
+    **{f"callbacks.{name}": FREE for name in OBSERVERS},
 }
 GROUP_OF_MANY = "callbacks"  # the group that takes several options, as a list
 # Other names that people type for a key.
