@@ -69,10 +69,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
             f"{plus}{key}._target_=..."
         )
     target = node["_target_"]
-    part = part_of(key)
     check_node(key, node, offered)
-    located = locate(key, target)
-    is_trusted = is_trusted_by_user(target)
+    is_class = isinstance(locate(key, target), type)
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(
             f"{key}._partial_=true: a run needs the object that {target} returns, not a partial. "
@@ -86,11 +84,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
-    is_class = isinstance(located, type)
     passed = arguments_to_pass(key, node, offered)
     names, _ = arguments_of(key, target)
-    given = {*node, *passed}
-    missing = [name for name in names if names[name] is REQUIRED and name not in given]
+    unset = names.keys() - node.keys() - passed.keys()
+    missing = [name for name in unset if names[name] is REQUIRED]
     # a function of (outputs, targets)
     is_loss = key == "loss" and not is_class and len(missing) == 2
     if is_loss or (key in FACTORIES and not (key == "dataset.augment" and is_class)):
@@ -99,14 +96,15 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         passed.update(weights_in(key, node))
     try:
         built = factory(**passed)
-    except UserError:
-        raise
     except REFUSALS as error:
-        if is_lost(error):  # a data set may wait for the first process
+        # A data set may wait for the first process.
+        if isinstance(error, UserError) or is_lost(error):
             raise
         # If an argument is missing, no line of the target has run.
-        reason = cause(error) if is_trusted and not missing else first_line(error)
+        has_run = is_trusted_by_user(target) and not missing
+        reason = cause(error) if has_run else first_line(error)
         raise UserError(f"{key} ({target}): {reason}") from error
+    part = part_of(key)
     if not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, with_article(PART_CLASSES[part][0]))
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
@@ -171,16 +169,16 @@ def is_part(part: str, built: Any) -> bool:
     return callable(built) if is_function else isinstance(built, classes_of(part))
 
 
-def walk(key: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for a node and, after it, for all values inside it."""
-    yield key, node
+def mappings(key: str, node: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield (dotted key, mapping) for a node and, after it, for all mappings inside it."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, dict):
+        yield key, node
         items = list(node.items())
     elif isinstance(node, list):
         items = enumerate(node)
     for name, item in items:
-        yield from walk(f"{key}.{name}", item)
+        yield from mappings(f"{key}.{name}", item)
 
 
 def check_nested(key: str, node: Any) -> None:
@@ -189,8 +187,8 @@ def check_nested(key: str, node: Any) -> None:
     Only a model or a loss needs nested targets. In other parts, they could escape the checks of
     the outer node: a callback inside a callback could write anywhere.
     """
-    for place, item in walk(key, node):
-        if place == key or not isinstance(item, dict) or "_target_" not in item:
+    for place, item in mappings(key, node):
+        if place == key or "_target_" not in item:
             continue
         target = str(item["_target_"])
         if target.startswith(TRANSFORMS) and place.startswith("dataset.augment."):
@@ -204,11 +202,9 @@ def check_nested(key: str, node: Any) -> None:
 
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     """Raise UserError if a node or a nested node has an untrusted target or unknown arguments."""
-    for place, item in walk(key, node):
-        if not isinstance(item, dict):
-            continue
+    for place, item in mappings(key, node):
         for name in item:
-            if isinstance(name, str) and re.fullmatch(r"_.*_", name) and name not in KEYS:
+            if re.fullmatch(r"_.*_", str(name)) and name not in KEYS:
                 raise UserError(
                     f"{place}.{name}: a config cannot set this special key. The allowed keys "
                     f"are {', '.join(KEYS)}."
@@ -247,9 +243,9 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
 
 def without_downloads(key: str, node: Any) -> None:
     """Keep torchvision builders from downloading weights, since the checkpoint has the weights."""
-    for place, item in walk(key, node):
-        target = item.get("_target_") if isinstance(item, dict) else None
-        if isinstance(target, str) and target.startswith("torchvision."):
+    for place, item in mappings(key, node):
+        target = str(item.get("_target_"))
+        if target.startswith("torchvision."):
             for name in [name for name in item if name.startswith("pretrained")]:
                 del item[name]
             for name in arguments_of(place, target)[0]:
