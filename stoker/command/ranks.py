@@ -53,7 +53,14 @@ def join() -> None:
     if joined or world_size() == 1:
         return
     joined = True
-    watch_parent()
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(2)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -94,18 +101,6 @@ def digest(value: Any) -> str:
     if not isinstance(value, bytes):
         value = json.dumps(value, sort_keys=True, default=str).encode()
     return hashlib.sha256(value).hexdigest()[:16]
-
-
-def watch_parent() -> None:
-    """Start a thread that ends this process when torchrun, its parent, is gone."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(2)
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # How a rank ends: each error is printed once, by one rank.
