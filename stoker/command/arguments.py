@@ -54,11 +54,6 @@ def typed_keys() -> set[str]:
     return keys
 
 
-def is_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether these arguments start a sweep."""
-    return "-m" in arguments or "--multirun" in arguments
-
-
 def settings_of_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the settings of Hydra itself, which each job of a sweep needs besides its own."""
     return [argument for argument in arguments if re.match(r"[+~]*hydra[./]", argument)]
@@ -129,23 +124,23 @@ def search_path() -> list[str]:
 
 def check(arguments: Sequence[str]) -> None:
     """Raise UserError for mistakes that Hydra would miss, or would report once per job."""
-    sweep = is_sweep(arguments)
-    check_options(arguments)
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
     for argument in arguments:
-        check_place(argument, sweep)
         key, equals, value = argument.partition("=")
-        if equals and configs.is_group(key.lstrip("+")):
-            check_group(argument, key.lstrip("+"), value)
-
-
-def check_options(arguments: Sequence[str]) -> None:
-    """Raise UserError for an unknown option."""
-    for argument in arguments:
-        if argument.startswith("-") and argument.partition("=")[0] not in OPTIONS:
+        if argument.startswith("-") and key not in OPTIONS:
             raise UserError(
                 f"{argument}: no such option. Settings are typed without dashes, as in "
                 "device=cpu. Type --help to see all settings."
             )
+        if key == "run_dir" and is_sweep and value != "null":
+            raise UserError(
+                f"{argument}: this setting is for a single run. For a sweep, type "
+                "hydra.sweep.dir=DIR."
+            )
+        if re.fullmatch(r"hydra/launcher|sweep([./].*)?", key) and not is_sweep:
+            raise UserError(f"{argument}: this setting is for sweeps. Add -m to start a sweep.")
+        if equals and configs.is_group(key.lstrip("+")):
+            check_group(argument, key.lstrip("+"), value)
 
 
 def check_values(arguments: Sequence[str]) -> None:
@@ -156,18 +151,6 @@ def check_values(arguments: Sequence[str]) -> None:
         parser.parse_intermixed_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}. Type --hydra-help to see all options.") from None
-
-
-def check_place(argument: str, sweep: bool) -> None:
-    """Raise UserError if a sweep sets `run_dir`, or if a single run sets a key for sweeps."""
-    key, _, value = argument.partition("=")
-    if key == "run_dir" and sweep and value != "null":
-        raise UserError(
-            f"{argument}: this setting is for a single run. For a sweep, type hydra.sweep.dir=DIR."
-        )
-    is_for_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
-    if is_for_sweep and not sweep:
-        raise UserError(f"{argument}: this setting is for sweeps. Add -m to start a sweep.")
 
 
 def check_group(argument: str, key: str, value: str) -> None:
