@@ -418,8 +418,8 @@ MISTAKES = [
     ),
     (
         "-m seed=0,1 hydra/launcher=joblib",
-        "hydra/launcher=joblib: to run several jobs at once, type sweep.at_once=N",
-        "",
+        "hydra/launcher=joblib: not a valid choice.",
+        "Choose one of: local, submitit_slurm.",
     ),
     (
         "-m seed=0,1 sweep.at_once=x",
