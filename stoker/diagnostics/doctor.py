@@ -36,14 +36,13 @@ ADVICE = {
     "large updates": "Set a lower optimizer.lr, or a longer scheduler.warmup.",
 }
 
-Findings = dict[str, dict[str, str]]
-
 
 @dataclass
 class Sample:
     """The measurements of one step, by layer. Sizes are relative to the norm of the weight.
 
-    `silent`, of shape (units,), marks the units whose gradient is exactly zero.
+    `silent`, of shape (units,), marks the units whose gradient is exactly zero. It is empty for a
+    layer without units.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
@@ -94,7 +93,6 @@ class Doctor(Callback):
         self.said: dict[str, list[str]] = {}  # {kind: layers already warned about}
         self.warnings = []
         self.count = 0
-        self.had_gradient = False
         self.look(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -121,6 +119,7 @@ class Doctor(Callback):
         for name, parameter in trainer.module.named_parameters():
             if parameter.requires_grad and parameter.ndim > 1:
                 self.before[name] = parameter.detach().clone()
+                self.rows[name] = parameter.new_zeros(len(parameter))
                 hook = partial(self.note_gradient, name)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -143,12 +142,13 @@ class Doctor(Callback):
     def measure(self, trainer: Trainer) -> Sample:
         """Return the sample of the last step."""
         now = dict(trainer.module.named_parameters())
+        modules = dict(trainer.module.named_modules())
         scale = trainer.scaler.get_scale()
         norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
         sizes = []
         for name, old in self.before.items():
-            rows = self.rows.get(name, old.new_zeros(len(old)))
-            sizes.append(torch.stack([norm(old), norm(now[name] - old), norm(rows) / scale]))
+            gradient = norm(self.rows[name]) / scale
+            sizes.append(torch.stack([norm(old), norm(now[name] - old), gradient]))
         numbers = torch.stack(sizes).tolist() if sizes else []  # the only transfer from the device
         sample = Sample()
         for name, (weight, update, gradient) in zip(self.before, numbers, strict=True):
@@ -157,10 +157,8 @@ class Doctor(Callback):
             layer = name.removesuffix(".weight")  # as in `print(model)`
             sample.gradients[layer] = gradient / weight
             sample.updates[layer] = update / weight
-            if name == f"{layer}.weight" and isinstance(
-                trainer.module.get_submodule(layer), WITH_UNITS
-            ):
-                sample.silent[layer] = self.rows.get(name, now[name].new_zeros(len(now[name]))) == 0
+            has_units = isinstance(modules.get(layer), WITH_UNITS)
+            sample.silent[layer] = (self.rows[name] if has_units else torch.empty(0)) == 0
         return sample
 
     def add(self, sample: Sample, trainer: Trainer) -> None:
@@ -168,9 +166,8 @@ class Doctor(Callback):
         sizes = sample.gradients.values()
         if trainer.scaler.is_enabled() and not all(map(math.isfinite, sizes)):
             return  # fp16 skips such a step
-        if sample.largest == 0 and self.had_gradient:  # the step was skipped, or the loss is zero
-            return
-        self.had_gradient |= sample.largest > 0
+        if sample.largest == 0 and any(earlier.largest > 0 for earlier in self.samples):
+            return  # the step was skipped, or the loss is zero
         self.samples.append(sample)
         self.count += 1
         if len(self.samples) == WINDOW:
@@ -204,9 +201,9 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def findings(samples: Sequence[Sample]) -> Findings:
+def findings(samples: Sequence[Sample]) -> dict[str, dict[str, str]]:
     """Return {kind: {layer: problem}} for the problems that all samples share."""
-    wrong: Findings = defaultdict(dict)
+    wrong: dict[str, dict[str, str]] = defaultdict(dict)
     names = [name for name in samples[-1].gradients if all(name in s.gradients for s in samples)]
     # The highest ratio of each layer's gradient to the largest gradient of the same step.
     shares = {
@@ -219,11 +216,9 @@ def findings(samples: Sequence[Sample]) -> Findings:
         sizes = [sample.gradients[name] for sample in samples]
         update = statistics.median(sample.updates[name] for sample in samples)
         has_vanished = shares[name] < VANISHED
-        dead = units = 0
-        if name in samples[-1].silent:
-            silent = torch.stack([sample.silent[name] for sample in samples]).all(0)
-            dead = int(silent.sum())
-            units = len(silent)
+        silent = torch.stack([sample.silent[name] for sample in samples]).all(0)
+        units = len(silent)
+        dead = int(silent.sum())
         if not all(map(math.isfinite, sizes)):
             wrong["exploding gradients"][name] = "a gradient of NaN or infinity"
         elif dead > DEAD * units and not (vanishes and has_vanished):
@@ -234,4 +229,4 @@ def findings(samples: Sequence[Sample]) -> Findings:
             wrong["exploding gradients"][name] = f"a gradient {min(sizes):,.0f} times the weights"
         if update > LARGE:
             wrong["large updates"][name] = f"a step changes it by {update:.0%} of its size"
-    return dict(wrong)
+    return wrong
