@@ -67,7 +67,7 @@ MODULES = (
     "stoker.diagnostics.timing.",
     "stoker.diagnostics.doctor.",
 )
-# The functions that build a part; for the model, also those of torchvision (see `is_builder`).
+# The functions that build a part; for the model, also the builders of torchvision.
 FUNCTIONS = {
     "dataset": (
         "stoker.data.datasets.digits",
@@ -117,8 +117,8 @@ def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def trusting(packages: Sequence[str]) -> Iterator[None]:
     """Trust these packages from Python, as trusted=[...] does on the command line."""
-    typed = (f"trusted=[{','.join(packages)}]",) if packages else ()
-    token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), *typed))
+    typed = f"trusted=[{','.join(packages)}]"
+    token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), typed))
     try:
         packages = (*TRUSTED, *of_project())
         with hydra.utils.execution_whitelist(patterns(packages, arguments.typed())):
@@ -203,7 +203,8 @@ def builds(part: str, located: Any) -> bool:
     if not inspect.isfunction(located):
         return False
     if part == "model" and module.startswith("torchvision.models."):
-        return is_builder(located)
+        # A builder such as resnet18, which does not take a path.
+        return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
     return module + located.__qualname__ in FUNCTIONS.get(part, ())
 
 
@@ -214,14 +215,6 @@ def classes_of(part: str) -> tuple[type, ...]:
         for name in PART_CLASSES[part]
         if name.partition(".")[0] in sys.modules
     )
-
-
-def is_builder(located: Any) -> bool:
-    """Return whether this is a torchvision model builder, such as resnet18.
-
-    Builders do not take paths.
-    """
-    return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
 
 
 def advice_for(target: str) -> str:
