@@ -32,6 +32,8 @@ READERS = (*TESTING, "predict")
 MOVERS = (*TESTING, "export", "reproduce")  # tasks whose data may have moved since the run
 # The keys of a data set that say how to read files.
 READING_KEYS = ("missing", "delimiter", "decimal", "marks", "on_bad_sample")
+# The keys of a data set that configure the loader.
+LOADER_KEYS = ("augment", "resident", "workers", "timeout")
 OBSERVERS = ("tensorboard", "wandb", "mlflow", "doctor", "timing")  # callbacks that only observe
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for training on the CPU
 FORMATS = ("onnx", "torch_export")  # what task=export writes
@@ -59,7 +61,6 @@ class Setting:
             new run that starts from a checkpoint of this one (`resume=FILE`). "any": yes, because
             the value does not affect the result.
         local: Whether the ranks of a run may have different values.
-        loader: Whether the key configures the loader instead of the data set.
         once: Whether the key only matters at the start of a run. If so, the command that resumes
             the run omits it.
     """
@@ -68,7 +69,6 @@ class Setting:
     tasks: tuple[str, ...] = TRAINING
     resume: Literal["same", "longer", "any"] = "same"
     local: bool = False
-    loader: bool = False
     once: bool = False
 
 
@@ -168,10 +168,10 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.cache": Setting(tasks=TESTING, resume="any", local=True),
     "dataset.download": Setting(tasks=TESTING, resume="any"),
     **{f"dataset.{key}": Setting(tasks=READERS) for key in READING_KEYS},
-    "dataset.augment": Setting(loader=True),
-    "dataset.resident": Setting(tasks=TESTING, resume="any", loader=True),
-    "dataset.workers": Setting(tasks=TESTING, resume="any", local=True, loader=True),
-    "dataset.timeout": Setting(tasks=TESTING, resume="any", loader=True),
+    "dataset.augment": SAME,
+    "dataset.resident": Setting(tasks=TESTING, resume="any"),
+    "dataset.workers": Setting(tasks=TESTING, resume="any", local=True),
+    "dataset.timeout": Setting(tasks=TESTING, resume="any"),
     "model": SAME,
     "loss": SAME,
     "optimizer": SAME,
@@ -191,9 +191,6 @@ ALIASES = {
     "learning_rate": "optimizer.lr",
     "n_trials": "sweep.trials",
 }
-LOADER_KEYS = tuple(
-    key.removeprefix("dataset.") for key, setting in SETTINGS.items() if setting.loader
-)
 
 
 def limit_of(key: str) -> Limit | None:
