@@ -166,12 +166,18 @@ def locate(key: str, target: str) -> Any:
         failure = error.__cause__ or error
         parent, _, name = target.rpartition(".")
         if parent in sys.modules:
-            reason = f"{parent} has no {name!r}"
+            names = dir(sys.modules[parent])
+            hint = did_you_mean(name, names, shown=lambda near: f"{parent}.{near}")
+            reason = f"{parent} has no {name!r}.{hint}"
         elif isinstance(failure, ModuleNotFoundError) and target.startswith(f"{failure.name}."):
-            reason = str(failure)  # No module named 'mine'
+            reason = f"{failure}."  # No module named 'mine'
+            if "." not in str(failure.name):
+                reason += (
+                    f"\nInstall {failure.name}, or start Python in the folder that contains it."
+                )
         else:
-            raise UserError(f"{place}: the import fails.\n{cause(failure)}") from error
-        raise UserError(f"{place}: {reason}.{advice_for(target)}") from error
+            reason = f"the import fails.\n{cause(failure)}"
+        raise UserError(f"{place}: {reason}") from error
     part = part_of(key)
     if not is_trusted_by_user(target) and not builds(part, located):
         raise UserError(
@@ -215,12 +221,3 @@ def classes_of(part: str) -> tuple[type, ...]:
         for name in PART_CLASSES[part]
         if name.partition(".")[0] in sys.modules
     )
-
-
-def advice_for(target: str) -> str:
-    """Return advice for a target that does not exist, such as " Did you mean X?"."""
-    parent, _, name = target.rpartition(".")
-    top = target.partition(".")[0]
-    if top not in sys.modules:
-        return f"\nInstall {top}, or start Python in the folder that contains it."
-    return did_you_mean(name, dir(sys.modules.get(parent)), shown=lambda near: f"{parent}.{near}")
