@@ -192,6 +192,4 @@ def check_type(name: str, value: Any, default: Any) -> None:
 
 def is_like(value: Any, default: Any) -> bool:
     """Return whether a value has the type of its default; true and false are not numbers."""
-    if isinstance(default, float):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is type(default)
+    return type(value) is type(default) or (type(value) is int and type(default) is float)
