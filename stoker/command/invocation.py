@@ -38,11 +38,8 @@ def script() -> list[str]:
 
 def python() -> str:
     """Return the command that starts this Python from a shell."""
-    for name in ("python", "python3"):
-        path = shutil.which(name)
-        if path is not None and Path(path).parent == Path(sys.executable).parent:
-            return name
-    return sys.executable
+    name = Path(sys.executable).name
+    return name if shutil.which(name) == sys.executable else sys.executable
 
 
 def is_clone() -> bool:
