@@ -11,18 +11,18 @@ import importlib.util
 import sys
 import types
 from collections.abc import Sequence
-from typing import ClassVar
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports `trainer.callbacks` as `stoker.trainer.callbacks`, for packages passed to `alias`."""
+    """Imports `trainer.callbacks` as `stoker.trainer.callbacks`."""
 
-    packages: ClassVar[set[str]] = set()
+    def __init__(self, package: str) -> None:
+        self.package = package
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in self.packages:
+        if name.partition(".")[0] != self.package:
             return None
         return importlib.util.spec_from_loader(name, self)
 
@@ -32,7 +32,5 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def alias(package: str) -> None:
     """Make `package` an alias of `stoker.<package>`, including its modules."""
-    if not Alias.packages:
-        sys.meta_path.insert(0, Alias())
-    Alias.packages.add(package)
+    sys.meta_path.insert(0, Alias(package))
     sys.modules[package] = importlib.import_module(f"stoker.{package}")
