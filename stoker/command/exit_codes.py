@@ -183,16 +183,12 @@ def code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, RunInUse):
         return IN_USE
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return USER_ERROR
-    if isinstance(error, TrainingError):
+    if isinstance(error, TrainingError) or getattr(error, "errno", None) in FAILING:
         return TRAINING_ERROR
-    if isinstance(error, OSError) and error.errno in FAILING:
-        return TRAINING_ERROR
-    # An OSError that Hydra or Stoker raises may lack an errno.
+    # An OSError that Stoker raises may lack an errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
-        return USER_ERROR
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
         return USER_ERROR
     if explanation_of(error) is not None and not is_lost(error):
         return USER_ERROR

@@ -26,7 +26,7 @@ from stoker.trainer.errors import (
 FOR_EXPERIMENT = "Files in this group must begin with '# @package _global_'."
 # Failures of the disk, the file system or the memory, rather than a path that is wrong.
 FAILING = {
-    getattr(errno, name, None)
+    getattr(errno, name, 0)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
 }
 
