@@ -24,10 +24,9 @@ def lines(module: torch.nn.Module, in_shape: tuple[int, ...] | None, tokens: boo
     for name, layer in module.named_modules():
         parameters = sum(weight.numel() for weight in layer.parameters(recurse=False))
         if parameters or not any(layer.children()):
-            shape = shapes.get(name, "")
-            kind = type(layer).__name__
             count = quantity(counts.get(name, 0))
-            rows.append((name or "model", kind, shape, quantity(parameters), count))
+            kind = type(layer).__name__
+            rows.append((name or "model", kind, shapes.get(name, ""), quantity(parameters), count))
     total = sum(weight.numel() for weight in module.parameters())
     rows.append(("total", "", "", quantity(total), quantity(counts.get("", 0))))
     return aligned(rows, slice(3, None))
