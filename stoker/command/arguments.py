@@ -84,23 +84,24 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]
+    takes_run = not {f"task={task}" for task in settings.WITH_RUN}.isdisjoint(arguments)
+    # `model=mlp` may already set a key that your own model takes, so let `+` replace it.
+    replacing = r"\+?\w+\." if takes_run else r"\+\w+\."
     given = []
     for argument in arguments:
-        key, _, value = argument.partition("=")
-        # `model=mlp` may already set a key that your own model takes, so let `+` replace it.
-        if re.match(r"\+\w+\.", key):
-            argument = f"+{argument}"
+        key, equals, value = argument.partition("=")
         if re.fullmatch(AS_TYPED, argument):
-            argument = f"{key}={quoted(value)}"
-        elif value and isinstance(settings.limit_of(key.lstrip("+")), settings.Text):
+            value = quoted(value)
+        elif isinstance(settings.limit_of(key.lstrip("+")), settings.Text):
             # In a sweep, a setting can have several values.
             values = [quoted(one) if re.fullmatch(NUMBER, one) else one for one in value.split(",")]
-            argument = f"{argument.removesuffix(value)}{','.join(values)}"
-        given.append(argument)
-    if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
-        result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]
-        return [*result, *search_path()]
-    return [*of_project(arguments), *given, *search_path()]
+            value = ",".join(values)
+        if re.match(replacing, key):
+            key = f"++{key.lstrip('+')}"
+        given.append(f"{key}{equals}{value}")
+    if not takes_run:
+        given = [*of_project(arguments), *given]
+    return [*given, *search_path()]
 
 
 def of_project(arguments: Sequence[str]) -> list[str]:
