@@ -34,9 +34,11 @@ def check_config(cfg: DictConfig) -> None:
     has a value that is outside its limits or of the wrong type.
     """
     given = plain(cfg)
+    typed = arguments.typed_keys()
+    has_files = len(configs.folders()) > 1
     usual = of_choices([choice for choice in chosen() if not choice.startswith("experiment=")])
     known = usual
-    if len(configs.folders()) > 1:  # the user's own files may contain a misspelled key
+    if has_files:  # the user's own files may contain a misspelled key
         known = of_choices([choice for choice in chosen() if choice.startswith("sweep")])
     for key in given:
         is_variable = f"${{{key}}}" in str(given)  # another key refers to this one
@@ -45,10 +47,9 @@ def check_config(cfg: DictConfig) -> None:
     for key in usual:
         if key not in given:
             raise UserError(f"{key}: a run needs a value for this key. Remove ~{key}.")
-    for key in arguments.typed_keys():
-        setting = key.removeprefix("~trainer.")
-        if setting != key and setting in usual:
-            raise UserError(f"{key}: a Trainer always gets the run's {setting}. Remove {key}.")
+        removed = f"~trainer.{key}"
+        if removed in typed:
+            raise UserError(f"{removed}: a Trainer always gets the run's {key}. Remove {removed}.")
     for key in PARTS:
         if not isinstance(given[key], dict):
             raise UserError(
@@ -56,7 +57,7 @@ def check_config(cfg: DictConfig) -> None:
                 "To select a config file in an experiment, write "
                 f"'- override /{key}: NAME' under 'defaults:'."
             )
-    if len(configs.folders()) > 1:
+    if has_files:
         check_choices(given)
     resolved = resolve(cfg)
     try:
