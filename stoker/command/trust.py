@@ -196,9 +196,9 @@ def trusting_setting(target: str) -> str:
 
 def part_of(key: str) -> str:
     """Return the part of a run that a key belongs to, such as "metrics" for "metrics.top3"."""
-    augment = "dataset.augment"
-    is_augment = key == augment or key.startswith(f"{augment}.")
-    return augment if is_augment else key.partition(".")[0]
+    if f"{key}.".startswith("dataset.augment."):
+        return "dataset.augment"
+    return key.partition(".")[0]
 
 
 def builds(part: str, located: Any) -> bool:
