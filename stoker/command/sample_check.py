@@ -19,7 +19,11 @@ LOSSES_OF_LOGITS = (
     nn.KLDivLoss,
     nn.BCELoss,
 )
-SUITED = {"classification": "loss=cross_entropy", "regression": "loss=mse (or l1, huber)"}
+# kind of data -> (losses that do not suit it, the kind that they suit, the losses to type instead)
+UNSUITED: dict[str, tuple[Any, str, str]] = {
+    "classification": (LOSSES_OF_NUMBERS, "regression", "loss=cross_entropy"),
+    "regression": (nn.CrossEntropyLoss, "classification", "loss=mse (or l1, huber)"),
+}
 REFUSALS = (RuntimeError, ValueError, TypeError)  # raised by `forward` for unsuitable inputs
 
 
@@ -27,13 +31,11 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
     """Raise UserError if the loss or the model does not suit the data."""
     function = getattr(loss, "func", loss)  # unwraps a partial
     name = getattr(function, "__name__", type(loss).__name__)
-    other = {"classification": "regression", "regression": "classification"}
-    unsuited = {"classification": LOSSES_OF_NUMBERS, "regression": (nn.CrossEntropyLoss,)}
-    if isinstance(loss, unsuited[data.kind]):
+    unsuited, other, advice = UNSUITED[data.kind]
+    if isinstance(loss, unsuited):
         raise UserError(
-            f"{name} is a loss for {other[data.kind]}, but {data.name} is a data set for "
-            f"{data.kind}.\n"
-            f"Type {SUITED[data.kind]}, or dataset.kind={other[data.kind]} for a table."
+            f"{name} is a loss for {other}, but {data.name} is a data set for {data.kind}.\n"
+            f"Type {advice}, or dataset.kind={other} for a table."
         )
     outputs, targets = outputs_for(model, data)
     try:
