@@ -15,9 +15,11 @@ def folders() -> list[Path]:
 
 def options(group: str) -> list[Path]:
     """Return the files of a group's options, sorted by name; [] if there is no such group."""
-    files: dict[str, Path] = {}
-    for folder in reversed(folders()):  # if an option is in several folders, the first folder wins
-        files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
+    files = {
+        path.stem: path  # if an option is in several folders, the first folder wins
+        for folder in reversed(folders())
+        for path in (folder / group).glob("*.yaml")
+    }
     return [files[name] for name in sorted(files)]
 
 
