@@ -64,14 +64,14 @@ def join() -> None:
 
 
 @contextlib.contextmanager
-def one_first(name: str) -> Iterator[None]:
+def one_first() -> Iterator[None]:
     """Let one process per machine run the block first, while the other processes wait."""
     leader = rank() - local_rank()
     if local_rank():
-        receive(f"{name}/{leader}", by=leader, limit=math.inf)
+        receive(f"first/{leader}", by=leader, limit=math.inf)
     yield
     if world_size() > 1 and not local_rank():
-        publish(f"{name}/{rank()}", True)
+        publish(f"first/{rank()}", True)
 
 
 def check_alike(parts: Mapping[str, Any]) -> None:

@@ -152,7 +152,7 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
             augmentations[i] = build("dataset.augment", item)
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
-    with ranks.one_first("data"):  # fills the caches that the other processes use
+    with ranks.one_first():  # fills the caches that the other processes use
         return build_dataset(dataset, **trained), loading
 
 
