@@ -63,10 +63,9 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        plus = "+" if "." in key else ""  # a new metric or callback needs a +
         raise UserError(
             f"{key}: this needs a _target_, the dotted name of a class or function. Type "
-            f"{plus}{key}._target_=..."
+            f"+{key}._target_=..."
         )
     target = node["_target_"]
     check_node(key, node, offered)
