@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from stoker.command.contact import is_lost
-from stoker.trainer import stopping
+from stoker.trainer import launch, stopping
 from stoker.trainer.stopping import SIGNALS, Interrupted
 
 received_at: float = 0.0  # when the first signal arrived
@@ -63,11 +63,11 @@ def handle(number: int, _: FrameType | None) -> None:
     With several ranks, a second signal within one second is a copy of the first, because torchrun
     forwards signals that the ranks have already received.
     """
-    is_first = stopping.received is None
-    if not is_first and "RANK" in os.environ and time.monotonic() < received_at + 1:
+    is_second = stopping.received is not None
+    if is_second and "RANK" in os.environ and time.monotonic() < received_at + 1:
         return
-    if not (is_first and can_raise):
-        if os.environ.get("RANK", "0") == "0" and not has_advised:
+    if is_second or not can_raise:
+        if launch.is_first() and not has_advised:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
             os.write(2, f"ended immediately.{advice}\n".encode())
         # No cleanup, because the cleanup may be what hangs. Files are written atomically.
