@@ -77,10 +77,10 @@ def learn(
     trainer.max_steps = steps or MOST
     trainer.fit(given)
     changes = []
-    for name in ("loss", "acc", "r2"):
-        if f"batch/{name}" in watch.results:
-            first = number(watch.first[f"batch/{name}"])
-            changes.append(f"{name} {first} -> {number(watch.results[f'batch/{name}'])}")
+    for name, value in watch.results.items():
+        if name in ("batch/loss", "batch/acc", "batch/r2"):
+            change = f"{number(watch.first[name])} -> {number(value)}"
+            changes.append(f"{name.removeprefix('batch/')} {change}")
     samples = sum(map(trainer.samples, given))
     facts = f"after {trainer.step} steps on {samples} samples: {', '.join(changes)}"
     if watch.is_learnt():
