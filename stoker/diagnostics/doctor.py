@@ -177,10 +177,10 @@ class Doctor(Callback):
         """Warn about problems that the last samples share, once per layer and kind of problem."""
         for kind, problems in findings(self.samples).items():
             known = self.said.setdefault(kind, [])
-            new = {name: text for name, text in problems.items() if name not in known}
+            new = [name for name in problems if name not in known]
             if new:
                 known += new
-                layers = [f"{name} ({text})" for name, text in new.items()]
+                layers = [f"{name} ({problems[name]})" for name in new]
                 shown = first_few(layers, MOST_NAMED)
                 warning = f"{kind} at step {trainer.step:,}: {shown}.\n{ADVICE[kind]}"
                 self.warnings.append(warning)
