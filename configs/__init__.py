@@ -13,14 +13,9 @@ def folders() -> list[Path]:
     return [FOLDER, here]
 
 
-def options(group: str) -> list[Path]:
-    """Return the files of a group's options, sorted by name; [] if there is no such group."""
-    files = {
-        path.stem: path  # if an option is in several folders, the first folder wins
-        for folder in reversed(folders())
-        for path in (folder / group).glob("*.yaml")
-    }
-    return [files[name] for name in sorted(files)]
+def options(group: str) -> list[str]:
+    """Return the names of a group's options, sorted; [] if there is no such group."""
+    return sorted({path.stem for folder in folders() for path in (folder / group).glob("*.yaml")})
 
 
 def file_of(name: str) -> Path | None:

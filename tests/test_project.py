@@ -52,7 +52,7 @@ def test_the_file_of_the_working_directory_makes_the_project(folder, monkeypatch
     for option in ("mlp", "own"):
         write(folder / f"configs/model/{option}.yaml")
     own = folder / "configs/model/own.yaml"
-    assert sorted(configs.options("model")) == sorted([*builtin, own])  # mlp is found once
+    assert sorted(configs.options("model")) == sorted([*builtin, own.stem])  # mlp is found once
     added = ["experiment=first", "hydra.sweep.dir='out/${now:%Y-%m-%d_%H-%M-%S-%f}-sweep'"]
     search = f"hydra.searchpath=['file://{folder}/configs']"
     assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]

@@ -160,7 +160,5 @@ def check_group(argument: str, key: str, value: str) -> None:
     is_name = not re.fullmatch(r"[\[{].*|null|true|false|[\d.]+", value)
     takes_list = value.startswith("[") and key == settings.GROUP_OF_MANY
     if has_plus or not (is_name or takes_list):
-        options = [path.stem for path in configs.options(key)]
-        raise UserError(
-            f"{argument}: this is a group. Type {key}=NAME, with one of: {', '.join(options)}."
-        )
+        options = ", ".join(configs.options(key))
+        raise UserError(f"{argument}: this is a group. Type {key}=NAME, with one of: {options}.")

@@ -49,7 +49,7 @@ def help_text(typed: Sequence[str] = ()) -> str:
         return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
     lines = [HEADER.format(command=" ".join(invocation.program()))]
     for group in groups():
-        lines += beside(group, ", ".join(path.stem for path in configs.options(group)))
+        lines += beside(group, ", ".join(configs.options(group)))
     return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])
 
 

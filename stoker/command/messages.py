@@ -75,9 +75,7 @@ def no_such_option(error: BaseException) -> str | None:
         install = invocation.pip_install("optuna")
         return f"sweep=optuna needs Hydra's plugin for Optuna.\nType {install}."
     # Only Hydra knows the options of its other groups.
-    options = (
-        [path.stem for path in configs.options(group)] or getattr(error, "options", None) or []
-    )
+    options = configs.options(group) or getattr(error, "options", None) or []
     hint = did_you_mean(choice.removesuffix(".yaml"), options)
     return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
 
