@@ -233,10 +233,11 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
         parameters = list(inspect.signature(located).parameters.values())
     except (ValueError, TypeError):  # some C callables have no signature
         return {}, True
-    names = {}
-    for parameter in parameters:
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            names[parameter.name] = parameter.default
+    names = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
     return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
