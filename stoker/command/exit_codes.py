@@ -77,15 +77,17 @@ def run_and_report(main: Callable[[], Any]) -> int:
         signals.can_raise = True
         sys.unraisablehook = signals.show_unraisable
         project.enter()
-        if not processes.job():  # a sweep has checked and completed the arguments of its jobs
-            arguments.check(sys.argv[1:])
-        if "-h" in sys.argv or "--help" in sys.argv:
-            print(help_text(sys.argv[1:]))
-        elif "--version" in sys.argv[1:]:
+        typed = sys.argv[1:]
+        is_job = processes.job() != {}  # a sweep checks and completes the arguments of its jobs
+        if not is_job:
+            arguments.check(typed)
+        if "-h" in typed or "--help" in typed:
+            print(help_text(typed))
+        elif "--version" in typed:
             print(f"stoker {__version__}")
         else:
-            if not processes.job():
-                sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
+            if not is_job:
+                sys.argv[1:] = arguments.for_hydra(typed)
             main()
         sys.stdout.flush()
         if stopping.received is not None:  # a library swallowed the signal's exception
