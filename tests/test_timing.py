@@ -477,10 +477,10 @@ def test_the_sampling_has_its_share_and_no_more(virtual, batches, epochs):
     cheap = nn.Sequential(nn.Linear(6, 3))
     timing, total = fitted(Slow(batches, Clock(at_least=0.003)), model=cheap, epochs=epochs)
     steps = batches * epochs
-    assert len(timing.sampled[True]) == epochs - 1
+    assert timing.samples[True] == epochs - 1
     others = steps - epochs
     least = min(others, ALWAYS // 2)
-    assert least <= len(timing.sampled[False]) <= ALWAYS + 2 * SHARE * others
+    assert least <= timing.samples[False] <= ALWAYS + 2 * SHARE * others
     assert abs(timing.took["data"] - steps * 0.003) <= POINTS * total
 
 

@@ -64,8 +64,10 @@ class Timing(Callback):
         self.timed = dict.fromkeys(TIMED, 0.0)  # seconds
         self.within: list[str] = []  # the open spans in `timed`, innermost last
         self.turned = 0.0
-        # {stage: seconds} of each sampled step, by whether it was the first of an epoch
-        self.sampled: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+        # The number of sampled steps, by whether they were the first of an epoch, and the seconds
+        # of these steps, by the same and by stage.
+        self.samples = {True: 0, False: 0}
+        self.sampled: dict[tuple[bool, str], float] = defaultdict(float)
         # The marks of the step being sampled. A mark is (the stage that ends here, a point in the
         # queue of the device).
         self.marks: list[tuple[str | None, Any]] = []
@@ -177,11 +179,10 @@ class Timing(Callback):
     def read(self) -> None:
         """Convert the marks of sampled steps to seconds; the device must have reached them."""
         for starts, marks in self.unread:
-            seconds: dict[str, float] = defaultdict(float)
+            self.samples[starts] += 1
             for (_, start), (stage, end) in itertools.pairwise(marks):
                 if stage is not None:
-                    seconds[stage] += devices.seconds_between(start, end)
-            self.sampled[starts].append(seconds)
+                    self.sampled[starts, stage] += devices.seconds_between(start, end)
         self.unread = []
 
     def split(self, trainer: Trainer) -> dict[str, float]:
@@ -193,10 +194,8 @@ class Timing(Callback):
         epochs = (trainer.step - 1) // per_epoch - (self.first_step - 1) // per_epoch
         count = {True: epochs, False: trainer.step - self.first_step - epochs}
         took = dict.fromkeys(STAGES, 0.0)
-        for starts, samples in self.sampled.items():
-            for sample in samples:
-                for stage, seconds in sample.items():
-                    took[stage] += count[starts] / len(samples) * seconds
+        for (starts, stage), seconds in self.sampled.items():
+            took[stage] += count[starts] / self.samples[starts] * seconds
         # The samples only give an estimate, so scale it to the measured time.
         scale = (total - sum(self.timed.values())) / max(sum(took.values()), 1e-9)
         took = {stage: self.timed.get(stage, scale * took[stage]) for stage in STAGES}
