@@ -44,9 +44,10 @@ Groups:"""
 
 def help_text(typed: Sequence[str] = ()) -> str:
     """Return the help text; if options were typed, return the text of these options instead."""
-    chosen = [configs.file_of(choice.replace("=", "/")) for choice in arguments.choices(typed)]
-    if any(chosen):
-        return "\n\n".join("\n".join(lines_of(path)) for path in filter(None, chosen))
+    files = [configs.file_of(choice.replace("=", "/")) for choice in arguments.choices(typed)]
+    texts = ["\n".join(lines_of(file)) for file in files if file is not None]
+    if texts:
+        return "\n\n".join(texts)
     lines = [HEADER.format(command=" ".join(invocation.program()))]
     for group in groups():
         lines += beside(group, ", ".join(configs.options(group)))
@@ -55,10 +56,13 @@ def help_text(typed: Sequence[str] = ()) -> str:
 
 def groups() -> list[str]:
     """Return the names of the groups, sorted."""
-    names = set()
-    for folder in configs.folders():
-        names |= {str(path.parent.relative_to(folder)) for path in folder.rglob("*/*.yaml")}
-    return sorted(names)
+    return sorted(
+        {
+            str(path.parent.relative_to(folder))
+            for folder in configs.folders()
+            for path in folder.rglob("*/*.yaml")
+        }
+    )
 
 
 def lines_of(path: Path) -> Iterator[str]:
