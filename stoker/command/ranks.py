@@ -139,7 +139,7 @@ def consequence(kind: str, message: str | None, code: int | None) -> tuple[str |
     If another rank reports its own error, that rank prints it. Otherwise, the message names the
     ranks that did not report.
     """
-    reports = {peer: json.loads(store().get(f"end/{peer}")) for peer in wait_for_all("end")}
+    reports = {peer: receive(f"end/{peer}") for peer in wait_for_all("end")}
     codes = {report["kind"]: report.get("code") for report in reports.values()}
     if "error" in codes:
         return None, codes["error"]
