@@ -104,11 +104,8 @@ def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> No
         if node is None or is_on(node):
             continue
         prefix = f"callbacks.{name}."
-        switches = []
-        for key, value in node.items():
-            if value is None:
-                follows = followed_key(settings.value_of(given, f"{prefix}{key}"))
-                switches.append(follows or f"{prefix}{key}")
+        off = [f"{prefix}{key}" for key, value in node.items() if value is None]
+        switches = [followed_key(settings.value_of(given, key)) or key for key in off]
         unused = [key for key in typed if key.startswith(prefix) and key != f"{prefix}_target_"]
         if unused and typed.isdisjoint(switches):
             raise UserError(
