@@ -4,7 +4,6 @@ import functools
 import importlib.resources
 import json
 import os
-import signal
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -126,8 +125,8 @@ def code_of(error: "ChildFailedError") -> int:
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:
-        name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {first} (process {failure.pid}) was killed by {name}.", file=sys.stderr)
+        killed = f"rank {first} (process {failure.pid}) was killed by {failure.signal_name()}"
+        print(f"error: {killed}.", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 3
 
 
