@@ -18,12 +18,9 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
     If a key occurs several times, its last value is used. Settings that only matter at the start of
     a run are omitted. The command begins with `start`, which defaults to this program.
     """
-    words = list(start or invocation.program())
     last = {override.partition("=")[0]: override for override in (*overrides, *more)}
-    for key, override in last.items():
-        if not settings.record(key).once:
-            words.append(override)
-    return shlex.join(words)
+    kept = [override for key, override in last.items() if not settings.record(key).once]
+    return shlex.join([*(start or invocation.program()), *kept])
 
 
 def setting(key: str, value: str | Path) -> str:
