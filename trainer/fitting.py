@@ -58,6 +58,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.carried = {}
     trainer.stop_reason = None
     trainer.failed = False
+    trainer.in_step = False
     trainer.evaluation_due = False
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())

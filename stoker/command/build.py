@@ -85,8 +85,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         raise UserError(f"{key}._target_={target}: {reason}") from error
     passed = arguments_to_pass(key, node, offered)
     names, _ = arguments_of(key, target)
-    unset = names.keys() - node.keys() - passed.keys()
-    missing = [name for name in unset if names[name] is REQUIRED]
+    given = {*node, *passed}
+    missing = [name for name in names if names[name] is REQUIRED and name not in given]
     # a function of (outputs, targets)
     is_loss = key == "loss" and not is_class and len(missing) == 2
     if is_loss or (key in FACTORIES and not (key == "dataset.augment" and is_class)):

@@ -114,7 +114,8 @@ def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) 
     typed = []
     for key in keys:
         if key in job.settings:
-            typed.append(f"{key}={shown(job.settings[key])}")
+            # `~key` removes a setting and needs no value
+            typed.append(key if key.startswith("~") else f"{key}={shown(job.settings[key])}")
     return typed
 
 
