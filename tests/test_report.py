@@ -792,7 +792,7 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert result["doctor"] == ["\n".join(lines) for lines in warned]
     page = page_of(tmp_path / "failed")
     assert "What the doctor found" in page.all("h2") and "Versions" in page.all("h2")
-    [again] = [command for command in page.all("pre") if " optimizer.lr=1e29 " in command]
+    [again] = [command for command in page.all("pre") if " optimizer.lr=0.003 " in command]
     assert "run_dir" not in again
     samples = read(tmp_path / "failed", "status.json")["samples"]
     counts = f"{samples['train']:,} training + {samples['val']:,} validation"
