@@ -132,8 +132,7 @@ def raise_if_explained(
         explained = graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
-    text = str(error)
-    known = next((advice for pattern, advice in ADVICE.items() if re.search(pattern, text)), None)
+    known = advice(error)
     if known is not None or refuses_batch(error, frames):
         add_note(error, frames, batch, name, known)
 
@@ -228,3 +227,9 @@ def misused(
         "compute_loss must return (loss, outputs), and train_step a scalar tensor that depends on "
         f"trainable parameters; {HOW}."
     )
+
+
+def advice(error: BaseException) -> str | None:
+    """Return what to do about this error, or None if it is not known."""
+    text = str(error)
+    return next((known for pattern, known in ADVICE.items() if re.search(pattern, text)), None)
