@@ -1116,11 +1116,12 @@ def test_the_best_of_another_split_is_marked_on_its_curves():
     assert curves.frames(run)[0]["best"] == (2, 0.2)
 
 
-def test_plots_are_limited():
-    names = [f"{split}/{metric}" for split in range(5) for metric in range(50)]
+def test_plots_and_curves_are_limited():
+    names = [f"{split}/{metric}" for split in range(50) for metric in range(50)]
     rows = [{"step": i, "epoch": i, **dict.fromkeys(names, i)} for i in (1, 2)]
     drawn = curves.frames(run_with(rows))
     assert len(drawn) == curves.MOST_PLOTS
+    assert {len(plot["lines"]) for plot in drawn} == {curves.MOST_CURVES}
 
 
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):

@@ -44,6 +44,11 @@ class StatefulLoader:
         self.read = []
 
     def __iter__(self):
+        torch.rand(())  # like a DataLoader, which draws a seed for its workers
+        random.random()
+        return self.batches()
+
+    def batches(self):
         samples = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
         while self.given * self.batch_size < SAMPLES:
             rows = slice(self.given * self.batch_size, (self.given + 1) * self.batch_size)

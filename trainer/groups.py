@@ -160,11 +160,11 @@ def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     The two groups of a rule have one name. If another rule has it, the number of the group follows.
     """
     result = []
-    known: dict[str, str] = {}  # name of the group -> label
+    known: dict[Any, str] = {}  # name or number of the group -> label
     for i, group in enumerate(groups):
-        name = group.get("name", str(i))
+        name = group.get("name", i)
         if name not in known:
-            label = re.sub(r"\W+", "_", name).strip("_") or REST
+            label = re.sub(r"\W+", "_", str(name)).strip("_") or REST
             known[name] = f"{label}_{i}" if label in known.values() else label
         result.append(known[name])
     return result

@@ -249,6 +249,8 @@ class IterableLoader(Seekable):
             if place.iterator is None:
                 with children_do_not_interrupt():
                     place.iterator = iter(self.loader)
+                if place.number:  # an uninterrupted run did not create an iterator here
+                    seed_generators(CPU, place.seed + place.number)
             return next(place.iterator, END)
         except (UserError, TrainingError, torch.OutOfMemoryError):
             raise

@@ -322,7 +322,7 @@ class R2(Sums):
         offsets = targets - self.sums[0]
         squares = offsets**2
         residual = (wide(outputs) - targets) ** 2
-        samples = torch.full_like(offsets[0], len(targets))
+        samples = torch.full_like(self.sums[0], len(targets))
         self.sums[1:] += torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples])
 
     def compute(self) -> Tensor:

@@ -180,7 +180,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     """
     kind = type(optimizer)
     is_known = is_torchs(kind) or kind is Combined
-    if compiled or not is_known:
+    if compiled or not is_known or optimizer.defaults.get("differentiable"):
         step: Callable[[], Any] = optimizer.step
         return step
     bare = inspect.unwrap(kind.step)

@@ -72,4 +72,4 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 def mib(tensors: Iterable[torch.Tensor]) -> float:
     """Return the size of the tensors in MiB. For sharded tensors, count only the local shards."""
     parts = parallel.local(tensors)
-    return sum(tensor.nbytes for tensor in parts) / MIB
+    return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB

@@ -150,16 +150,17 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     is_own = target != "" and not target.startswith(("stoker.", "torch."))
     takes_more = group in ("metrics", settings.GROUP_OF_MANY)
     is_apart = is_own or takes_more or group.startswith("hydra")
-    similar = dict(settings.ALIASES)
+    siblings = dict(settings.ALIASES)
+    elsewhere: dict[str, str] = {}
     for name in (*keys, *config):
         place, _, end = name.rpartition(".")
         if place == group:
-            similar[end] = name
+            siblings[end] = name
         elif is_apart or place.startswith("callbacks."):  # rarely what was meant
             continue
         elif not target or end == last:
-            similar.setdefault(end, name)
-    if last not in similar and not is_own:
+            elsewhere.setdefault(end, name)
+    if last not in siblings | elsewhere and not is_own:
         for path in sorted(configs.FOLDER.glob(f"{group or '*'}/*.yaml")):
             if last in list(OmegaConf.load(path)):
                 option = f"{path.parent.name}={path.stem}"
@@ -168,4 +169,5 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         to_add = f" Type +{key}._target_=... to add your own."
     elif target.startswith("stoker.") or not target:
         to_add = ""
-    return did_you_mean(last, similar, shown=similar.__getitem__) or to_add
+    hint = did_you_mean(last, siblings, shown=siblings.__getitem__)
+    return hint or did_you_mean(last, elsewhere, shown=elsewhere.__getitem__) or to_add

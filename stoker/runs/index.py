@@ -132,7 +132,8 @@ def state_of(path: Path) -> list[Any]:
     """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
     paths = [path / name for name in STATE]
     times = [file.stat().st_mtime_ns for file in paths if file.exists()]
-    return [times, (path / directory.REPORT).exists(), lock.is_held(path)]
+    is_running = not (path / directory.RESULT).exists() and lock.is_held(path)
+    return [times, (path / directory.REPORT).exists(), is_running]
 
 
 def entry_of(path: Path) -> Entry:

@@ -26,7 +26,7 @@ from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
 from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
-from stoker.trainer import files, launch, terminal
+from stoker.trainer import files, launch, stopping, terminal
 from stoker.trainer.errors import UserError, check_choice, printable
 
 PLACE = "hydra.sweep.dir"
@@ -92,12 +92,14 @@ class SweepCallback(Callback):
         sweep = Sweep(folder)
         exit_codes.codes += [job.code for job in sweep.jobs]
         if not sweep.jobs:  # interrupted early, or a task that writes no results
+            if stopping.received is not None and is_training(config):
+                remove_untrained(folder)
             for name in ("multirun.yaml", SWEEP):
                 (folder / name).unlink(missing_ok=True)
+            return
         is_refused = all(job.code == exit_codes.USER_ERROR for job in sweep.jobs)
         if is_refused and not any(folder.glob(f"*/{CONFIG}")):
-            if sweep.jobs or is_training(config):
-                remove_untrained(folder)
+            remove_untrained(folder)
             return
         print()
         exit_codes.has_summary = True

@@ -61,7 +61,8 @@ def print_lines(name: str, lines: list[str]) -> None:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Return {name: value} for the weights, the logged rows and the test results of a run."""
-    weights = (folder / directory.WEIGHTS).read_bytes()
+    path = folder / directory.WEIGHTS
+    weights = path.read_bytes() if path.is_file() else b""
     values: dict[str, Any] = {directory.WEIGHTS: hashlib.sha256(weights).hexdigest()}
     for number, row in enumerate(read_rows(folder / directory.METRICS), 1):
         values[f"{directory.METRICS}, line {number}"] = {

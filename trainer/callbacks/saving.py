@@ -129,6 +129,7 @@ class Checkpoint(Monitor):
                 self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()
+            self.writer = None
             self.wait()
         super().on_fit_end(trainer)
 

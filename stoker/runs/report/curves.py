@@ -1,5 +1,7 @@
 """The curves of a run over its steps: loss, metrics, learning rate, gradient norm and memory."""
 
+import itertools
+
 from stoker.data.typed import is_number
 from stoker.runs import plots
 from stoker.runs.report.inputs import Run
@@ -7,6 +9,7 @@ from stoker.runs.report.words import shortened
 from stoker.trainer.history import NUMBERS
 
 MOST_PLOTS = 14
+MOST_CURVES = 6  # in a plot
 LOGARITHMIC = ("loss", "grad_norm")  # these spike, or fall over decades
 SCHEDULES = "stoker.trainer.schedules."
 TITLES = {  # plot titles; other NUMBERS are not drawn
@@ -43,7 +46,9 @@ def frame(run: Run, metric: str, lines: Lines) -> plots.Figure:
         points = lines.get(run.best.name.partition("/")[0], [])
         best = next((point for point in points if point[0] == run.best.step), None)
     last = run.rows[-1]
-    drawn = {shortened(split): plots.thin(points) for split, points in lines.items()}
+    drawn = {}
+    for split in itertools.islice(lines, MOST_CURVES):
+        drawn[shortened(split)] = plots.thin(lines[split])
     return plots.figure(
         TITLES.get(metric, shortened(metric)),
         "step",
