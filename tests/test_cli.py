@@ -269,7 +269,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("~model.foo", "error: Could not delete", "foo"),
     ("=3", "error: =3: these settings cannot be read", ""),
     ("--hlep", "error: --hlep: no such option.", ""),
-    ("run_dir=", "error: run_dir=: expected a string", ""),
+    ("run_dir=", "error: run_dir=: type a string", ""),
     (
         "-m seed=0,1 run_dir=x",
         "error: run_dir=x: this setting is for a single run.",

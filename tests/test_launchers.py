@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from test_cli import answers, run
 
@@ -408,18 +408,18 @@ MISTAKES = [
     ),
     (
         "-m seed=0,1 sweep.at_once=2 hydra/launcher=basic",
-        "hydra/launcher=basic: not a valid choice.",
-        "Choose one of: local, submitit_slurm.",
+        "sweep.at_once=2: hydra/launcher=basic does not support this key",
+        "Remove hydra/launcher",
     ),
     (
         "-m seed=0,1 hydra/launcher=basic",
-        "hydra/launcher=basic: not a valid choice.",
-        "Choose one of: local, submitit_slurm.",
+        "hydra/launcher=basic: choose local or submitit_slurm.",
+        "type sweep.at_once=N",
     ),
     (
         "-m seed=0,1 hydra/launcher=joblib",
-        "hydra/launcher=joblib: not a valid choice.",
-        "Choose one of: local, submitit_slurm.",
+        "hydra/launcher=joblib: to run several jobs at once, type sweep.at_once=N",
+        "",
     ),
     (
         "-m seed=0,1 sweep.at_once=x",
@@ -452,15 +452,19 @@ def test_what_cannot_be_is_said_in_a_line_and_leaves_nothing(tmp_path):
 
 
 def test_a_plugin_that_is_missing_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    choices = {"hydra/launcher": "submitit_slurm"}
-    config = {"sweep": {"at_once": 1}, "hydra": {"runtime": {"choices": choices}}}
-    said = (
-        r"hydra/launcher=submitit_slurm: the plugin for this launcher is not installed.\n"
-        r"Type pip install -e '.\[submitit\]'"
-    )
-    with pytest.raises(UserError, match=said):
-        launchers.check(OmegaConf.create(config))
+    """Where there are others, and where there is none."""
+    others = types.ModuleType("hydra_plugins")
+    others.__path__ = []
+    for name in [name for name in sys.modules if name.startswith("hydra_plugins.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for plugins in (others, None):
+        monkeypatch.setitem(sys.modules, "hydra_plugins", plugins)
+        said = (
+            r"hydra/launcher=submitit_slurm: the plugin for this launcher is not installed.\n"
+            r"Type pip install -e '.\[submitit\]'"
+        )
+        with pytest.raises(UserError, match=said):
+            launchers.check_installed()
 
 
 def test_the_keys_of_slurm_are_those_that_submitit_knows():

@@ -1348,7 +1348,7 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     """
     shutil.copytree(run[0], tmp_path / "run")
     seen, generator = read(tmp_path / "run"), random.Random(0)
-    Image.frombytes("RGB", (64, 64), generator.randbytes(64 * 64 * 3)).save(
+    Image.frombytes("RGB", (90, 90), generator.randbytes(90 * 90 * 3)).save(
         stream := io.BytesIO(), "PNG"
     )
     noise = base64.b64encode(stream.getvalue()).decode()
@@ -1364,7 +1364,7 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     with open(tmp_path / "run" / "config.yaml", "a", encoding="utf-8") as file:
         file.writelines(f"key{i}: '{'<' * 150}'\n" for i in range(500))
     text = report.html(tmp_path / "run")
-    assert len(text.encode()) < MOST_PAGE and len(images_of(Page(text))) == 32
+    assert len(text.encode()) < MOST_PAGE and 0 < len(images_of(Page(text))) < 32
 
 
 def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):

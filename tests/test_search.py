@@ -333,7 +333,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
         ),
         (
             ["hydra/sweeper=optuna"],
-            "error: hydra/sweeper=optuna: not a valid choice.\nChoose one of: stoker_optuna.\n",
+            "error: hydra/sweeper=optuna: sweep=optuna has its own sweeper. Remove this setting.\n",
         ),
         (["hydra/sweeper/sampler=grid"], "type sweep=grid instead.\n"),
         (

@@ -96,7 +96,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
             # In a sweep, a setting can have several values.
             values = [quoted(one) if re.fullmatch(NUMBER, one) else one for one in value.split(",")]
             value = ",".join(values)
-        if re.match(replacing, key):
+        if equals and re.match(replacing, key):
             key = f"++{key.lstrip('+')}"
         given.append(f"{key}{equals}{value}")
     if not takes_run:

@@ -74,8 +74,11 @@ def no_such_option(error: BaseException) -> str | None:
     if missing == "hydra/sweeper/sampler/tpe":
         install = invocation.pip_install("optuna")
         return f"sweep=optuna needs Hydra's plugin for Optuna.\nType {install}."
-    # Only Hydra knows the options of its other groups.
-    options = configs.options(group) or getattr(error, "options", None) or []
+    if missing == "hydra/launcher/joblib":
+        return f"{group}={choice}: to run several jobs at once, type sweep.at_once=N instead."
+    options = getattr(error, "options", None)  # None for a list of choices, as in callbacks=[a,b]
+    if not options or group == "hydra/launcher":  # a sweep does not support Hydra's own launchers
+        options = configs.options(group)
     hint = did_you_mean(choice.removesuffix(".yaml"), options)
     return f"{group}={choice}: not a valid choice.{hint}\nChoose one of: {', '.join(options)}."
 

@@ -44,8 +44,10 @@ class Text:
     """A string, kept exactly as typed: run_dir=1e3 names a folder."""
 
     def check(self, key: str, value: Any) -> Any:
-        if not isinstance(value, str) or value == "":
+        if not isinstance(value, str):
             raise UserError(f"{key}={as_typed(value)}: expected a string.")
+        if value == "":
+            raise UserError(f"{key}=: type a string after the =, or remove {key}.")
         return value
 
 

@@ -1,5 +1,6 @@
 """Run the jobs of a sweep on this machine: one at a time, or several in separate processes."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,7 +23,7 @@ from stoker.runs.result import RunResult, write_failure
 from stoker.sweeps import progress
 from stoker.sweeps.jobs import Job, overrides_in
 from stoker.trainer import stopping
-from stoker.trainer.errors import UserError, check_choice
+from stoker.trainer.errors import UserError
 from stoker.trainer.launch import cores
 
 SLURM = "submitit_slurm"
@@ -47,13 +48,26 @@ def check(config: DictConfig) -> None:
     Plugins.instance().register(Local)  # on its own, Hydra only finds the ones in hydra_plugins
     at_once = settings.check("sweep.at_once", config.sweep.at_once)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
-    check_choice("hydra/launcher", launcher, ["local", SLURM])
-    if launcher == SLURM and at_once != 1:
+    if launcher != "local" and at_once != 1:
         raise UserError(
             f"sweep.at_once={at_once}: hydra/launcher={launcher} does not support this key. "
             "Remove hydra/launcher to run jobs on this machine."
         )
-    if launcher == SLURM and importlib.util.find_spec("submitit") is None:
+    if launcher not in ("local", SLURM):
+        raise UserError(
+            f"hydra/launcher={launcher}: choose local or {SLURM}. "
+            "To run several jobs at once on this machine, type sweep.at_once=N."
+        )
+    if launcher == SLURM:
+        check_installed()
+
+
+def check_installed() -> None:
+    """Raise UserError if Hydra's plugin for submitit is not installed."""
+    plugin = None
+    with contextlib.suppress(ModuleNotFoundError):  # no Hydra plugins are installed
+        plugin = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher")
+    if plugin is None:
         raise UserError(
             f"hydra/launcher={SLURM}: the plugin for this launcher is not installed.\n"
             f"Type {invocation.pip_install('submitit')}, or remove hydra/launcher."

@@ -27,7 +27,7 @@ from stoker.sweeps import jobs, launchers, progress, ranking, table
 from stoker.sweeps.jobs import STATUSES
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch, stopping, terminal
-from stoker.trainer.errors import UserError, check_choice, printable
+from stoker.trainer.errors import UserError, printable
 
 PLACE = "hydra.sweep.dir"
 
@@ -54,7 +54,11 @@ class SweepCallback(Callback):
         launchers.check(config)
         is_search = "trials" in config.sweep
         sweeper = config.hydra.runtime.choices["hydra/sweeper"]
-        check_choice("hydra/sweeper", sweeper, ["stoker_optuna" if is_search else "basic"])
+        if sweeper != ("stoker_optuna" if is_search else "basic"):
+            kind = "optuna" if is_search else "grid"
+            raise UserError(
+                f"hydra/sweeper={sweeper}: sweep={kind} has its own sweeper. Remove this setting."
+            )
         planned = [] if is_search else jobs_of_grid(config)
         if planned:
             check_first(config, planned[0])

@@ -80,6 +80,6 @@ def name_of(cfg: DictConfig, group: str) -> str:
     """Return the option chosen for a group, or the class name if another `_target_` was set."""
     choice = str(HydraConfig.get().runtime.choices[group])
     target = str(cfg[group]._target_)
-    file: Any = configs.file_of(f"{group}/{choice}")
+    file: Any = configs.file_of(f"{group}/{choice.removesuffix('.yaml')}")
     usual = OmegaConf.select(OmegaConf.load(file), "_target_", default=target)
     return choice if target == usual else target.rpartition(".")[2]

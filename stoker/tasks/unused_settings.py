@@ -113,6 +113,7 @@ def ignored_by_own_loaders(parts: "Parts") -> Iterator[tuple[str, str]]:
 def beyond_the_end(cfg: DictConfig, parts: "Parts") -> Iterator[tuple[str, str]]:
     """Yield the settings that would only take effect after the end of the run."""
     from stoker.trainer.loading import epoch_length
+    from stoker.trainer.settings import check_thaw_at
 
     per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
     steps = cfg.max_steps or cfg.epochs * per_epoch
@@ -133,6 +134,7 @@ def beyond_the_end(cfg: DictConfig, parts: "Parts") -> Iterator[tuple[str, str]]
         del beyond["eval_every"]
     for key, (most, length) in beyond.items():
         value = OmegaConf.select(cfg, key)
-        if isinstance(value, int) and value > most:  # thaw_at may be "never"
+        count = check_thaw_at(value) if key.endswith("thaw_at") else value
+        if most < (count or 0) < math.inf:
             reason = f"this run has only {length}, so this setting would have no effect."
             yield key, f"{reason} Lower the value, train longer, or remove the key."

@@ -14,7 +14,8 @@ MOST_TARGETS = 4  # maximum number of regression targets drawn
 MOST_DOTS = 800  # maximum dots in a scatter plot
 BARS = 24  # of a histogram
 MOST_NUMBERS = 8  # maximum target values shown per sample
-MOST_PNG = 20_000  # maximum characters of a picture; the largest that a run writes has 16,500
+MOST_PICTURES = 200_000  # maximum characters of all pictures together
+MOST_PNG = 40_000  # maximum characters of a picture
 MOST_TOKENS = 200  # maximum tokens shown per sequence
 FEWEST = 5  # minimum number of samples in a bin of the calibration plot
 HIGH_LOSS = 8.0  # loss at which a token gets the strongest color: a probability of 1 in 3,000
@@ -34,12 +35,18 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
     }
     most = MOST_SHOWN[evaluation.unit]
     groups = []
+    room = MOST_PICTURES
     for title, samples in lists.items():
         if not samples:
             continue
         described = [shown(sample, evaluation) for sample in samples[:most]]
         names = list(described[0]["cells"])
-        rows = [[facts["cells"].get(name, "") for name in names] for facts in described]
+        rows = []
+        for facts in described:
+            rows.append([facts["cells"].get(name, "") for name in names])
+            room -= sum(map(len, facts["pictures"]))
+            if room < 0:
+                facts["pictures"] = []
         groups.append({"title": title, "samples": described, "table": (names, rows)})
     return groups
 

@@ -49,11 +49,12 @@ def progress(run: Run, now: float) -> str:
 def times(run: Run) -> str:
     """Return 'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
     known = {
-        "Started": date(run.status.started),
+        "started": date(run.status.started),
         "ended": date(run.status.ended),
         "on": one_line(run.status.machine),
     }
-    return ", ".join(f"{name} {value}" for name, value in known.items() if value)
+    text = ", ".join(f"{name} {value}" for name, value in known.items() if value)
+    return text[:1].upper() + text[1:]
 
 
 def date(moment: float | None) -> str:
