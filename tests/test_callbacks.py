@@ -384,6 +384,14 @@ def test_a_folder_with_another_run_is_refused_and_later_steps_do_not_outlive_a_s
     assert checkpoint.newest(tmp_path)[1]["step"] == 12
 
 
+def test_a_second_fit_into_a_folder_is_refused_in_one_message(tmp_path, caplog):
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=3)
+    trainer.fit(loaders()[0])
+    with pytest.raises(UserError, match="contains checkpoints"):
+        trainer.fit(loaders()[0])
+    assert not caplog.messages
+
+
 def test_a_best_of_another_folder_is_forgotten(tmp_path):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], epochs=1).fit(*loaders())
     saver = Checkpoint(tmp_path / "b")

@@ -6,6 +6,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 from stoker.command import messages
+from stoker.tasks import parts
 from stoker.trainer.errors import UserError
 
 SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
@@ -136,6 +137,14 @@ def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
     message = "callbacks.time_limit.minute: this callback is off. Also type max_minutes="
     with pytest.raises(UserError, match=message):
         processed(*SMALL, "+callbacks.time_limit.minute=1")
+
+
+def test_a_misspelled_key_in_a_file_is_refused_even_if_its_callback_is_off(processed, project):
+    contents = "# @package _global_\npatience: null\ncallbacks: {early_stopping: {patiense: 3}}\n"
+    project("experiment/mine", contents)
+    cfg = processed(*SMALL, "experiment=mine")
+    with pytest.raises(UserError, match="no such argument. Did you mean 'patience'?"):
+        parts.build_callbacks(cfg, [])
 
 
 def test_a_path_of_digits_is_text(processed):

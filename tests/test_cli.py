@@ -200,6 +200,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "one of: local, submitit_slurm.",
     ),
     ("model", "error: model: this cannot be parsed.", "key=value, as in epochs=3"),
+    ("predict run=x a.png", "error: a.png: this cannot be parsed.", "key=value, as in epochs=3"),
     ("evalute run=x", "error: evalute: this cannot be parsed. Did you mean 'evaluate'?", ""),
     ("tran", "error: tran: this cannot be parsed. Did you mean 'train'?", ""),
     (

@@ -266,6 +266,14 @@ def test_r2_of_targets_far_from_zero():
     )
 
 
+def test_r2_ignores_a_batch_without_samples():
+    outputs, targets = (part.double() for part in numbers())
+    metric = R2()
+    for rows in (slice(0, 7), slice(7, 7), slice(7, None)):
+        metric.update(outputs[rows], targets[rows])
+    same(metric.compute(), evaluated(R2(), outputs, targets, 7))
+
+
 def test_r2_of_the_mean_is_zero_and_of_the_targets_one():
     _, targets = (part.double() for part in numbers())
     same(evaluated(R2(), targets, targets, 7), torch.tensor(1.0, dtype=torch.float64))

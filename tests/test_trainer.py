@@ -821,6 +821,13 @@ def test_compile_without_a_compiler_says_what_is_missing(tmp_path):
     assert "\ncompile=true needs a compiler, but none is installed. On the CPU, " in done.stdout
 
 
+def test_memory_report_of_a_sparse_buffer():
+    model = torch.nn.Linear(6, 3)
+    model.register_buffer("graph", torch.eye(5).to_sparse(), persistent=False)
+    report = make_trainer(model).memory_report()
+    assert report["buffers"] * 2**20 == 4 * 25
+
+
 def test_memory_report_counts_every_element():
     train_loader, val_loader = loaders()
     trainer = make_trainer(
