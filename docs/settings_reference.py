@@ -71,10 +71,15 @@ def keys_of(text: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         yield prefix + key, value, meaning
 
 
+def files_of(group: str) -> list[Path]:
+    """Return the files of a group's options, sorted by name."""
+    return sorted((configs.FOLDER / group).glob("*.yaml"))
+
+
 def rows_of(group: str) -> list[Row]:
     """Return the rows of a group. Each key has one row, however many options contain it."""
     rows: dict[str, Row] = {}
-    files = configs.options(group)
+    files = files_of(group)
     if group == "callbacks":
         files = [configs.FOLDER / "usual_callbacks.yaml", *files]
     for path in files:
@@ -215,7 +220,7 @@ class Group(Settings):
 
     def run(self) -> list[nodes.Node]:
         group = self.arguments[0]
-        files = configs.options(group)
+        files = files_of(group)
         body = []
         for path in files:
             self.env.note_dependency(str(path))

@@ -88,13 +88,13 @@ class SweepCallback(Callback):
         progress.show_ends()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        self.on_job_end(config, None)  # an interrupted job
+        progress.output.close()
         holding.close()
         if progress.ends is None:  # the sweep was rejected
             return
         folder = Path(config.hydra.sweep.dir)
         sweep = Sweep(folder)
-        exit_codes.codes += [job.code for job in sweep.jobs]
+        exit_codes.codes += [job.code for job in sweep.jobs if job.code]
         if not sweep.jobs:  # interrupted early, or a task that writes no results
             if stopping.received is not None and is_training(config):
                 remove_untrained(folder)
