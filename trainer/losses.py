@@ -50,7 +50,7 @@ DIVISORS = {
         "elements",
     ),
 }
-Divisor = Callable[[Tensor], int | Tensor]
+Divisor = Callable[[Tensor], float | Tensor]
 IGNORED = -100  # torch's default for ignore_index
 
 
@@ -168,21 +168,23 @@ def divisor(loss: Any) -> Divisor | None:
     return Tensor.numel if kind == "elements" else None
 
 
-def class_weight(weight: Tensor | None, ignored: int, targets: Tensor) -> int | Tensor:
-    """Return the sum of the class weights of all targets that are not ignored, on their device.
+def class_weight(weight: Tensor | None, ignored: int, targets: Tensor) -> float | Tensor:
+    """Return the sum of the class weights of all targets that are not ignored.
 
-    With class probabilities (N, C, ...) as targets, every target has weight 1.
+    It stays on the device of the targets, except that on the CPU, where nothing has to be waited
+    for, it is a number, because numbers are faster than tensors. With class probabilities
+    (N, C, ...) as targets, every target has weight 1.
     """
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
     targets = targets.long()  # uint8 cannot represent -100, and as an index it would be a mask
     counts: Tensor = targets != ignored
-    if weight is None:
-        return counts.sum()
-    # Clamp out-of-range classes, for which the loss raises a clearer error.
-    weights: Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
-    return (weights * counts).sum()
+    if weight is not None:
+        # Clamp out-of-range classes, for which the loss raises a clearer error.
+        counts = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)] * counts
+    total = counts.sum()
+    return total.item() if total.device.type == "cpu" else total
 
 
 def fractions(weights: Sequence[float | Tensor], device: torch.device) -> Sequence[float | Tensor]:
