@@ -8,6 +8,7 @@ of the run's files. These files are untrusted, and are read again only if their 
 """
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -48,8 +49,8 @@ def update(run: str | Path) -> None:
     """Update every index that lists this run or sweep. Errors are ignored."""
     run = Path(run).absolute()
     names = {name for name in (directory.CONFIG, SWEEP, SWEEP_PAGE) if (run / name).exists()}
-    if (run / JOB).exists():
-        return  # the jobs of a sweep are not listed
+    if (run / JOB).exists() or (run.exists() and not names):
+        return  # the jobs of a sweep, and runs that have not started, are not listed
     usual = Path(project.current().runs).absolute()
     for folder in run.parents[:LEVELS]:
         # Do not create an index for a sweep that has no page yet: it may turn out to be invalid,
@@ -98,12 +99,12 @@ def updated(folder: Path, lines: str) -> Iterator[str]:
     for line in lines.splitlines(keepends=True):
         if "<" not in line:
             known[line.partition("\t")[0]] = line
-    for path in runs_in(folder):
-        name = path.relative_to(folder).as_posix()
+    for path, names in runs_in(str(folder)):
+        name = Path(path).relative_to(folder).as_posix()
         try:
             name.encode()
-            start = f"[{escaped([name, *state_of(path)])},"
-            yield known.get(start) or f"{start}\t{escaped(entry_of(path))}]\n"
+            start = f"[{escaped([name, *state_of(path, names)])},"
+            yield known.get(start) or f"{start}\t{escaped(entry_of(Path(path), names))}]\n"
         except (OSError, UnicodeError):  # the run was just removed, or its name is not Unicode
             continue
 
@@ -113,35 +114,38 @@ def escaped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", r"\u003c")
 
 
-def runs_in(folder: Path, level: int = 0) -> Iterator[Path]:
-    """Yield the path of each run and sweep below the folder. Links are not followed."""
+def runs_in(folder: str, level: int = 0) -> Iterator[tuple[str, set[str]]]:
+    """Yield the path of each run and sweep below the folder, with the names of its files.
+
+    Links are not followed.
+    """
     try:
-        names = sorted(os.listdir(folder), reverse=True)  # by default, names start with the date
+        names = set(os.listdir(folder))
     except OSError:  # a file, or a folder that cannot be read
         return
-    if level > 0 and not {SWEEP, directory.CONFIG, directory.RESULT}.isdisjoint(names):
-        yield folder
+    if level > 0 and names & {SWEEP, directory.CONFIG, directory.RESULT}:
+        yield folder, names
     elif level < LEVELS:
-        for name in names:
-            path = folder / name
-            if not name.startswith(".") and not path.is_symlink():
+        for name in sorted(names, reverse=True):  # by default, names start with the date
+            path = os.path.join(folder, name)
+            if not name.startswith(".") and not os.path.islink(path):
                 yield from runs_in(path, level + 1)
 
 
-def state_of(path: Path) -> list[Any]:
+def state_of(path: str, names: set[str]) -> list[Any]:
     """Return the state of a run's or sweep's files. If the entry changes, so does the state."""
-    paths = [path / name for name in STATE]
-    times = [file.stat().st_mtime_ns for file in paths if file.exists()]
-    is_running = not (path / directory.RESULT).exists() and lock.is_held(path)
-    return [times, (path / directory.REPORT).exists(), is_running]
+    kept = [name for name in STATE if name in names]
+    times = [os.stat(os.path.join(path, name)).st_mtime_ns for name in kept]
+    is_running = directory.RESULT not in names and lock.is_held(path)
+    return [times, directory.REPORT in names, is_running]
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path, names: set[str]) -> Entry:
     """Return what the page shows for a run or sweep."""
-    return entry_of_sweep(path) if (path / SWEEP).exists() else entry_of_run(path)
+    return entry_of_sweep(path) if SWEEP in names else entry_of_run(path, names)
 
 
-def entry_of_run(path: Path) -> Entry:
+def entry_of_run(path: Path, names: set[str]) -> Entry:
     """Return what the page shows for a run; templates/index.js turns it into columns."""
     from stoker.runs.report import inputs, summary
 
@@ -159,7 +163,7 @@ def entry_of_run(path: Path) -> Entry:
         "data": shown(summary.data_name(run)),
         "model": shown(summary.target_name(run, "model")),
         "settings": settings_of(run.overrides),
-        "report": directory.REPORT if (path / directory.REPORT).exists() else None,
+        "report": directory.REPORT if directory.REPORT in names else None,
         "note": shown(run.result.error or run.result.stopped or ""),
         "curves": curves_of(run.rows, best.name if best else "val/loss"),
         **numbers_of(best, run.result.tests()),
@@ -169,11 +173,11 @@ def entry_of_run(path: Path) -> Entry:
 def settings_of(overrides: list[str] | None) -> dict[str, str]:
     """Return {key: value} for the typed settings."""
     pairs = {}
-    for override in (overrides or [])[:MOST_SETTINGS]:
+    for override in overrides or []:
         key, equals, value = override.lstrip("+").partition("=")
         if equals and key not in ("run_dir", "hydra.sweep.dir"):
             pairs[shown(key)] = shown(value)
-    return pairs
+    return dict(itertools.islice(pairs.items(), MOST_SETTINGS))
 
 
 def shown(value: object) -> str:
@@ -190,8 +194,12 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
         points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
             steps = [step for step, _ in points]
-            curves[shown(key)] = [steps, [float(f"{value:.4g}") for _, value in points]]
+            curves[shown(key)] = [steps, [four_digits(value) for _, value in points]]
     return curves
+
+
+def four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def entry_of_sweep(path: Path) -> Entry:
@@ -207,7 +215,7 @@ def entry_of_sweep(path: Path) -> Entry:
         status = "stopped"
     folders = {job.name: job for job in path.iterdir() if not job.is_symlink()}
     best = [name for name in sweep.best_jobs if name in folders]
-    entry = entry_of_run(folders[best[0]] if best else path)
+    entry = entry_of_run(folders[best[0]] if best else path, set())
     return entry | {
         "sweep": True,
         "status": status,

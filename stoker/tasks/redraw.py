@@ -29,7 +29,7 @@ def redraw(arguments: Sequence[str]) -> None:
         print(f"report   {report.write(folder)}")
     elif index.NAME in names and not index.is_index(folder):
         raise UserError(f"{folder / index.NAME} is not an index of runs. Move or rename it first.")
-    elif index.NAME not in names and not any(index.runs_in(folder)):
+    elif index.NAME not in names and not any(index.runs_in(str(folder))):
         raise UserError(f"redraw {folder}: no run has begun in this folder.")
     else:
         print(f"index    {index.write(folder)}")
