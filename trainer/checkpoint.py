@@ -104,7 +104,7 @@ def load(path: str | Path) -> Any:
 def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
     """Return (metadata, tensors) of a safetensors file."""
     try:
-        open_plain(path).close()
+        open_plain(path).close()  # raises an error for a pipe, on which safe_open would hang
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}

@@ -331,10 +331,10 @@ class IterableLoader(Seekable):
         Otherwise, each stream would continue from pass to pass, which a resumed run cannot repeat.
         """
         owners = [self.loader, getattr(self.loader, "dataset", None)]
-        for place, owner in enumerate(owners):  # the list grows inside the loop
+        for number, owner in enumerate(owners):  # the list grows inside the loop
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(passes)
-            seed_own(owner, mix_seed(seed, place))
+            seed_own(owner, mix_seed(seed, number))
             for name, value in getattr(owner, "__dict__", {}).items():
                 is_inside = isinstance(value, (DataLoader, Sampler)) or name in SAMPLERS
                 if is_inside and all(value is not owner for owner in owners):

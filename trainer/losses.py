@@ -171,9 +171,9 @@ def divisor(loss: Any) -> Divisor | None:
 def class_weight(weight: Tensor | None, ignored: int, targets: Tensor) -> float | Tensor:
     """Return the sum of the class weights of all targets that are not ignored.
 
-    It stays on the device of the targets, except that on the CPU, where nothing has to be waited
-    for, it is a number, because numbers are faster than tensors. With class probabilities
-    (N, C, ...) as targets, every target has weight 1.
+    The sum is a tensor on the device of the targets, so that nothing waits for the device. On the
+    CPU, it is a number, which is faster. With class probabilities (N, C, ...) as targets, every
+    target has weight 1.
     """
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]

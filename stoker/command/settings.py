@@ -95,8 +95,8 @@ def check_resume(resume: Any) -> Any:
 TEXT = Text()
 
 COUNT_OR_AUTO = Number(whole=True, least=1, auto=True)
-SAME = Setting()
-FREE = Setting(resume="any")
+SAME = Setting()  # the value must stay the same when a run resumes
+FREE = Setting(resume="any")  # the value does not affect the result
 
 SETTINGS: Mapping[str, Setting] = {
     # what the command does

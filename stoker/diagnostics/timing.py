@@ -20,6 +20,8 @@ SHARE = 0.02  # fraction of the later steps to sample, besides the first steps o
 TIMED = ("evaluation", "checkpoint", "logging", "report")  # spans that are always timed
 SAMPLED = tuple(name for name in NAMES if name not in TIMED)  # timed only in sampled steps
 
+Mark = tuple[str | None, Any]  # (the stage that ends here, a point in the queue of the device)
+
 
 class Span(AbstractContextManager[None]):
     """A span of the fit that `Timing` listens to."""
@@ -68,11 +70,9 @@ class Timing(Callback):
         # of these steps, by the same and by stage.
         self.samples = {True: 0, False: 0}
         self.sampled: dict[tuple[bool, str], float] = defaultdict(float)
-        # The marks of the step being sampled. A mark is (the stage that ends here, a point in the
-        # queue of the device).
-        self.marks: list[tuple[str | None, Any]] = []
         # samples with marks that the device may not have reached yet
-        self.unread: list[tuple[bool, list[tuple[str | None, Any]]]] = []
+        self.unread: list[tuple[bool, list[Mark]]] = []
+        self.marks: list[Mark] = []  # marks of the step being sampled
         self.waited = False  # whether Python waited for the device in that step
         self.idle: list[bool] = []  # for each sample, whether the device was idle at its end
         self.random = random.Random(0)

@@ -59,7 +59,7 @@ class Evaluation:
         return min((len(true) for true, _ in self.points), default=1)
 
 
-def class_colour(label: int) -> tuple[int, ...]:
+def class_colour(label: int) -> tuple[int, int, int]:
     """Return the RGB color of a class in pictures of masks. Colors of consecutive classes differ.
 
     The first class is gray, because it is often the background.
@@ -67,4 +67,5 @@ def class_colour(label: int) -> tuple[int, ...]:
     if label == 0:
         return 96, 96, 96
     colour = colorsys.hsv_to_rgb(label * 0.381966 % 1, 0.65, 0.95)  # a golden-ratio step apart
-    return tuple(round(255 * level) for level in colour)
+    red, green, blue = (round(255 * level) for level in colour)
+    return red, green, blue

@@ -143,9 +143,10 @@ class Checkpoint(Monitor):
         if self.writer is None or not isinstance(error, Exception) or isinstance(error, NotFinite):
             return
         loader = trainer.train_loader
-        is_between_steps = trainer.evaluation_due or not trainer.in_step
-        if isinstance(loader, IterableLoader) and (loader.is_stateful or loader.accumulate > 1):
-            is_between_steps = trainer.evaluation_due  # it may have read part of the next step
+        may_read_ahead = isinstance(loader, IterableLoader) and (
+            loader.is_stateful or loader.accumulate > 1
+        )
+        is_between_steps = trainer.evaluation_due or not (trainer.in_step or may_read_ahead)
         if parallel.process_count > 1 or not is_between_steps or trainer.step == self.saved:
             return
         try:
