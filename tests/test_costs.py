@@ -19,6 +19,7 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics import timing
 from stoker.trainer.callbacks import EMA, NaNGuard
+from stoker.trainer.metrics import Mean
 from stoker.trainer.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -171,24 +172,33 @@ def operators_beyond_the_bare_loop(kind):
     return {name: n / 200 for name, n in extra.items() if n and not name.startswith("profiler.")}
 
 
-def test_operators_of_a_step_are_the_bare_loop_s_and_three_more():
+def test_operators_of_a_step_are_the_bare_loop_s_and_two_more():
     assert operators_beyond_the_bare_loop(Uniform) == {
-        "aten.add_.Tensor": 1,  # the running mean of the loss
-        "aten.detach.default": 2,  # the loss, for the window and for the mean
+        "aten.detach.default": 1,  # the loss, for the window
+        "aten._local_scalar_dense.default": 1,  # on the CPU, its value for the running mean
     }
 
 
 def test_operators_of_a_step_whose_loss_may_ignore_targets_count_them_too():
     assert operators_beyond_the_bare_loop(list) == {
-        "aten.add_.Tensor": 1,
-        "aten.detach.default": 2,
-        "aten.ne.Scalar": 1,  # the targets that count
-        "aten.sum.default": 1,
-        "aten._local_scalar_dense.default": 1,  # on the CPU, their number
+        "aten.detach.default": 1,
+        "aten.amin.default": 1,  # the lowest target: none is ignored
+        "aten._local_scalar_dense.default": 2,  # its value, and that of the loss
     }
 
 
-def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
+def test_a_mean_on_a_device_takes_one_kernel_per_value():
+    mean = Mean()
+    value = torch.zeros((), device="meta", requires_grad=True)
+    mean.update(value, 4)
+    with Operators() as operators:
+        mean.update(value, 4)
+    assert operators.counts == {"aten.detach.default": 1, "aten.add_.Tensor": 1}
+
+
+# On the CPU, a mean reads each value at once. tests/accelerator tests that no step waits for a
+# device.
+def test_a_step_reads_its_loss_and_its_norm_and_a_row_reads_their_means():
     for optimizer in (SGD, functools.partial(torch.optim.AdamW, lr=1e-3)):
         rows = []
 
@@ -201,12 +211,12 @@ def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
                 Uniform(batches(100))
             )
         assert len(rows) == 4
-        # the loss and the norm; the weights' counts at the end are copied at once
-        assert operators.counts["aten._local_scalar_dense.default"] == 2 * len(rows)
+        # the weights' counts at the end are copied at once
+        assert operators.counts["aten._local_scalar_dense.default"] == 2 * 100 + 2 * len(rows)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_fp16_asks_the_device_for_nothing_but_the_numbers_of_a_row(max_grad_norm):
+def test_a_step_with_fp16_reads_only_its_loss_and_a_row_its_numbers(max_grad_norm):
     rows = []
 
     class Rows(NaNGuard):
@@ -223,7 +233,7 @@ def test_fp16_asks_the_device_for_nothing_but_the_numbers_of_a_row(max_grad_norm
     assert len(rows) == 4
     # the loss and the scale, the number of norms and their sum
     asked = 2 if max_grad_norm is None else 4
-    assert operators.counts["aten._local_scalar_dense.default"] == asked * len(rows)
+    assert operators.counts["aten._local_scalar_dense.default"] == 100 + asked * len(rows)
 
 
 class Counted(TensorSplit):

@@ -52,6 +52,7 @@ DIVISORS = {
 }
 Divisor = Callable[[Tensor], float | Tensor]
 IGNORED = -100  # torch's default for ignore_index
+SMALL = 1024  # up to this number of targets, their minimum takes less time than their count
 
 
 def divides_by(loss: Any) -> str | None:
@@ -179,12 +180,16 @@ def class_weight(weight: Tensor | None, ignored: int, targets: Tensor) -> float 
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
     targets = targets.long()  # uint8 cannot represent -100, and as an index it would be a mask
+    # Fast path: if the lowest class is above `ignored`, no target is ignored.
+    is_small = targets.is_cpu and 0 < targets.numel() <= SMALL
+    if weight is None and is_small and targets.amin().item() > ignored:
+        return targets.numel()
     counts: Tensor = targets != ignored
     if weight is not None:
         # Clamp out-of-range classes, for which the loss raises a clearer error.
         counts = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)] * counts
     total = counts.sum()
-    return total.item() if total.device.type == "cpu" else total
+    return total.item() if total.is_cpu else total
 
 
 def fractions(weights: Sequence[float | Tensor], device: torch.device) -> Sequence[float | Tensor]:

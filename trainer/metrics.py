@@ -34,19 +34,24 @@ class Mean:
         self.weight: float | Tensor = 0
 
     def update(self, value: Tensor, samples: int = 1, weight: float | Tensor | None = None) -> None:
-        if not isinstance(self.total, Tensor):
-            self.total = losses.on_device(self.total, value.device)
-        value = (value if value.ndim == 0 else value.reshape(())).detach()
         if weight is None:
             weight = samples
-        if isinstance(weight, Tensor):
-            if weight.is_floating_point():
-                weight = weight.to(self.total.dtype)
-            counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 = nan
-            self.total.add_(counted * weight)
-        elif weight:
-            # A single kernel, even if the total has a wider dtype.
-            self.total.add_(value, alpha=weight)
+        if value.is_cpu and not isinstance(weight, Tensor):
+            number = value.item()  # on the CPU, this does not wait, and is faster than a tensor
+            if weight:
+                self.total += number * float(weight)
+        else:
+            if not isinstance(self.total, Tensor):
+                self.total = losses.on_device(self.total, value.device)
+            value = (value if value.ndim == 0 else value.reshape(())).detach()
+            if isinstance(weight, Tensor):
+                if weight.is_floating_point():
+                    weight = weight.to(self.total.dtype)
+                counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 = nan
+                self.total.add_(counted * weight)
+            elif weight:
+                # A single kernel, even if the total has a wider dtype.
+                self.total.add_(value, alpha=weight)
         self.weight = self.weight + weight
         self.samples += samples
 

@@ -49,7 +49,7 @@ IN_A_STEP = {
 # What Python or torch says if a batch or a return value does not have the expected form.
 MISUSED = re.compile(
     "values to unpack|cannot unpack|iteration over a 0-d tensor|unsupported operand|can't multiply|"
-    "no attribute '(detach|device|masked_fill)'|'str' object has no attribute|"
+    "no attribute '(detach|device|is_cpu|masked_fill)'|'str' object has no attribute|"
     "does not require grad|only for scalar outputs"
 )
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
