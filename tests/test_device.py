@@ -217,6 +217,12 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
     assert not torch.equal(torch.rand(5), first[0])
     assert random.random() != float(first[4]) and numpy.random.rand() != float(first[5])
     assert torch.equal(own.get_state(), before)
+    random.gauss(0, 1)  # keeps a second number for the next call
+    seeding.seed_generators(CPU, 2**62 + 123)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    random.seed(2**62 + 123)
+    numpy.random.seed(123)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
     seeding.seed_generators(CPU, 123)
     assert torch.equal(
         torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123))

@@ -518,6 +518,19 @@ def test_a_plain_dataloader_becomes_seekable(dataset, options):
     assert draws == [torch.rand(()).item() for _ in range(4)] and epoch(other, 2) == epochs[2]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_profiler_sees_the_batches_of_a_dataloader(workers):
+    def read():
+        loader = DataLoader(range(4), 2, shuffle=True, num_workers=workers)
+        return [batch.tolist() for batch in seekable(loader, 0)]
+
+    unseen = read()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert read() == unseen
+    names = [event.name for event in profiler.events()]
+    assert sum(name.startswith("enumerate(DataLoader)") for name in names) == 3  # one is the end
+
+
 def test_seekable_keeps_what_can_seek_and_reads_any_iterable():
     loader = DeviceLoader(images(), "train", 7)
     assert seekable(loader, 0) is loader

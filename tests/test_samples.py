@@ -185,7 +185,7 @@ def test_generators_of_a_loader_and_its_data_set_draw_different_numbers():
     dataset = OwnGenerators()
     dataset.generator = torch.Generator()
     loader = DataLoader(dataset, 4, shuffle=True, generator=torch.Generator())
-    IterableLoader(loader, steps_per_epoch=2).begin_pass(5, 0)
+    next(iter(IterableLoader(loader, steps_per_epoch=2)))
     states = {g.initial_seed() for g in (loader.generator, dataset.generator, dataset.torch)}
     assert len(states) == 3
 

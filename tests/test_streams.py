@@ -82,6 +82,26 @@ class RandomStream:
         self.generator.set_state(state["generator"])
 
 
+class RandomPasses(RandomStream):
+    """A stream of eight batches, whose state is its generator and how many it has yielded."""
+
+    number = 0
+
+    def __iter__(self):
+        batches = super().__iter__()
+        while self.number < 8:
+            self.number += 1
+            yield next(batches)
+        self.number = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.number = state["number"]
+
+
 class NoisyStream(IterableDataset):
     """A stream whose noise comes from a generator of numpy that it keeps, seeded by the clock."""
 
@@ -170,6 +190,9 @@ READINGS = {
         StatefulLoader(Stream(), 5), steps_per_epoch=3
     ),
     "added up": lambda: IterableLoader(loader(), steps_per_epoch=3, accumulate=3),
+    "added up, with a generator in its state": lambda: IterableLoader(
+        RandomPasses(), steps_per_epoch=3, accumulate=3
+    ),
     "added up, epochs longer than passes": lambda: IterableLoader(
         loader(), steps_per_epoch=5, accumulate=3
     ),
