@@ -75,11 +75,12 @@ class Ordered(Seekable):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.world_size = launch.world_size()
         last = 0 if drop_last else self.samples % batch_size
         smallest = last or batch_size
-        if shuffle and smallest < launch.world_size():
+        if shuffle and smallest < self.world_size:
             raise UserError(
-                f"batch_size={batch_size}: each of the {launch.world_size()} processes needs at "
+                f"batch_size={batch_size}: each of the {self.world_size} processes needs at "
                 f"least one sample from every batch, but the smallest batch has only {smallest}.\n"
                 "Type another batch_size or drop_last=true, or start fewer processes."
             )
@@ -109,9 +110,11 @@ class Ordered(Seekable):
         a copy of the first one, because the other processes wait for every process to take part:
         see parallel.has_samples.
         """
+        if self.world_size == 1:
+            return batch  # slicing takes a few us
         if len(batch) <= launch.rank():
             return batch[:1]
-        return batch[launch.rank() :: launch.world_size()]
+        return batch[launch.rank() :: self.world_size]
 
     def close(self) -> None:
         """Release the data and stop the workers; the loader cannot be used afterward."""

@@ -15,6 +15,7 @@ import torch
 from stoker.trainer import launch, memory, settings
 from stoker.trainer.errors import TrainingError, UserError, first_line
 from stoker.trainer.number_format import counted
+from stoker.trainer.spans import SILENT
 
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # support channels_last
 GRAPHS = ("cuda",)  # devices that can capture a whole step
@@ -142,7 +143,7 @@ def autocast(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a reusable context that autocasts to `dtype`, or does nothing if it is None."""
     if dtype is None:
-        return contextlib.nullcontext()
+        return SILENT
     return torch.autocast(device.type, dtype=dtype)
 
 

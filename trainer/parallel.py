@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.trainer import launch, losses, settings
 from stoker.trainer.device import REPLICAS
 from stoker.trainer.errors import TrainingError, UserError, first_few, log
+from stoker.trainer.spans import SILENT
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Summable = TypeVar("Summable", int, float, Tensor, Tensor | None)
 
-NOTHING = contextlib.nullcontext()
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # fsdp gathers blocks with at least this many parameters separately, and smaller ones together.
 BLOCK = 2**20
@@ -124,6 +124,8 @@ def trained(module: nn.Module) -> set[str]:
 
 def check_exchanged(model: nn.Module, module: nn.Module) -> None:
     """Raise UserError for unfrozen parameters whose gradients are not synchronized."""
+    if process_count == 1:
+        return
     unfrozen = trained(module) - getattr(model, "exchanged", trained(module))
     if unfrozen:
         raise UserError(
@@ -337,14 +339,14 @@ def replica_indices(model: nn.Module) -> tuple[int, ...]:
 def gradient_sync(model: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which backward passes exchange gradients only if `enabled`."""
     if process_count == 1:
-        return NOTHING
-    set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
+        return SILENT
+    set_sync: Any = getattr(model, "set_requires_gradient_sync", None)
     if set_sync is not None:
         set_sync(enabled)
     elif not enabled and isinstance(model, DistributedDataParallel):
         no_sync: contextlib.AbstractContextManager[Any] = model.no_sync()
         return no_sync
-    return NOTHING
+    return SILENT
 
 
 def average_gradients(module: nn.Module) -> None:
