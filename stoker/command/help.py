@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stoker import configs
-from stoker.command import arguments, invocation
+from stoker.command import arguments, shell
 
 INDENT = 29  # column where the descriptions start
 HEADER = """\
@@ -48,7 +48,7 @@ def help_text(typed: Sequence[str] = ()) -> str:
     texts = ["\n".join(lines_of(file)) for file in files if file is not None]
     if texts:
         return "\n\n".join(texts)
-    lines = [HEADER.format(command=" ".join(invocation.program()))]
+    lines = [HEADER.format(command=shell.command([]))]
     for group in groups():
         lines += beside(group, ", ".join(configs.options(group)))
     return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])

@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import check, exit_codes, invocation
+from stoker.command import check, exit_codes
 from stoker.command.shell import command
 from stoker.runs import lock
 from stoker.runs.directory import CONFIG, SWEEP, make, remove_untrained
@@ -46,10 +46,9 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid. A search is announced once its keys are known."""
         if launch.world_size() > 1:
-            program = " ".join(invocation.program())
             raise UserError(
                 "-m: a sweep starts its own processes, so do not start it with torchrun. "
-                f"Type {program} -m ... strategy=ddp devices=N."
+                f"Type {command([])} -m ... strategy=ddp devices=N."
             )
         launchers.check(config)
         is_search = "trials" in config.sweep

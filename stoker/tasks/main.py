@@ -84,8 +84,9 @@ def prepare(cfg: DictConfig) -> None:
     # task=reproduce may itself start several processes.
     reproduces = cfg.task == "reproduce" and invocation.is_started()
     if task and launch.world_size() > 1 and not reproduces:
-        program = " ".join(invocation.program())
-        raise UserError(f"{task} runs in one process. Type {program} instead of torchrun.")
+        raise UserError(
+            f"{task} runs in one process. Type {shell.command([])} instead of torchrun."
+        )
 
 
 def do(cfg: DictConfig) -> None:

@@ -5,7 +5,7 @@ import keyword
 from collections.abc import Sequence
 from pathlib import Path
 
-from stoker.command import invocation
+from stoker.command import invocation, shell
 from stoker.trainer.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
@@ -16,10 +16,9 @@ TAKEN = ("configs", "tests", "runs", "__main__")  # names that the project uses 
 def new(arguments: Sequence[str]) -> None:
     """Create the project NAME in a new folder of that name, and print what to type next."""
     if len(arguments) != 1:
-        program = " ".join(invocation.program())
         raise UserError(
             "new: expected one name, used for both the project and its package. "
-            f"Type {program} new NAME."
+            f"Type {shell.command([])} new NAME."
         )
     [name] = arguments
     check_name(name)
@@ -32,7 +31,7 @@ def new(arguments: Sequence[str]) -> None:
         path.write_text(text, encoding="utf-8")
     print(f"project  {name}: a model, a data set, configs and a test")
     print(f"         cd {name}")
-    print(f"         {' '.join(invocation.program())}")
+    print(f"         {shell.command([])}")
     print(f"         {invocation.python()} -m pytest")
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from stoker.command import invocation
+from stoker.command import shell
 from stoker.runs import index
 from stoker.runs.directory import CONFIG, SWEEP
 from stoker.trainer.errors import UserError
@@ -16,10 +16,9 @@ def redraw(arguments: Sequence[str]) -> None:
     from stoker.sweeps import sweep, table
 
     if len(arguments) != 1:
-        program = " ".join(invocation.program())
         raise UserError(
             "redraw: expected one folder: a run, a sweep or a folder of runs. "
-            f"Type {program} redraw DIR."
+            f"Type {shell.command([])} redraw DIR."
         )
     folder = Path(arguments[0])
     names = os.listdir(folder)
