@@ -83,11 +83,12 @@ class Augment:
         check_choice("dataset.augment", item, DEFAULTS)
         key = f"dataset.augment.{item}"
         value = DEFAULTS[item] if value is None else value
-        if item in MIXING:
+        if item in ("mixup", "cutmix"):
             check_number(key, value, above=0)
-            mix = functools.partial(MIXING[item], a=value, num_classes=self.num_classes)
             self.mixing.append(item)
-            self.rest.append(mix)
+            self.rest.append(
+                functools.partial(_mix, name=item, a=value, num_classes=self.num_classes)
+            )
             return
         if item == "flip":
             check_choice(key, value, (True, "alternate"))
@@ -220,17 +221,6 @@ def sample_beta(a: float, generator: Generator) -> float:
     return numpy.random.default_rng(seed).beta(a, a)
 
 
-def _soft(targets: Tensor, num_classes: int, inputs: Tensor) -> Tensor:
-    """Convert class indices to (N, num_classes) probabilities; floating-point targets are returned
-    unchanged.
-    """
-    if targets.is_floating_point():
-        return targets
-    dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
-    soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
-    return soft.scatter_(1, targets.unsqueeze(1), 1)
-
-
 def _with_neighbours(values: Tensor, share: Tensor | float) -> Tensor:
     """Mix each sample with its neighbor in the batch.
 
@@ -239,36 +229,26 @@ def _with_neighbours(values: Tensor, share: Tensor | float) -> Tensor:
     return values * share + values.roll(1, 0) * (1 - share)
 
 
-def _mixup(
+def _mix(
     inputs: Tensor,
     targets: Tensor,
     generator: Generator,
     *,
+    name: str,
     a: float,
     num_classes: int,
 ) -> Pair:
-    if not inputs.is_floating_point():
-        inputs = inputs.float()
-    targets = _soft(targets, num_classes, inputs)
-    share = sample_beta(a, generator)
-    return _with_neighbours(inputs, share), _with_neighbours(targets, share)
-
-
-def _cutmix(
-    inputs: Tensor,
-    targets: Tensor,
-    generator: Generator,
-    *,
-    a: float,
-    num_classes: int,
-) -> Pair:
+    """Mix the samples of a batch with each other, by "mixup" or "cutmix"."""
+    dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
+    if not targets.is_floating_point():  # classes become probabilities, (N, num_classes)
+        soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
+        targets = soft.scatter_(1, targets.unsqueeze(1), 1)
+    if name == "mixup":
+        share = sample_beta(a, generator)
+        return _with_neighbours(inputs.to(dtype), share), _with_neighbours(targets, share)
     from torchvision.transforms.v2 import CutMix
 
-    targets = _soft(targets, num_classes, inputs)
     # CutMix draws from the global generator.
     with random_stream(int(torch.randint(2**63 - 1, (), generator=generator))):
         mixed: Pair = CutMix(alpha=a)(inputs, targets)
     return mixed
-
-
-MIXING: dict[str, Callable[..., Pair]] = {"mixup": _mixup, "cutmix": _cutmix}

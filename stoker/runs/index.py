@@ -194,12 +194,8 @@ def curves_of(rows: list[Row], name: str) -> dict[str, list[Any]]:
         points = thin([(row["step"], row[key]) for row in rows if key in row], MOST_POINTS)
         if points:
             steps = [step for step, _ in points]
-            curves[shown(key)] = [steps, [four_digits(value) for _, value in points]]
+            curves[shown(key)] = [steps, [float(f"{value:.4g}") for _, value in points]]
     return curves
-
-
-def four_digits(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def entry_of_sweep(path: Path) -> Entry:
