@@ -242,7 +242,7 @@ class IterableLoader(Seekable):
                     "To resume, the training data is read again from the start, but this generator "
                     "has already been read. Pass a new one."
                 )
-            if not place.number:
+            if not place.number:  # otherwise, `load_state_dict` has begun the pass
                 self.begin_pass(place)
         seed_generators(CPU, place.seed + place.number)
         try:
