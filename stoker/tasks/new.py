@@ -32,7 +32,7 @@ def new(arguments: Sequence[str]) -> None:
     print(f"project  {name}: a model, a data set, configs and a test")
     print(f"         cd {name}")
     print(f"         {shell.command([])}")
-    print(f"         {invocation.python()} -m pytest")
+    print(f"         {shell.command([], start=[invocation.python(), '-m', 'pytest'])}")
 
 
 def check_name(name: str) -> None:
