@@ -20,15 +20,14 @@ PRIVATE = {
     ("trainer/device.py", "_dispatch_has_kernel_for_dispatch_key"): "which kernels it has",
     ("trainer/device.py", "_dispatch_key_for_device"): "the name of its kernels",
     ("trainer/loading.py", "_next_data"): "a batch of a DataLoader, without a profiler's name",
-    ("trainer/loading.py", "_profiler_enabled"): "whether a profiler wants that name",
     ("trainer/optimizers.py", "_global_optimizer_post_hooks"): "whether all optimizers have hooks",
     ("trainer/optimizers.py", "_global_optimizer_pre_hooks"): "whether all optimizers have hooks",
     ("trainer/optimizers.py", "_optimizer_step_post_hooks"): "whether a step has hooks",
     ("trainer/optimizers.py", "_optimizer_step_pre_hooks"): "whether a step has hooks",
-    ("trainer/optimizers.py", "_profiler_enabled"): "whether a profiler wants to see a step",
     ("trainer/optimizers.py", "_step_supports_amp_scaling"): "whether it unscales by itself",
     ("trainer/parallel.py", "_compiled_call_impl"): "whether a module is compiled",
     ("trainer/seeding.py", "_inst"): "the generator of Python, to seed it without checks",
+    ("trainer/spans.py", "_profiler_enabled"): "whether a profiler wants to see batches and steps",
     ("trainer/steps.py", "_get_scale_async"): "the scale of fp16, without waiting for the device",
 }
 PUBLIC = {

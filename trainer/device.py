@@ -1,6 +1,5 @@
 """Everything that depends on the device: precision, kernels, graph capture, streams and timing."""
 
-import contextlib
 import functools
 import inspect
 import os
@@ -8,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -138,9 +138,7 @@ def has_fused(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 
 
-def autocast(
-    device: torch.device, dtype: torch.dtype | None
-) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return a reusable context that autocasts to `dtype`, or does nothing if it is None."""
     if dtype is None:
         return SILENT

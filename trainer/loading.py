@@ -16,7 +16,7 @@ from stoker.trainer.batches import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.number_format import counted
 from stoker.trainer.seeding import CPU, mix_seed, seed_generators, seed_own
-from stoker.trainer.spans import Spans, silent_spans
+from stoker.trainer.spans import Spans, is_profiled, silent_spans
 
 END = object()  # marks the end of an iterator
 UNREAD = inspect.GEN_CREATED  # the state of a generator that has not been read
@@ -123,7 +123,7 @@ class Place:
     drop: int = 0
     step: int | None = None
     seed: int = 0
-    iterator: Any = None
+    iterator: Iterator[Any] | None = None
 
 
 class IterableLoader(Seekable):
@@ -307,7 +307,7 @@ class IterableLoader(Seekable):
         Raises:
             UserError: The iterable is read by a different number of workers.
         """
-        if not state:
+        if state == {}:
             return
         before = state.get("workers")
         workers = self.workers
@@ -349,8 +349,7 @@ def next_batch(iterator: Any, is_plain: bool) -> Any:
     A DataLoader names each batch for torch's profiler, which takes 10 to 20 us. If the iterator is
     from a plain DataLoader and no profiler is running, leave that out.
     """
-    # private: tells whether a profiler is running, torch 2.15
-    if not is_plain or torch.autograd._profiler_enabled():
+    if not is_plain or is_profiled():
         return next(iterator, END)
     try:
         return iterator._next_data()  # private: `__next__` without the name, torch 2.15

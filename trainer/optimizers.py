@@ -15,6 +15,7 @@ from stoker.trainer import parallel
 from stoker.trainer.combined import Combined, is_torchs, parts
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.groups import Groups, check_options, divided, scale_rates
+from stoker.trainer.spans import is_profiled
 
 # torch's optimizers that need whole matrices. All others work element by element.
 OF_MATRICES = ("Muon", "Adafactor")
@@ -191,8 +192,7 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
             or optimizer._optimizer_step_post_hooks  # private: the same
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            # private: tells whether a profiler is running, torch 2.15
-            or torch.autograd._profiler_enabled()
+            or is_profiled()
             or "step" in vars(optimizer)
         ):
             optimizer.step()

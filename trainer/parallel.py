@@ -3,12 +3,12 @@
 ddp and fsdp run one process per device. Only this module knows how each strategy works.
 """
 
-import contextlib
 import functools
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -336,15 +336,15 @@ def replica_indices(model: nn.Module) -> tuple[int, ...]:
     return tuple(model.device_ids) if isinstance(model, nn.DataParallel) else ()
 
 
-def gradient_sync(model: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+def gradient_sync(model: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which backward passes exchange gradients only if `enabled`."""
     if process_count == 1:
         return SILENT
-    set_sync: Any = getattr(model, "set_requires_gradient_sync", None)
+    set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
     if set_sync is not None:
         set_sync(enabled)
     elif not enabled and isinstance(model, DistributedDataParallel):
-        no_sync: contextlib.AbstractContextManager[Any] = model.no_sync()
+        no_sync: AbstractContextManager[Any] = model.no_sync()
         return no_sync
     return SILENT
 

@@ -7,6 +7,8 @@ put your own context managers into `Trainer.spans`, and put `SILENT` back afterw
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 NAMES = (
     "transfer",
     "forward",
@@ -18,6 +20,8 @@ NAMES = (
     "report",
 )
 
+# Tells whether torch's profiler is running.
+is_profiled = torch.autograd._profiler_enabled  # private: there is no public check, torch 2.15
 Spans = dict[str, AbstractContextManager[Any]]
 
 
